@@ -1,0 +1,144 @@
+"""The `torch.compile` backend "asyncep"."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import GraphModule
+
+from moepass.dump import GraphDump
+from moepass.models.errors import InputError
+from moepass.options import Options, parse_options
+from moepass.passes.detect import bank_arguments
+from moepass.passes.graph import is_call
+from moepass.passes.ir import BANK_TENSOR, Plan
+from moepass.passes.lower import lower_segments
+from moepass.passes.pipeline import compile_graph
+from moepass.passes.protocol import PassContext
+from moepass.runtime.banks import BankStore, find_store
+from moepass.runtime.executor import Executor
+
+logger = logging.getLogger("moepass")
+
+_RANDOM_IN_TRAINING = ("aten.native_dropout", "aten.bernoulli", "aten.dropout", "aten.alpha_dropout")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """One graph that the backend compiled: its plan, and the executor whose `graph_module` is the schedule."""
+
+    plan: Plan
+    executor: Executor
+
+
+_recorded: contextvars.ContextVar[list[Compilation] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def record_compilations() -> Iterator[list[Compilation]]:
+    """Collect what the backend compiles inside the block, in the order of compilation.
+
+    `torch.compile` compiles on the first call, so make that call inside.
+    """
+    compilations: list[Compilation] = []
+    token = _recorded.set(compilations)
+    try:
+        yield compilations
+    finally:
+        _recorded.reset(token)
+
+
+def asyncep(
+    graph: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one captured graph: `torch.compile(model, backend="asyncep", options={...})`.
+
+    Raises OptionError for a wrong option, InputError for training, PlanError where the ring has too few slots.
+    """
+    parsed = parse_options(options)
+    if mode not in (None, "default"):
+        raise InputError(f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}")
+    _refuse_training(example_inputs)
+
+    def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Executor:
+        return _compile(captured, parsed)
+
+    decompositions: dict[Any, Callable[..., Any]] = {}
+    if parsed.lower == "inductor":
+        from torch._inductor.decomposition import select_decomp_table
+
+        decompositions = select_decomp_table()
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=_no_training_graph,
+        inference_compiler=compile_inference,
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )(graph, example_inputs)
+    return compiled
+
+
+def _compile(captured: GraphModule, options: Options) -> Executor:
+    _refuse_random(captured)
+    store = _store_of(captured)
+    context = PassContext(slots=store.slots if store else 0, disabled=frozenset(options.disable))
+    dump = GraphDump(options.dump) if options.dump else None
+    result = compile_graph(captured, context, observe=dump)
+    if dump:
+        dump.write_plan(result.plan)
+    lowered = lower_segments(result.module, options.lower)
+    ring = None
+    if store and result.plan.residencies:
+        with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
+            ring = store.ring(options.debug)
+    executor = Executor(lowered, result.plan, ring)
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append(Compilation(result.plan, executor))
+    _log(result.plan)
+    return executor
+
+
+def _log(plan: Plan) -> None:
+    logger.info("%s: %s (%d blocks, %d distinct segments)", plan.strategy, plan.reason, len(plan.blocks), plan.distinct_segments)
+    for refusal in plan.refusals:
+        logger.info("refused %s at %s: %s", refusal.where or "a block", refusal.node, refusal.reason)
+
+
+def _store_of(captured: GraphModule) -> BankStore | None:
+    for node in captured.graph.nodes:
+        if is_call(node, BANK_TENSOR):
+            return find_store(bank_arguments(node).store)
+    return None
+
+
+def _refuse_training(example_inputs: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
+        raise InputError(
+            "asyncep compiles inference only, but gradients are on and an input or parameter requires them; call the "
+            "compiled model under torch.no_grad() or torch.inference_mode()"
+        )
+
+
+def _refuse_random(captured: GraphModule) -> None:
+    for node in captured.graph.nodes:
+        if str(node.target).startswith(_RANDOM_IN_TRAINING):
+            raise InputError(
+                f"asyncep compiles inference only, but the graph draws random numbers ({node.target}), as dropout does "
+                "in training mode; call model.eval() first"
+            )
+
+
+def _no_training_graph(captured: GraphModule, fake_inputs: Sequence[Any]) -> Any:
+    raise InputError("asyncep compiles inference only; call the compiled model under torch.no_grad()")

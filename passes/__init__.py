@@ -1,0 +1,4 @@
+"""The compiler: captured graph and plan in, graph and plan out.
+
+Pure: no stream, process, socket, clock or global state. Everything here runs on fake tensors without a GPU.
+"""

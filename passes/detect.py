@@ -1,0 +1,365 @@
+"""Find the MoE blocks of a captured graph.
+
+Contract
+    in    a functional ATen inference graph, `meta["val"]` on every node
+    out   the same graph, untouched; `plan.blocks` and `plan.banks` filled, one refusal for everything that looked like
+          a block and was not taken
+
+Pseudo-code
+    for each product (grouped_mm, its fallback, bmm) with expert weights [E, ., .] as an operand:
+        follow the weights through views, and through the selection by expert for batched_mm, to where they enter
+    group the products that serve the same tokens: the same offsets, the same expert ids, or a chain of dense products
+    for each group:
+        the products before the last are up projections, the last one is the down projection
+        check that experts and widths fit, and that all weights lie in one bank, or all in none
+    for each bank tensor that no block claims:
+        refuse, and say where it is read
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.graph import fake_value, is_call, is_view, module_path, positions, view_source
+from moepass.passes.ir import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec
+from moepass.passes.protocol import PassContext, PassResult, graph_pass
+
+aten = torch.ops.aten
+
+# dtype names as the plan writes them
+_DTYPE_NAME = {
+    dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertProduct:
+    """One matrix product with expert weights: `weights` is where they enter, [experts, ., .]."""
+
+    node: Node
+    form: str
+    key: Node
+    weights: Node
+    activations: Node
+    inner: int
+    outer: int
+
+    @property
+    def experts(self) -> int:
+        return int(fake_value(self.weights).shape[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMatch:
+    """A block in the graph: its record and the nodes behind it."""
+
+    record: MoEBlock
+    products: tuple[ExpertProduct, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Detection:
+    matches: tuple[BlockMatch, ...]
+    refusals: tuple[Refusal, ...]
+
+
+@graph_pass(provides={"blocks"})
+def detect(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Fill `plan.blocks`, `plan.banks` and the refusals from what `find_blocks` finds."""
+    found = find_blocks(module.graph)
+    banks = tuple(_bank_specs(module.graph))
+    plan = dataclasses.replace(
+        plan,
+        blocks=tuple(match.record for match in found.matches),
+        banks=banks,
+        refusals=plan.refusals + found.refusals,
+    )
+    return PassResult(module, plan, matches=tuple(match.record.name for match in found.matches))
+
+
+
+def find_blocks(graph: Graph) -> Detection:
+    """Every MoE block of `graph`, in host order, and a refusal for every near miss."""
+    products, refusals = _expert_products(graph)
+    matches: list[BlockMatch] = []
+    for group in _groups(products):
+        outcome = _check_group(group)
+        if isinstance(outcome, Refusal):
+            refusals.append(outcome)
+        else:
+            matches.append(outcome)
+    refusals += _unclaimed_bank_tensors(graph, matches)
+    return Detection(tuple(matches), tuple(refusals))
+
+
+def _expert_products(graph: Graph) -> tuple[list[ExpertProduct], list[Refusal]]:
+    products: list[ExpertProduct] = []
+    refusals: list[Refusal] = []
+    for node in graph.nodes:
+        if _is_grouped_mm(node):
+            outcome = _grouped_product(node)
+        elif is_call(node, aten.bmm.default):
+            outcome = _batched_product(node)
+        else:
+            continue
+        if isinstance(outcome, Refusal):
+            refusals.append(outcome)
+        elif outcome is not None:
+            products.append(outcome)
+    return products, refusals
+
+
+def _is_grouped_mm(node: Node) -> bool:
+    # The fallback operator exists only once transformers was imported, so it is recognised by name.
+    return is_call(node, aten._grouped_mm.default) or (
+        node.op == "call_function" and str(node.target) == "transformers.grouped_mm_fallback.default"
+    )
+
+
+def _grouped_product(node: Node) -> ExpertProduct | Refusal:
+    arguments = {**dict(zip(("input", "weight", "offs"), node.args, strict=False)), **node.kwargs}
+    activations, weight, offsets = arguments.get("input"), arguments.get("weight"), arguments.get("offs")
+    if not isinstance(weight, Node) or not isinstance(activations, Node):
+        return Refusal(node.name, "the grouped product has no weight operand", module_path(node))
+    if not isinstance(offsets, Node):
+        return Refusal(node.name, "a grouped product without offsets is dense, not a product by expert", module_path(node))
+    source = view_source(weight)
+    if not _is_expert_weight(source):
+        return _foreign_weight(node, source)
+    shape = fake_value(weight).shape
+    return ExpertProduct(node, "grouped_mm", offsets, source, activations, int(shape[1]), int(shape[2]))
+
+
+def _batched_product(node: Node) -> ExpertProduct | Refusal | None:
+    for operand, other in (node.args, tuple(reversed(node.args))):
+        assert isinstance(operand, Node)
+        assert isinstance(other, Node)
+        selected = view_source(operand)
+        if is_call(selected, aten.index.Tensor):
+            weights, indices = selected.args[0], selected.args[1]
+            if isinstance(weights, Node) and isinstance(indices, (list, tuple)) and len(indices) == 1:
+                source = view_source(weights)
+                ids = indices[0]
+                if isinstance(ids, Node) and _is_expert_weight(source):
+                    inner, outer = _batched_widths(node, operand)
+                    return ExpertProduct(node, "batched_mm", view_source(ids), source, other, inner, outer)
+        elif _is_expert_weight(selected) and fake_value(operand).shape[0] == fake_value(selected).shape[0]:
+            inner, outer = _batched_widths(node, operand)
+            return ExpertProduct(node, "dense_bmm", node, selected, other, inner, outer)
+    return None
+
+
+def _batched_widths(node: Node, weight: Node) -> tuple[int, int]:
+    """(inner, outer) width of the product; the weight may stand on either side."""
+    shape = fake_value(weight).shape
+    if node.args[1] is weight:
+        return int(shape[1]), int(shape[2])
+    return int(shape[2]), int(shape[1])
+
+
+def _is_expert_weight(node: Node) -> bool:
+    """Where expert weights enter a graph: as a tensor of a bank, or as an input [experts, ., .]."""
+    value = fake_value(node)
+    if not isinstance(value, torch.Tensor) or value.dim() != 3 or not value.is_floating_point():
+        return False
+    if is_call(node, BANK_TENSOR):
+        return True
+    # A weight has a fixed shape; a 3-dimensional activation that enters a graph need not.
+    return node.op == "placeholder" and all(isinstance(size, int) for size in value.shape)
+
+
+def _foreign_weight(node: Node, source: Node) -> Refusal:
+    return Refusal(
+        node.name,
+        f"the weights are computed in the graph (by `{source.target}`), so they are not a bank that can be moved",
+        module_path(node),
+    )
+
+
+def _groups(products: list[ExpertProduct]) -> list[list[ExpertProduct]]:
+    by_key: dict[tuple[str, Node], list[ExpertProduct]] = defaultdict(list)
+    dense: list[ExpertProduct] = []
+    for product in products:
+        if product.form == "dense_bmm":
+            dense.append(product)
+        else:
+            by_key[product.form, product.key].append(product)
+    return list(by_key.values()) + _dense_chains(dense)
+
+
+def _dense_chains(products: list[ExpertProduct]) -> list[list[ExpertProduct]]:
+    """Dense products that feed each other: a chain ends where a product's output reaches no further one."""
+    anchors = {product.node: product for product in products}
+    chains: list[list[ExpertProduct]] = []
+    fed: set[Node] = set()
+    for product in reversed(products):
+        if product.node in fed:
+            continue
+        ups = _feeding_products(product.activations, anchors, product.experts)
+        fed.update(up.node for up in ups)
+        chains.append([*ups, product])
+    return list(reversed(chains))
+
+
+def _feeding_products(start: Node, anchors: dict[Node, ExpertProduct], experts: int) -> list[ExpertProduct]:
+    """Products that `start` depends on through elementwise nodes and views over the same leading expert dimension."""
+    found: list[ExpertProduct] = []
+    seen: set[Node] = set()
+    pending = [start]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in anchors:
+            found.append(anchors[node])
+            continue
+        value = fake_value(node)
+        if isinstance(value, torch.Tensor) and (value.dim() == 0 or value.shape[0] != experts):
+            continue
+        pending.extend(node.all_input_nodes)
+    return sorted(found, key=lambda product: product.node)
+
+
+def _check_group(group: list[ExpertProduct]) -> BlockMatch | Refusal:
+    *ups, down = group
+    where = module_path(down.node)
+    if not ups:
+        return Refusal(down.node.name, "a product by expert without a partner: an MoE block has an up and a down", where)
+    counts = sorted({product.experts for product in group})
+    if len(counts) > 1:
+        return Refusal(down.node.name, f"the products disagree on the number of experts: {counts}", where)
+    hidden, intermediate = ups[0].inner, down.inner
+    total_outer = sum(up.outer for up in ups)
+    if any(up.inner != hidden for up in ups) or total_outer not in (intermediate, 2 * intermediate):
+        return Refusal(
+            down.node.name,
+            f"widths do not fit an MLP: up {[(up.inner, up.outer) for up in ups]}, down {(down.inner, down.outer)}",
+            where,
+        )
+    banks = {_bank_of(product.weights) for product in group}
+    if len(banks) > 1:
+        return Refusal(down.node.name, "its weights lie in different banks, or only some of them in a bank", where)
+    (bank,) = banks
+    sources = {product.weights for product in group}
+    record = MoEBlock(
+        name=where or down.node.name,
+        form=down.form,
+        experts=counts[0],
+        top_k=_top_k(ups[0]),
+        hidden=hidden,
+        intermediate=intermediate,
+        gated=total_outer == 2 * intermediate,
+        dtype=_DTYPE_NAME[fake_value(down.weights).dtype],
+        weight_bytes=sum(fake_value(source).numel() * fake_value(source).element_size() for source in sources),
+        products=tuple(product.node.name for product in group),
+        bank=bank,
+    )
+    return BlockMatch(record, tuple(group))
+
+
+def _bank_of(source: Node) -> int | None:
+    return bank_arguments(source).bank if is_call(source, BANK_TENSOR) else None
+
+
+def _top_k(up: ExpertProduct) -> int | None:
+    """Rows of the product per row of the tokens that were gathered for it, where that is a number."""
+    if up.form == "dense_bmm":
+        return None
+    rows = fake_value(up.activations).shape[0]
+    node = up.activations
+    while isinstance(node, Node):
+        if is_view(node) or is_call(node, aten._to_copy.default, aten.masked_fill.Scalar, aten.clone.default):
+            node = node.all_input_nodes[0]
+            continue
+        if is_call(node, aten.index.Tensor, aten.index_select.default, aten.repeat_interleave.self_int):
+            tokens = fake_value(node.args[0]).shape[0]  # type: ignore[arg-type]
+            return next((k for k in range(1, up.experts + 1) if _always_equal(rows, tokens * k)), None)
+        return None
+    return None
+
+
+def _always_equal(left: object, right: object) -> bool:
+    """Equality of two sizes as expressions, without adding a guard."""
+    left_expression = left.node.expr if isinstance(left, torch.SymInt) else left
+    right_expression = right.node.expr if isinstance(right, torch.SymInt) else right
+    return bool(left_expression == right_expression)
+
+
+def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Refusal]:
+    claimed = {node for match in matches for node in claimed_bank_tensors(graph, match, matches)}
+    return [
+        Refusal(
+            node.name,
+            f"`{bank_arguments(node).tensor_name}` is read outside a recognised MoE block: gathered synchronously there",
+            bank_arguments(node).bank_name,
+        )
+        for node in graph.nodes
+        if is_call(node, BANK_TENSOR) and node not in claimed
+    ]
+
+
+def claimed_bank_tensors(graph: Graph, match: BlockMatch, matches: list[BlockMatch]) -> list[Node]:
+    """The bank tensors that `match` reads: its weights, and the biases of the same bank.
+
+    Where one bank serves several blocks (a layer applied twice), a tensor belongs to the first block whose last
+    product comes after it.
+    """
+    if match.record.bank is None:
+        return []
+    place = positions(graph)
+    sharing = [other for other in matches if other.record.bank == match.record.bank]
+    ends = sorted((max(place[product.node] for product in other.products), index) for index, other in enumerate(sharing))
+    own = sharing.index(match)
+    nodes = []
+    for node in graph.nodes:
+        if is_call(node, BANK_TENSOR) and bank_arguments(node).bank == match.record.bank:
+            # A bias is added after the last product, but gathered before or right after it.
+            owner = next((index for end, index in ends if place[node] <= end), ends[-1][1])
+            if owner == own:
+                nodes.append(node)
+    return nodes
+
+
+@dataclasses.dataclass(frozen=True)
+class BankTensorArguments:
+    """The arguments of a `moepass::bank_tensor` node by name."""
+
+    shard: Node
+    store: int
+    bank: int
+    bank_name: str
+    index: int
+    tensor_name: str
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def bank_arguments(node: Node) -> BankTensorArguments:
+    names = [field.name for field in dataclasses.fields(BankTensorArguments)]
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    arguments["shape"] = tuple(arguments["shape"])  # type: ignore[arg-type]
+    return BankTensorArguments(**arguments)  # type: ignore[arg-type]
+
+
+def _bank_specs(graph: Graph) -> list[BankSpec]:
+    """The banks that a graph reads, by index. A bank's size is that of its packed shard."""
+    tensors: dict[int, dict[int, TensorSpec]] = defaultdict(dict)
+    names: dict[int, tuple[str, int]] = {}
+    for node in graph.nodes:
+        if is_call(node, BANK_TENSOR):
+            read = bank_arguments(node)
+            tensors[read.bank][read.index] = TensorSpec(
+                read.tensor_name, read.shape, _DTYPE_NAME[read.dtype], read.offset_bytes
+            )
+            names[read.bank] = (read.bank_name, int(fake_value(read.shard).numel()))
+    return [
+        BankSpec(bank, names[bank][0], "host", names[bank][1], tuple(spec for _, spec in sorted(tensors[bank].items())))
+        for bank in sorted(tensors)
+    ]

@@ -1,0 +1,110 @@
+"""Walking and copying FX graphs: what several passes need and none should write twice."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+
+# Views whose schema declares no alias although they share memory with their input.
+_UNDECLARED_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
+
+
+def copy_graph_module(module: GraphModule) -> GraphModule:
+    """A copy whose graph can be edited without touching the original's. Node names and metadata stay."""
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    output = graph.graph_copy(module.graph, values)
+    original_output = module.graph.output_node()
+    copied = graph.output(output)
+    copied.meta = dict(original_output.meta)
+    fresh = GraphModule(module, graph)
+    fresh.meta = dict(module.meta)
+    return fresh
+
+
+def is_call(node: object, *targets: object) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def is_view(node: Node) -> bool:
+    """True where the node's output shares memory with one of its inputs."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem or node.target in _UNDECLARED_VIEWS:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(value.alias_info is not None for value in schema.returns)
+
+
+def view_source(node: Node) -> Node:
+    """The node whose memory `node` shows: itself where it is no view."""
+    while is_view(node):
+        inputs = node.all_input_nodes
+        if not inputs:
+            break
+        node = inputs[0]
+    return node
+
+
+def readers(node: Node) -> Iterator[Node]:
+    """Every node that reads `node`'s memory, directly or through views (the views included), in no fixed order."""
+    seen: set[Node] = set()
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user not in seen:
+                seen.add(user)
+                yield user
+                if is_view(user):
+                    pending.append(user)
+
+
+def positions(graph: Graph) -> dict[Node, int]:
+    """Every node's place in host order."""
+    return {node: place for place, node in enumerate(graph.nodes)}
+
+
+def module_path(node: Node) -> str:
+    """The path of the module that the node came from, as `model.layers.3.mlp.experts`; empty where unknown."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    for noise in ("L['self'].", "L['fn'].", "L['self']"):
+        path = str(path).replace(noise, "")
+    return path.split(".parametrizations.")[0]
+
+
+def fake_value(node: Node) -> Any:
+    return node.meta.get("val")
+
+
+def tensor_values(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a node's `meta["val"]`."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensor_values(item)
+
+
+def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
+    return torch.fx.node.map_arg(value, replace)
+
+
+def graph_inputs(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def last(nodes: Iterable[Node], place: dict[Node, int]) -> Node:
+    return max(nodes, key=place.__getitem__)
+
+
+def first(nodes: Iterable[Node], place: dict[Node, int]) -> Node:
+    return min(nodes, key=place.__getitem__)

@@ -1,0 +1,234 @@
+"""The words of the compiler: the plan's records and the operations that stand in its graphs.
+
+A bank passes through three forms of graph:
+
+    captured    moepass::bank_tensor   one tensor of a bank, where the model reads it (synchronous)
+    canonical   gather                 the complete bank of a block, once per block (synchronous)
+    scheduled   prefetch, acquire, release   what the executor runs; each carries the event that it waits for
+
+`bank_tensor` is a real operator, because Dynamo and AOT trace through it. The others only ever stand in graphs that
+nothing traces again, so they are plain functions; the executor replaces them by methods of its ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+
+from moepass.models.errors import MoepassError
+
+PLAN_SCHEMA = "moepass.plan/1"
+
+_library = torch.library.Library("moepass", "DEF")
+_library.define(
+    "bank_tensor(Tensor shard, int store, int bank, str bank_name, int index, str tensor_name, int offset_bytes, "
+    "int[] shape, ScalarType dtype, Device device) -> Tensor"
+)
+
+
+def _read_bank_tensor(
+    shard: torch.Tensor,
+    store: int,
+    bank: int,
+    bank_name: str,
+    index: int,
+    tensor_name: str,
+    offset_bytes: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    nbytes = math.prod(shape) * dtype.itemsize
+    return shard.narrow(0, offset_bytes, nbytes).to(device, copy=True).view(dtype).view(list(shape))
+
+
+def _fake_bank_tensor(
+    shard: torch.Tensor,
+    store: int,
+    bank: int,
+    bank_name: str,
+    index: int,
+    tensor_name: str,
+    offset_bytes: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    return shard.new_empty(list(shape), dtype=dtype, device=device)
+
+
+_library.impl("bank_tensor", _read_bank_tensor, "CompositeExplicitAutograd")
+torch.library.register_fake("moepass::bank_tensor", _fake_bank_tensor, lib=_library)
+
+BANK_TENSOR = torch.ops.moepass.bank_tensor.default
+
+
+def _not_executable(name: str) -> NoReturn:
+    raise MoepassError(f"`{name}` stands in a graph that only the executor can run: bind the graph to a ring first")
+
+
+def gather(shards: Sequence[torch.Tensor], *, bank: int) -> tuple[torch.Tensor, ...]:
+    """The complete bank, as the tensors that its `BankSpec` lists. Canonical graphs only."""
+    _not_executable("gather")
+
+
+def prefetch(shards: Sequence[torch.Tensor], *, bank: int, slot: int, after: Any) -> Any:
+    """Start to fill `slot` with `bank` once the event `after` (a release, or None for a fresh slot) has happened.
+
+    Gives the event "the slot is full".
+    """
+    _not_executable("prefetch")
+
+
+def acquire(filled: Any, *, bank: int, slot: int) -> tuple[torch.Tensor, ...]:
+    """Wait for the event `filled` of the matching prefetch; gives the bank's tensors, views of the slot."""
+    _not_executable("acquire")
+
+
+def release(tensors: Any, *, bank: int, slot: int) -> Any:
+    """The last reader of `tensors` (the acquire) stands before this; gives the event "all readers are done"."""
+    _not_executable("release")
+
+
+SLOT_OPS = (prefetch, acquire, release)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Where one expert tensor lies in its bank. `shape` is [experts, ...]; `dtype` is torch's name without `torch.`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset_bytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class BankSpec:
+    """All expert weights of one MoE layer, packed: `nbytes` in one buffer, `tensors` are views of it."""
+
+    index: int
+    name: str
+    home: str
+    nbytes: int
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEBlock:
+    """One MoE block found in a graph.
+
+    `form` is how its expert products were written: `grouped_mm`, `batched_mm` or `dense_bmm`. `hidden` and
+    `intermediate` are widths of one expert. `top_k` is None where the form computes every expert for every token.
+    `bank` is None where the weights are ordinary resident tensors.
+    """
+
+    name: str
+    form: str
+    experts: int
+    top_k: int | None
+    hidden: int
+    intermediate: int
+    gated: bool
+    dtype: str
+    weight_bytes: int
+    products: tuple[str, ...]
+    bank: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """What was not taken, where, and why. It runs as it came."""
+
+    node: str
+    reason: str
+    where: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Residency:
+    """One stay of a bank in a slot.
+
+    `after` is the position in `Plan.residencies` of the stay whose release must precede this prefetch; None where the
+    slot is fresh.
+    """
+
+    block: str
+    bank: int
+    slot: int
+    after: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One line of the schedule, in host order: `op` is prefetch, acquire, release or segment."""
+
+    op: str
+    name: str
+    bank: int | None = None
+    slot: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the compiler decided about one graph. Pure data: the single source of truth for every number in it."""
+
+    schema: str = PLAN_SCHEMA
+    strategy: str = "resident"
+    reason: str = "not planned yet"
+    blocks: tuple[MoEBlock, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    banks: tuple[BankSpec, ...] = ()
+    slots: int = 0
+    slot_bytes: int = 0
+    residencies: tuple[Residency, ...] = ()
+    steps: tuple[Step, ...] = ()
+    distinct_segments: int = 0
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """Raises msgspec.ValidationError where `text` is not a plan of this schema."""
+        plan = msgspec.json.decode(text, type=Plan)
+        if plan.schema != PLAN_SCHEMA:
+            raise msgspec.ValidationError(f"schema is {plan.schema!r}, this version reads {PLAN_SCHEMA!r}")
+        return plan
+
+    def digest(self) -> str:
+        """The plan's part of a cache key: equal exactly for equal plans, whatever the process."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
+    def bank(self, index: int) -> BankSpec:
+        """Raises KeyError where no bank of this graph has that index."""
+        for spec in self.banks:
+            if spec.index == index:
+                return spec
+        raise KeyError(f"bank {index} is not in this plan, which has {[spec.index for spec in self.banks]}")
+
+    @property
+    def device_bank_bytes(self) -> int:
+        """Bytes that streamed banks occupy on the compute device: the ring, whatever the depth."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that one run of the graph moves into slots."""
+        return sum(self.bank(stay.bank).nbytes for stay in self.residencies)

@@ -1,0 +1,83 @@
+"""Compile the segments of a partitioned graph, each distinct one once.
+
+Contract
+    in    a top-level graph of segments
+    out   the same top-level graph, its segments replaced by callables of the chosen lowering
+    `eager` runs the captured operators one by one: bit-identical to the model; `inductor` fuses them
+
+Compilation happens here, with fake inputs, and not inside the first call: the guards that Inductor adds while it
+compiles must still reach the graph's own guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import py_sym_types
+
+from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs
+
+Lowered = Callable[..., Any]
+
+
+class CompiledSegment(torch.nn.Module):
+    """A lowered segment in the top-level graph: called with its inputs, gives a tuple."""
+
+    def __init__(self, run: Lowered, boxed: bool) -> None:
+        super().__init__()
+        self.run = run
+        self.boxed = boxed
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(list(inputs)) if self.boxed else self.run(*inputs)
+
+
+def lower_segments(top: GraphModule, how: str) -> GraphModule:
+    """Replace every segment of `top` by its compiled form. `how` is a key of `LOWERINGS`."""
+    lowered = copy_graph_module(top)
+    for name, segment in list(lowered.named_children()):
+        if isinstance(segment, GraphModule):
+            setattr(lowered, name, LOWERINGS[how](segment))
+    return lowered
+
+
+def _lower_eager(segment: GraphModule) -> torch.nn.Module:
+    return segment
+
+
+def _lower_inductor(segment: GraphModule) -> torch.nn.Module:
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(segment.graph)]
+    fake_mode = _fake_mode_of(segment, inputs)
+    # Inductor edits the graph that it compiles; the partitioned one stays readable.
+    private = copy_graph_module(segment)
+    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+        joint_graph_passes(private)
+        run = compile_fx_inner(
+            private, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()
+        )
+    return CompiledSegment(run, boxed=True)
+
+
+def _fake_mode_of(segment: GraphModule, inputs: Sequence[Any]) -> Any:
+    from torch._guards import detect_fake_mode
+    from torch._subclasses import FakeTensorMode
+
+    found = detect_fake_mode([value for value in inputs if not isinstance(value, py_sym_types)])
+    if found is None:
+        found = detect_fake_mode([fake_value(node) for node in segment.graph.nodes])
+    return found or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+LOWERINGS: dict[str, Callable[[GraphModule], torch.nn.Module]] = {
+    "inductor": _lower_inductor,
+    "eager": _lower_eager,
+}

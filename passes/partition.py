@@ -1,0 +1,276 @@
+"""Cut a graph at its scheduling points into segments, each compiled as one unit.
+
+Contract
+    in    a graph, scheduled or without anything to schedule
+    out   a top-level graph of `call_module` segments, slot operations and size arithmetic, in unchanged order
+          equal segments share one module; the output specification stays
+
+Pseudo-code
+    walk the nodes in host order:
+        slot operations, their elements, synchronous bank reads and size arithmetic stay at the top level
+        a slot operation, or the border of a resident block, ends the current segment
+    for each segment: inputs are the values that it reads from outside, outputs those that are read after it
+    segments with the same text (operations, constants, shapes of inputs) become one module
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.detect import find_blocks
+from moepass.passes.graph import fake_value, is_call, module_path, positions
+from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, Plan, Step
+from moepass.passes.protocol import PassContext, PassResult, graph_pass
+
+
+@graph_pass(requires={"blocks"}, provides={"segments"})
+def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Cut `module` into segments; fills `plan.steps` and `plan.distinct_segments`."""
+    builder = _TopLevel(module)
+    for run in _runs(module.graph):
+        builder.add(run)
+    top, steps = builder.finish()
+    plan = dataclasses.replace(plan, steps=tuple(steps), distinct_segments=len(builder.modules))
+    return PassResult(top, plan, matches=tuple(builder.modules))
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Successive nodes that stay at the top level, or that form one segment."""
+
+    nodes: tuple[Node, ...]
+    is_segment: bool
+
+
+def _runs(graph: Graph) -> list[Run]:
+    borders = _resident_borders(graph)
+    runs: list[Run] = []
+    current: list[Node] = []
+
+    def close() -> None:
+        if current:
+            runs.append(Run(tuple(current), is_segment=True))
+            current.clear()
+
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            if node.op == "output":
+                close()
+            runs.append(Run((node,), is_segment=False))
+        elif _is_size_arithmetic(node):
+            # Sizes are plain integers at the top level; a segment that needs one derives it from the symbols.
+            if any(used in current for used in node.all_input_nodes):
+                close()
+            runs.append(Run((node,), is_segment=False))
+        elif is_call(node, *SLOT_OPS, BANK_TENSOR) or _is_slot_element(node):
+            close()
+            runs.append(Run((node,), is_segment=False))
+        else:
+            if node in borders:
+                close()
+            current.append(node)
+    return runs
+
+
+def _is_slot_element(node: Node) -> bool:
+    return is_call(node, operator.getitem) and is_call(node.args[0], *SLOT_OPS)
+
+
+def _is_size_arithmetic(node: Node) -> bool:
+    return node.op == "call_function" and isinstance(fake_value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _resident_borders(graph: Graph) -> set[Node]:
+    """Where the blocks of resident experts begin and end, so that deep resident models compile as fast as streamed ones."""
+    place = positions(graph)
+    order = list(graph.nodes)
+    borders: set[Node] = set()
+    for match in find_blocks(graph).matches:
+        borders.add(match.products[0].node)
+        borders.add(order[place[match.products[-1].node] + 1])
+    return borders
+
+
+class _TopLevel:
+    """Builds the top-level graph run by run."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.source = module
+        self.graph = Graph()
+        self.values: dict[Node, Node] = {}
+        self.modules: dict[str, GraphModule] = {}
+        self.module_of_text: dict[str, str] = {}
+        self.steps: list[Step] = []
+        self.symbols = _symbol_sources(module.graph)
+        self.place = positions(module.graph)
+
+    def add(self, run: Run) -> None:
+        if run.is_segment:
+            self._add_segment(run.nodes)
+            return
+        (node,) = run.nodes
+        copied = self.graph.node_copy(node, lambda used: self.values[used])
+        self.values[node] = copied
+        if is_call(node, *SLOT_OPS):
+            op = node.target.__name__  # type: ignore[union-attr]
+            bank, slot = node.kwargs["bank"], node.kwargs["slot"]
+            self.steps.append(Step(op, str(node.meta.get("moepass_block", node.name)), bank, slot))  # type: ignore[arg-type]
+
+    def finish(self) -> tuple[GraphModule, list[Step]]:
+        attributes: dict[str, object] = dict(self.modules)
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                attributes[str(node.target)] = operator.attrgetter(str(node.target))(self.source)
+        top = GraphModule(attributes, self.graph)
+        top.meta = dict(self.source.meta)
+        return top, self.steps
+
+    def _add_segment(self, nodes: tuple[Node, ...]) -> None:
+        segment = _Segment(self.source, nodes, self.symbols, self.place)
+        name = self.module_of_text.get(segment.text)
+        if name is None:
+            name = f"segment_{len(self.modules)}"
+            self.module_of_text[segment.text] = name
+            self.modules[name] = segment.module
+        call = self.graph.call_module(name, tuple(self.values[node] for node in segment.inputs))
+        call.meta["val"] = tuple(fake_value(node) for node in segment.outputs)
+        call.meta["moepass_layers"] = segment.layers
+        for position, node in enumerate(segment.outputs):
+            element = self.graph.call_function(operator.getitem, (call, position))
+            element.meta = dict(node.meta)
+            self.values[node] = element
+        self.steps.append(Step("segment", f"{name}: {segment.layers}" if segment.layers else name))
+
+
+class _Segment:
+    """A run of nodes as a graph of its own. `text` is equal exactly for segments that one compilation can serve."""
+
+    def __init__(
+        self, source: GraphModule, nodes: tuple[Node, ...], symbols: dict[str, Node], place: dict[Node, int]
+    ) -> None:
+        inside = set(nodes)
+        self.layers = _layers(nodes)
+        self.outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+        sizes = _size_arithmetic_of(nodes, place)
+        constants = [node for node in _read_from_outside(nodes, inside) if node.op == "get_attr"]
+        read = [
+            node for node in _read_from_outside([*sizes, *nodes], inside | set(sizes)) if node.op != "get_attr"
+        ]
+        # Inductor reads a shape's symbols from inputs, so each symbol in sight comes in as an input of its own.
+        needed = sorted(_free_symbols([*nodes, *read]))
+        read += [symbols[name] for name in needed if name in symbols and symbols[name] not in read]
+        self.inputs = sorted(read, key=place.__getitem__)
+
+        graph = Graph()
+        values: dict[Node, Node] = {}
+        for index, node in enumerate(self.inputs):
+            values[node] = graph.placeholder(f"input_{index}")
+            values[node].meta = dict(node.meta)
+        for node in [*constants, *sizes, *nodes]:
+            values[node] = graph.node_copy(node, lambda used: values[used])
+        output = graph.output(tuple(values[node] for node in self.outputs))
+        output.meta["val"] = tuple(fake_value(node) for node in self.outputs)
+        attributes = {
+            str(node.target): operator.attrgetter(str(node.target))(source) for node in constants
+        }
+        self.module = GraphModule(attributes, graph)
+        self.text = _text(self.module)
+
+
+def _read_from_outside(nodes: tuple[Node, ...] | list[Node], inside: set[Node]) -> list[Node]:
+    return list(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside))
+
+
+def _size_arithmetic_of(nodes: tuple[Node, ...], place: dict[Node, int]) -> list[Node]:
+    """The size arithmetic that `nodes` depend on, in host order, without the symbols that enter the graph."""
+    found: set[Node] = set()
+    pending = list(nodes)
+    while pending:
+        for used in pending.pop().all_input_nodes:
+            if _is_size_arithmetic(used) and used not in found and not _reads_tensor(used):
+                found.add(used)
+                pending.append(used)
+    return sorted(found, key=place.__getitem__)
+
+
+def _reads_tensor(node: Node) -> bool:
+    """True for sizes that come out of a tensor: their value must be passed in, not computed again."""
+    return any(isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes)
+
+
+def _symbol_sources(graph: Graph) -> dict[str, Node]:
+    """The input that carries each symbol of the graph's shapes."""
+    sources: dict[str, Node] = {}
+    for node in graph.nodes:
+        value = fake_value(node)
+        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            sources.setdefault(str(value.node.expr), node)
+    return sources
+
+
+def _free_symbols(nodes: list[Node]) -> set[str]:
+    names: set[str] = set()
+    for node in nodes:
+        value = fake_value(node)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, torch.Tensor):
+                for size in (*item.shape, *item.stride()):
+                    if isinstance(size, torch.SymInt):
+                        names |= {str(symbol) for symbol in size.node.expr.free_symbols}
+            elif isinstance(item, torch.SymInt):
+                names |= {str(symbol) for symbol in item.node.expr.free_symbols}
+    return names
+
+
+def _layers(nodes: tuple[Node, ...]) -> str:
+    """The modules in which a segment begins and ends: what an error in it should name."""
+    paths = [path for path in (module_path(node) for node in nodes) if path]
+    if not paths:
+        return ""
+    return paths[0] if paths[0] == paths[-1] else f"{paths[0]} to {paths[-1]}"
+
+
+def _text(module: GraphModule) -> str:
+    """A canonical description of a segment: what it computes, on which kinds of inputs, with which constants."""
+    names: dict[Node, str] = {}
+    lines: list[str] = []
+    for index, node in enumerate(module.graph.nodes):
+        names[node] = f"%{index}"
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: _Name(names[used]))
+        if node.op == "get_attr":
+            target = _constant_digest(operator.attrgetter(str(node.target))(module))
+        elif node.op == "placeholder":
+            target, arguments = _describe(fake_value(node)), ()
+        else:
+            target = str(node.target)
+        lines.append(f"{node.op} {target} {arguments}")
+    return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Name:
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} offset {value.storage_offset()}"
+    return str(value)
+
+
+def _constant_digest(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return f"fake {id(value)}"
+        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return f"{_describe(value)} {hashlib.sha256(raw).hexdigest()}"
+    return f"{type(value).__name__} {id(value)}"

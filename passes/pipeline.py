@@ -1,0 +1,28 @@
+"""The ordered list of passes."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from moepass.passes.detect import detect
+from moepass.passes.ir import Plan
+from moepass.passes.partition import partition
+from moepass.passes.plan import plan
+from moepass.passes.protocol import Observer, Pass, PassContext, PassResult, run_passes
+from moepass.passes.rewrite import rewrite
+from moepass.passes.schedule import schedule
+from moepass.passes.verify import verify
+
+PASSES: tuple[Pass, ...] = (
+    detect,  # first: every later pass works on what it found
+    rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
+    plan,  # needs the gathers in their final number and order
+    schedule,  # carries out the plan
+    verify,  # before the cut, while every reader of a slot is still in sight
+    partition,  # last: it follows the scheduling points and hides the nodes between them
+)
+
+
+def compile_graph(module: GraphModule, context: PassContext, observe: Observer | None = None) -> PassResult:
+    """Run every pass over a captured graph: a top-level graph of segments and its plan."""
+    return run_passes(PASSES, module, Plan(), context, observe)

@@ -1,0 +1,108 @@
+"""Decide where every bank goes: which slot, and which release its prefetch waits for.
+
+Contract
+    in    canonical graph
+    out   the same graph, untouched; `plan.strategy`, `reason`, `slots`, `slot_bytes`, `residencies`
+
+Pseudo-code
+    if nothing is gathered: strategy resident
+    for each gather in host order, with its first and last reader:
+        give it the slot that has been free for longest; its prefetch follows the release of that slot's last content
+        if no slot is free when the gather is needed: refuse, and say how many slots would do
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.graph import first, is_call, last, positions, readers
+from moepass.passes.ir import Plan, Residency, gather
+from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Lifetime:
+    """The host-order interval in which a gathered bank is read."""
+
+    gather: Node
+    bank: int
+    block: str
+    first_reader: Node
+    last_reader: Node
+
+
+@graph_pass(requires={"canonical"}, provides={"planned"})
+def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Choose strategy and slots. Raises PlanError where the ring has fewer slots than banks that are read at once."""
+    stays = lifetimes(module.graph)
+    if not stays:
+        reason = (
+            "every expert bank lies on the compute device already"
+            if plan.blocks
+            else "the graph has no MoE block, so there is nothing to move"
+        )
+        if plan.banks:
+            reason = "banks are read, but only outside recognised blocks: they are gathered synchronously"
+        decided = dataclasses.replace(plan, strategy="resident" if not plan.banks else "synchronous", reason=reason)
+        return PassResult(module, decided)
+    residencies = assign_slots(stays, positions(module.graph), context.slots)
+    used = 1 + max(stay.slot for stay in residencies)
+    decided = dataclasses.replace(
+        plan,
+        strategy="asyncep",
+        reason=_reason(len(stays), used),
+        slots=used,
+        slot_bytes=max(plan.bank(stay.bank).nbytes for stay in stays),
+        residencies=tuple(residencies),
+    )
+    return PassResult(module, decided, matches=tuple(stay.block for stay in residencies))
+
+
+
+def _reason(stays: int, slots: int) -> str:
+    if slots == 1:
+        return f"{stays} banks rest in host memory and pass through 1 slot: no transfer overlaps the block that needs it"
+    return f"{stays} banks rest in host memory and stream through {slots} slots while other layers compute"
+
+
+def lifetimes(graph: Graph) -> list[Lifetime]:
+    """The gathers of a canonical graph, in host order."""
+    place = positions(graph)
+    stays = []
+    for node in graph.nodes:
+        if is_call(node, gather):
+            all_readers = list(readers(node))
+            bank = node.kwargs["bank"]
+            assert isinstance(bank, int)
+            block = str(node.meta.get("moepass_block", node.name))
+            stays.append(Lifetime(node, bank, block, first(all_readers, place), last(all_readers, place)))
+    return stays
+
+
+def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> list[Residency]:
+    """Slots in the order in which they fall free. `place` gives host order, `slots` the size of the ring."""
+    freed_by: list[int | None] = []
+    residencies: list[Residency] = []
+    for position, stay in enumerate(stays):
+        needed_at = place[stay.first_reader]
+        if len(freed_by) < slots:
+            slot, after = len(freed_by), None
+            freed_by.append(position)
+        else:
+            slot = min(range(slots), key=lambda index: place[stays[freed_by[index]].last_reader])  # type: ignore[index]
+            after = freed_by[slot]
+            assert after is not None
+            if place[stays[after].last_reader] >= needed_at:
+                raise PlanError(
+                    f"slots={slots} is too few: block {stay.block} needs its bank while {_live(stays, place, needed_at)} "
+                    f"banks are being read; use slots={_live(stays, place, needed_at) + 1} or more"
+                )
+            freed_by[slot] = position
+        residencies.append(Residency(stay.block, stay.bank, slot, after))
+    return residencies
+
+
+def _live(stays: list[Lifetime], place: dict[Node, int], moment: int) -> int:
+    return sum(place[stay.first_reader] < moment <= place[stay.last_reader] for stay in stays)

@@ -1,0 +1,259 @@
+"""Prove that a scheduled graph is safe, whatever the timing.
+
+Contract
+    in    scheduled graph and its plan
+    out   the same graph, untouched; ScheduleError names the rule that it breaks and the node that breaks it
+
+What is proved. Three actors run at once: the host issues nodes in graph order, the compute stream runs what the host
+issued in that order, and the copy stream runs the copies in the order of their prefetches. Host order orders neither
+copies against computation nor the other way round; only events do. So the happens-before graph has an edge for
+
+    compute order     between successive nodes on the compute stream
+    copy order        between successive copies
+    an event          from a release to the copy of the prefetch that names it in `after`,
+                      and from a copy to the acquire that takes it
+
+and a rule holds only if a path proves it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import networkx
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.graph import is_call, positions, readers
+from moepass.passes.ir import Plan, acquire, gather, prefetch, release
+from moepass.passes.protocol import PassContext, PassError, PassResult, graph_pass
+
+
+class ScheduleError(PassError):
+    """A scheduled graph that is not safe. `rule` is the name of the broken rule in `RULES`."""
+
+    def __init__(self, rule: str, problem: str) -> None:
+        super().__init__(f"unsafe schedule, rule {rule} ({RULES[rule].sentence}): {problem}")
+        self.rule = rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """`check` yields one sentence for every violation."""
+
+    sentence: str
+    check: Callable[[ScheduleFacts], Iterator[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleFacts:
+    """A scheduled graph, read once: its slot operations by slot, and the happens-before relation."""
+
+    graph: Graph
+    plan: Plan
+    place: dict[Node, int]
+    prefetches: tuple[Node, ...]
+    acquires: tuple[Node, ...]
+    releases: tuple[Node, ...]
+    order: networkx.DiGraph
+
+    def happens_before(self, earlier: object, later: object) -> bool:
+        return earlier in self.order and later in self.order and networkx.has_path(self.order, earlier, later)
+
+    def acquires_of(self, filled: Node) -> list[Node]:
+        return [node for node in self.acquires if node.args[0] is filled]
+
+    def releases_of(self, tensors: Node) -> list[Node]:
+        return [node for node in self.releases if node.args[0] is tensors]
+
+    def compute_readers(self, tensors: Node) -> list[Node]:
+        """Nodes that read the slot through `tensors`; the release only marks their end."""
+        return [node for node in readers(tensors) if node not in self.releases]
+
+
+@graph_pass(requires={"scheduled"}, provides={"verified"})
+def verify(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Check every rule. Raises ScheduleError on the first violation."""
+    facts = schedule_facts(module.graph, plan)
+    for name, rule in RULES.items():
+        for problem in rule.check(facts):
+            raise ScheduleError(name, problem)
+    return PassResult(module, plan, matches=tuple(RULES))
+
+
+
+def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
+    nodes = list(graph.nodes)
+    return ScheduleFacts(
+        graph=graph,
+        plan=plan,
+        place=positions(graph),
+        prefetches=tuple(node for node in nodes if is_call(node, prefetch)),
+        acquires=tuple(node for node in nodes if is_call(node, acquire)),
+        releases=tuple(node for node in nodes if is_call(node, release)),
+        order=_happens_before(nodes),
+    )
+
+
+def copy_of(filled: Node) -> tuple[str, Node]:
+    """The copy on the copy stream that the prefetch `filled` starts."""
+    return ("copy", filled)
+
+
+def _happens_before(nodes: list[Node]) -> networkx.DiGraph:
+    order = networkx.DiGraph()
+    last_compute: Node | None = None
+    last_copy: tuple[str, Node] | None = None
+    for node in nodes:
+        if is_call(node, prefetch):
+            copy = copy_of(node)
+            order.add_node(copy)
+            if last_copy is not None:
+                order.add_edge(last_copy, copy)
+            last_copy = copy
+            after = node.kwargs.get("after")
+            if isinstance(after, Node):
+                # The event is recorded where the release stands on the compute stream.
+                order.add_edge(after, copy)
+            continue
+        order.add_node(node)
+        if last_compute is not None:
+            order.add_edge(last_compute, node)
+        last_compute = node
+        if is_call(node, acquire) and isinstance(node.args[0], Node):
+            order.add_edge(copy_of(node.args[0]), node)
+    return order
+
+
+def _no_gather_left(facts: ScheduleFacts) -> Iterator[str]:
+    for node in facts.graph.nodes:
+        if is_call(node, gather):
+            yield f"{node.name} is still a synchronous gather"
+
+
+def _paired(facts: ScheduleFacts) -> Iterator[str]:
+    for filled in facts.prefetches:
+        acquires = facts.acquires_of(filled)
+        if len(acquires) != 1:
+            yield f"{filled.name} has {len(acquires)} acquires"
+        for tensors in acquires:
+            releases = facts.releases_of(tensors)
+            if len(releases) != 1:
+                yield f"{tensors.name} has {len(releases)} releases"
+    for tensors in facts.acquires:
+        if tensors.args[0] not in facts.prefetches:
+            yield f"{tensors.name} takes no prefetch"
+    for done in facts.releases:
+        if done.args[0] not in facts.acquires:
+            yield f"{done.name} releases no acquire"
+
+
+def _same_bank_and_slot(facts: ScheduleFacts) -> Iterator[str]:
+    for filled in facts.prefetches:
+        for tensors in facts.acquires_of(filled):
+            for node in (tensors, *facts.releases_of(tensors)):
+                for what in ("bank", "slot"):
+                    if node.kwargs.get(what) != filled.kwargs.get(what):
+                        yield (
+                            f"{node.name} says {what} {node.kwargs.get(what)}, "
+                            f"its prefetch {filled.name} says {filled.kwargs.get(what)}"
+                        )
+
+
+def _follows_plan(facts: ScheduleFacts) -> Iterator[str]:
+    planned = sorted((stay.bank, stay.slot) for stay in facts.plan.residencies)
+    found = sorted((node.kwargs["bank"], node.kwargs["slot"]) for node in facts.acquires)
+    if planned != found:
+        yield f"the plan has (bank, slot) {planned}, the graph {found}"
+    acquired = {tensors: str(tensors.meta.get("moepass_block")) for tensors in facts.acquires}
+    expected = {stay.block: stay.bank for stay in facts.plan.residencies}
+    for tensors, block in acquired.items():
+        if block in expected and expected[block] != tensors.kwargs["bank"]:
+            yield f"block {block} reads bank {tensors.kwargs['bank']}, the plan gives it bank {expected[block]}"
+
+
+def _read_after_write(facts: ScheduleFacts) -> Iterator[str]:
+    for filled in facts.prefetches:
+        for tensors in facts.acquires_of(filled):
+            for reader in facts.compute_readers(tensors):
+                if not facts.happens_before(copy_of(filled), reader):
+                    yield f"{reader.name} may read slot {filled.kwargs['slot']} before {filled.name} has filled it"
+
+
+def _read_before_release(facts: ScheduleFacts) -> Iterator[str]:
+    for tensors in facts.acquires:
+        for done in facts.releases_of(tensors):
+            for reader in facts.compute_readers(tensors):
+                if not facts.happens_before(reader, done):
+                    yield f"{reader.name} reads slot {tensors.kwargs['slot']} after {done.name} has released it"
+
+
+def _write_after_read(facts: ScheduleFacts) -> Iterator[str]:
+    for earlier, later in _successive_fillings(facts):
+        for tensors in facts.acquires_of(earlier):
+            for reader in [tensors, *facts.compute_readers(tensors)]:
+                if not facts.happens_before(reader, copy_of(later)):
+                    yield f"{later.name} may overwrite slot {later.kwargs['slot']} while {reader.name} reads it"
+
+
+def _waits_for_event(facts: ScheduleFacts) -> Iterator[str]:
+    for earlier, later in _successive_fillings(facts):
+        after = later.kwargs.get("after")
+        expected = [done for tensors in facts.acquires_of(earlier) for done in facts.releases_of(tensors)]
+        if after not in expected:
+            named = after.name if isinstance(after, Node) else after
+            yield (
+                f"{later.name} refills slot {later.kwargs['slot']} but waits for {named}, not for "
+                f"{' or '.join(node.name for node in expected) or 'any release'}"
+            )
+
+
+def _successive_fillings(facts: ScheduleFacts) -> Iterator[tuple[Node, Node]]:
+    previous: dict[object, Node] = {}
+    for filled in facts.prefetches:
+        slot = filled.kwargs["slot"]
+        if slot in previous:
+            yield previous[slot], filled
+        previous[slot] = filled
+
+
+def _fits_ring(facts: ScheduleFacts) -> Iterator[str]:
+    for filled in facts.prefetches:
+        slot, bank = filled.kwargs["slot"], filled.kwargs["bank"]
+        if not isinstance(slot, int) or not 0 <= slot < facts.plan.slots:
+            yield f"{filled.name} fills slot {slot}, the ring has slots 0 to {facts.plan.slots - 1}"
+        nbytes = next((spec.nbytes for spec in facts.plan.banks if spec.index == bank), None)
+        if nbytes is None:
+            yield f"{filled.name} fetches bank {bank}, which the plan does not know"
+        elif nbytes > facts.plan.slot_bytes:
+            yield f"{filled.name} puts {nbytes} bytes into a slot of {facts.plan.slot_bytes}"
+
+
+def _source_outlives_copy(facts: ScheduleFacts) -> Iterator[str]:
+    for filled in facts.prefetches:
+        for source in filled.all_input_nodes:
+            if source is not filled.kwargs.get("after") and source.op != "placeholder":
+                yield f"{filled.name} copies from {source.name}, memory that the allocator may reuse during the copy"
+
+
+def _stays_inside(facts: ScheduleFacts) -> Iterator[str]:
+    for tensors in facts.acquires:
+        for reader in facts.compute_readers(tensors):
+            if reader.op == "output":
+                yield f"the graph returns memory of slot {tensors.kwargs['slot']}"
+
+
+# In this order: the later rules take for granted what the earlier ones say.
+RULES: dict[str, Rule] = {
+    "all_scheduled": Rule("no synchronous gather is left", _no_gather_left),
+    "one_acquire_one_release": Rule("every prefetch has exactly one acquire and one release", _paired),
+    "same_bank_and_slot": Rule("a stay keeps its bank and its slot", _same_bank_and_slot),
+    "follows_plan": Rule("the graph holds exactly the stays of the plan", _follows_plan),
+    "fits_ring": Rule("a bank goes into a slot that exists and is large enough", _fits_ring),
+    "read_after_write": Rule("a read happens after the slot was filled", _read_after_write),
+    "read_before_release": Rule("a release happens after the last read", _read_before_release),
+    "event_not_host_order": Rule("a refill waits for the release event of the slot's content", _waits_for_event),
+    "write_after_read": Rule("a refill happens after the last read of the slot's content", _write_after_read),
+    "source_outlives_copy": Rule("a copy reads from memory that outlives it", _source_outlives_copy),
+    "slot_stays_inside": Rule("no slot is visible outside the graph", _stays_inside),
+}

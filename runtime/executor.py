@@ -1,0 +1,116 @@
+"""Run a plan: the top-level graph itself, its slot operations bound to a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from moepass.models.errors import MoepassError
+from moepass.passes.graph import copy_graph_module, is_call
+from moepass.passes.ir import SLOT_OPS, Plan, acquire, prefetch, release
+from moepass.runtime.copying import CopyError
+from moepass.runtime.ring import Ring
+
+
+class SegmentError(MoepassError, RuntimeError):
+    """An exception inside a segment; the text says in which layers, the cause is the original exception."""
+
+
+class Prefetch(torch.nn.Module):
+    def __init__(self, ring: Ring, plan: Plan) -> None:
+        super().__init__()
+        self.ring, self.banks = ring, {spec.index: spec for spec in plan.banks}
+
+    def forward(self, shards: Sequence[torch.Tensor], bank: int, slot: int, after: object) -> object:
+        return self.ring.prefetch(shards, self.banks[bank], slot, after)
+
+
+class Acquire(torch.nn.Module):
+    def __init__(self, ring: Ring, plan: Plan) -> None:
+        super().__init__()
+        self.ring, self.banks = ring, {spec.index: spec for spec in plan.banks}
+
+    def forward(self, filled: object, bank: int, slot: int) -> tuple[torch.Tensor, ...]:
+        return self.ring.acquire(filled, self.banks[bank], slot)
+
+
+class Release(torch.nn.Module):
+    def __init__(self, ring: Ring, plan: Plan) -> None:
+        super().__init__()
+        self.ring = ring
+
+    def forward(self, tensors: object, bank: int, slot: int) -> object:
+        return self.ring.release(slot)
+
+
+class Located(torch.nn.Module):
+    """A segment at one place of the graph: an exception in it names that place."""
+
+    def __init__(self, segment: torch.nn.Module, name: str, layers: str) -> None:
+        super().__init__()
+        self.segment = segment
+        self.name = name
+        self.layers = layers
+
+    def forward(self, *inputs: Any) -> Any:
+        try:
+            return self.segment(*inputs)
+        except Exception as error:
+            place = f" ({self.layers})" if self.layers else ""
+            raise SegmentError(f"in {self.name}{place}: {type(error).__name__}: {error}") from error
+
+
+_BINDINGS: dict[Any, type[torch.nn.Module]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
+
+
+class Executor:
+    """A compiled graph: call it with the graph's inputs as a list (boxed).
+
+    `graph_module` is the schedule as straight-line Python: print it with `print_readable()`, or run it. Runs that share
+    a ring take turns, so threads may call one executor, or several of one model, at the same time.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, top: GraphModule, plan: Plan, ring: Ring | None) -> None:
+        self.plan = plan
+        self.ring = ring
+        self.graph_module = bind(top, plan, ring)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        arguments = tuple(inputs)
+        inputs.clear()  # the boxed convention: the caller's references end here
+        if self.ring is None:
+            return self.graph_module(*arguments)
+        with self.ring.lock:
+            try:
+                return self.graph_module(*arguments)
+            except BaseException:
+                self.ring.reset()
+                raise
+
+
+def bind(top: GraphModule, plan: Plan, ring: Ring | None) -> GraphModule:
+    """Replace the slot operations of `top` by calls of `ring`, and give every segment call its place in the model."""
+    bound = copy_graph_module(top)
+    for target, binding in _BINDINGS.items():
+        if any(is_call(node, target) for node in bound.graph.nodes):
+            assert ring is not None, "a graph with slot operations needs a ring"
+            bound.add_module(target.__name__, binding(ring, plan))
+    for position, node in enumerate(list(bound.graph.nodes)):
+        if is_call(node, *SLOT_OPS):
+            node.op, node.target = "call_module", node.target.__name__
+        elif node.op == "call_module":
+            layers = str(node.meta.get("moepass_layers", ""))
+            located = f"{node.target}_at_{position}"
+            bound.add_module(located, Located(bound.get_submodule(node.target), node.target, layers))
+            node.target = located
+    bound.graph.lint()
+    bound.recompile()
+    return bound
+
+
+__all__ = ["CopyError", "Executor", "SegmentError", "bind"]

@@ -1,0 +1,161 @@
+"""Swap a model's expert parameters for banks, so that the unmodified forward streams them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from moepass.models.errors import InputError, OptionError, one_of
+from moepass.passes.ir import BANK_TENSOR, TensorSpec
+from moepass.runtime.banks import BankStore, pack_bank
+from moepass.runtime.link import parse_link
+
+HOMES = ("host",)
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadReport:
+    """What `offload_experts` moved. Bytes at rest in `home`, and bytes that the ring takes on `device`."""
+
+    store: BankStore
+    home: str
+    layers: tuple[str, ...]
+    home_bytes: int
+    ring_bytes: int
+
+
+class BankedParameter(nn.Module):
+    """The parametrization of one expert tensor: gives the tensor of the complete bank whenever the model reads it.
+
+    In a captured graph it leaves one `moepass::bank_tensor`, which the compiler turns into a prefetched gather. In
+    eager mode it is a synchronous gather.
+    """
+
+    shard: torch.Tensor
+
+    def __init__(self, store: BankStore, bank: int, index: int) -> None:
+        super().__init__()
+        self.register_buffer("shard", store.banks[bank].shard, persistent=False)
+        self.store = store
+        self.bank = bank
+        self.index = index
+        spec = store.banks[bank].spec
+        tensor: TensorSpec = spec.tensors[index]
+        # Constants of the captured graph; a tuple, so that Dynamo need not look into the store.
+        self.arguments = (
+            store.number, bank, spec.name, index, tensor.name, tensor.offset_bytes,
+            list(tensor.shape), tensor.torch_dtype, store.device,
+        )  # fmt: skip
+
+    def forward(self, original: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            read: torch.Tensor = BANK_TENSOR(self.shard, *self.arguments)
+            return read
+        if self.training and torch.is_grad_enabled():
+            raise InputError(
+                "offloaded experts are for inference, but the model is in training mode with gradients on; call "
+                "model.eval(), and run it under torch.no_grad() or torch.inference_mode()"
+            )
+        return self.store.gather_now(self.bank)[self.index]
+
+    def right_inverse(self, weights: torch.Tensor) -> torch.Tensor:
+        """What stays behind in the module: nothing."""
+        return weights.new_empty(0)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        # model.to(device) and model.half() are about the dense part; banks rest where they are.
+        return self
+
+
+def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `module` that form a bank: empty unless it holds at least two expert matrices [experts, ., .].
+
+    Told by shape, not by class: an up projection [E, a, b] and a down projection whose widths fit it, with every
+    further parameter whose first dimension is E (biases).
+    """
+    own = {name: value for name, value in module.named_parameters(recurse=False) if value.dim() >= 1}
+    matrices = {name: value for name, value in own.items() if value.dim() == 3 and value.is_floating_point()}
+    experts = {value.shape[0] for value in matrices.values()}
+    if len(matrices) < 2 or len(experts) != 1 or experts == {1}:
+        return {}
+    (count,) = experts
+    widths = [set(value.shape[1:]) for value in matrices.values()]
+    if not set.intersection(*widths):
+        return {}
+    return {name: value for name, value in own.items() if value.shape[0] == count and value.is_floating_point()}
+
+
+def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of `model` that hold expert banks, by path, in the model's order."""
+    return {path: module for path, module in model.named_modules() if expert_parameters(module)}
+
+
+def offload_experts(
+    model: nn.Module,
+    home: str = "host",
+    device: torch.device | str | None = None,
+    slots: int = 2,
+    link: str = "real",
+) -> OffloadReport:
+    """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
+
+    Compiled with backend "asyncep" the gathers are prefetched through a ring of `slots` slots. `device` defaults to
+    the device of the model's other parameters; `link="emulate:BYTES_PER_S"` makes transfers take that long (CPU only).
+    The model is changed in place; afterwards its state_dict no longer holds the experts.
+
+    Raises OptionError (unknown home, slots below 1, a malformed link) and InputError (no experts, a missing device).
+    """
+    if home not in HOMES:
+        raise OptionError(f"home is {home!r}; it must be one of {one_of(HOMES)}")
+    if slots < 1:
+        raise OptionError(f"slots is {slots}; a ring needs at least 1, and 2 to overlap transfers with computation")
+    found = find_expert_modules(model)
+    if not found:
+        banked = any(isinstance(module, BankedParameter) for module in model.modules())
+        raise InputError(
+            f"{type(model).__name__} has no expert weights to offload: "
+            + ("they were offloaded before" if banked else "no module holds matrices of shape [experts, ., .]")
+        )
+    compute_device = resolve_device(model, device)
+    store = BankStore(compute_device, slots, parse_link(link))
+    for index, (path, module) in enumerate(found.items()):
+        parameters = expert_parameters(module)
+        bank = pack_bank(index, path, parameters, home=home, pin=compute_device.type == "cuda")
+        store.banks.append(bank)
+        for position, name in enumerate(parameters):
+            parameters[name].requires_grad_(False)
+            banked = BankedParameter(store, index, position)
+            banked.train(module.training)
+            parametrize.register_parametrization(module, name, banked, unsafe=True)
+    return OffloadReport(store, home, tuple(found), store.home_bytes, store.ring_bytes)
+
+
+def resolve_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The compute device: the given one, else where the model's dense parameters lie.
+
+    Raises InputError where the device does not exist.
+    """
+    if device is None:
+        experts = {id(value) for module in model.modules() for value in expert_parameters(module).values()}
+        return next((value.device for value in model.parameters() if id(value) not in experts), torch.device("cpu"))
+    return check_device(device)
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """Raises InputError where `device` is no device, or one that this machine does not have."""
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"device is {str(device)!r}; it must be cpu, cuda or cuda:INDEX") from None
+    if resolved.type not in ("cpu", "cuda", "meta"):
+        raise InputError(f"device is {str(device)!r}; experts stream to cpu or cuda")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if resolved.type == "cuda" and (resolved.index or 0) >= count:
+        raise InputError(f"device is {str(device)!r}, but this machine has {count or 'no'} CUDA devices; use cpu")
+    # An index makes devices comparable: tensors on "cuda" say "cuda:0".
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return resolved
