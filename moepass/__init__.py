@@ -1,15 +1,21 @@
 """moepass: a torch.compile backend that moves expert weights instead of activations, for prefill-only work.
 
-    torch.compile(model, backend="asyncep")        the backend
-    moepass.offload_experts(model)                 experts rest in host memory and stream while layers compute
-    moepass.record_compilations()                  the plans behind a compiled model
+torch.compile(model, backend="asyncep")        the backend
+moepass.offload_experts(model)                 experts rest in host memory and stream while layers compute
+moepass.record_compilations()                  the plans behind a compiled model
 """
 
-from moepass.backend import Compilation, record_compilations
-from moepass.models.errors import CheckpointError, InputError, MoepassError, OptionError
-from moepass.options import Options
-from moepass.passes.ir import Plan
-from moepass.runtime.offload import OffloadReport, offload_experts
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moepass.backend import Compilation, record_compilations
+    from moepass.models.errors import CheckpointError, InputError, MoepassError, OptionError
+    from moepass.options import Options
+    from moepass.passes.ir import Plan
+    from moepass.runtime.offload import OffloadReport, offload_experts
 
 __version__ = "0.1.0"
 
@@ -25,3 +31,23 @@ __all__ = [
     "offload_experts",
     "record_compilations",
 ]
+
+# Imported on first use: `moepass --help` must not wait for torch.
+_HOME_OF = {
+    "CheckpointError": "moepass.models.errors",
+    "Compilation": "moepass.backend",
+    "InputError": "moepass.models.errors",
+    "MoepassError": "moepass.models.errors",
+    "OffloadReport": "moepass.runtime.offload",
+    "OptionError": "moepass.models.errors",
+    "Options": "moepass.options",
+    "Plan": "moepass.passes.ir",
+    "offload_experts": "moepass.runtime.offload",
+    "record_compilations": "moepass.backend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'moepass' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

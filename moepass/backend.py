@@ -111,7 +111,8 @@ def _compile(captured: GraphModule, options: Options) -> Executor:
 
 
 def _log(plan: Plan) -> None:
-    logger.info("%s: %s (%d blocks, %d distinct segments)", plan.strategy, plan.reason, len(plan.blocks), plan.distinct_segments)
+    counts = f"{len(plan.blocks)} blocks, {plan.distinct_segments} distinct segments"
+    logger.info("%s: %s (%s)", plan.strategy, plan.reason, counts)
     for refusal in plan.refusals:
         logger.info("refused %s at %s: %s", refusal.where or "a block", refusal.node, refusal.reason)
 
@@ -124,7 +125,8 @@ def _store_of(captured: GraphModule) -> BankStore | None:
 
 
 def _refuse_training(example_inputs: Sequence[Any]) -> None:
-    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise InputError(
             "asyncep compiles inference only, but gradients are on and an input or parameter requires them; call the "
             "compiled model under torch.no_grad() or torch.inference_mode()"

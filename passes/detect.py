@@ -81,7 +81,6 @@ def detect(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     return PassResult(module, plan, matches=tuple(match.record.name for match in found.matches))
 
 
-
 def find_blocks(graph: Graph) -> Detection:
     """Every MoE block of `graph`, in host order, and a refusal for every near miss."""
     products, refusals = _expert_products(graph)
@@ -99,6 +98,7 @@ def find_blocks(graph: Graph) -> Detection:
 def _expert_products(graph: Graph) -> tuple[list[ExpertProduct], list[Refusal]]:
     products: list[ExpertProduct] = []
     refusals: list[Refusal] = []
+    outcome: ExpertProduct | Refusal | None
     for node in graph.nodes:
         if _is_grouped_mm(node):
             outcome = _grouped_product(node)
@@ -126,7 +126,7 @@ def _grouped_product(node: Node) -> ExpertProduct | Refusal:
     if not isinstance(weight, Node) or not isinstance(activations, Node):
         return Refusal(node.name, "the grouped product has no weight operand", module_path(node))
     if not isinstance(offsets, Node):
-        return Refusal(node.name, "a grouped product without offsets is dense, not a product by expert", module_path(node))
+        return Refusal(node.name, "a grouped product without offsets is no product by expert", module_path(node))
     source = view_source(weight)
     if not _is_expert_weight(source):
         return _foreign_weight(node, source)
@@ -229,7 +229,7 @@ def _check_group(group: list[ExpertProduct]) -> BlockMatch | Refusal:
     *ups, down = group
     where = module_path(down.node)
     if not ups:
-        return Refusal(down.node.name, "a product by expert without a partner: an MoE block has an up and a down", where)
+        return Refusal(down.node.name, "a product by expert without a partner: a block has an up and a down", where)
     counts = sorted({product.experts for product in group})
     if len(counts) > 1:
         return Refusal(down.node.name, f"the products disagree on the number of experts: {counts}", where)
@@ -272,7 +272,7 @@ def _top_k(up: ExpertProduct) -> int | None:
         return None
     rows = fake_value(up.activations).shape[0]
     node = up.activations
-    while isinstance(node, Node):
+    while True:
         if is_view(node) or is_call(node, aten._to_copy.default, aten.masked_fill.Scalar, aten.clone.default):
             node = node.all_input_nodes[0]
             continue
@@ -295,7 +295,7 @@ def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Ref
     return [
         Refusal(
             node.name,
-            f"`{bank_arguments(node).tensor_name}` is read outside a recognised MoE block: gathered synchronously there",
+            f"`{bank_arguments(node).tensor_name}` is read outside a recognised MoE block, hence gathered synchronously",
             bank_arguments(node).bank_name,
         )
         for node in graph.nodes
@@ -313,7 +313,7 @@ def claimed_bank_tensors(graph: Graph, match: BlockMatch, matches: list[BlockMat
         return []
     place = positions(graph)
     sharing = [other for other in matches if other.record.bank == match.record.bank]
-    ends = sorted((max(place[product.node] for product in other.products), index) for index, other in enumerate(sharing))
+    ends = sorted((place[other.products[-1].node], index) for index, other in enumerate(sharing))
     own = sharing.index(match)
     nodes = []
     for node in graph.nodes:

@@ -75,9 +75,9 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path, _ = list(stack.values())[-1]
+    path = str(list(stack.values())[-1][0])
     for noise in ("L['self'].", "L['fn'].", "L['self']"):
-        path = str(path).replace(noise, "")
+        path = path.replace(noise, "")
     return path.split(".parametrizations.")[0]
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.detect import find_blocks
-from moepass.passes.graph import fake_value, is_call, module_path, positions
+from moepass.passes.graph import fake_value, is_call, map_nodes, module_path, positions
 from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, Plan, Step
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
 
@@ -37,7 +37,6 @@ def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResu
     top, steps = builder.finish()
     plan = dataclasses.replace(plan, steps=tuple(steps), distinct_segments=len(builder.modules))
     return PassResult(top, plan, matches=tuple(builder.modules))
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +82,12 @@ def _is_slot_element(node: Node) -> bool:
 
 
 def _is_size_arithmetic(node: Node) -> bool:
-    return node.op == "call_function" and isinstance(fake_value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+    scalars = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return node.op == "call_function" and isinstance(fake_value(node), scalars)
 
 
 def _resident_borders(graph: Graph) -> set[Node]:
-    """Where the blocks of resident experts begin and end, so that deep resident models compile as fast as streamed ones."""
+    """Where blocks of resident experts begin and end: with cuts there, deep resident models compile as fast too."""
     place = positions(graph)
     order = list(graph.nodes)
     borders: set[Node] = set()
@@ -159,9 +159,7 @@ class _Segment:
         self.outputs = [node for node in nodes if any(user not in inside for user in node.users)]
         sizes = _size_arithmetic_of(nodes, place)
         constants = [node for node in _read_from_outside(nodes, inside) if node.op == "get_attr"]
-        read = [
-            node for node in _read_from_outside([*sizes, *nodes], inside | set(sizes)) if node.op != "get_attr"
-        ]
+        read = [node for node in _read_from_outside([*sizes, *nodes], inside | set(sizes)) if node.op != "get_attr"]
         # Inductor reads a shape's symbols from inputs, so each symbol in sight comes in as an input of its own.
         needed = sorted(_free_symbols([*nodes, *read]))
         read += [symbols[name] for name in needed if name in symbols and symbols[name] not in read]
@@ -176,9 +174,7 @@ class _Segment:
             values[node] = graph.node_copy(node, lambda used: values[used])
         output = graph.output(tuple(values[node] for node in self.outputs))
         output.meta["val"] = tuple(fake_value(node) for node in self.outputs)
-        attributes = {
-            str(node.target): operator.attrgetter(str(node.target))(source) for node in constants
-        }
+        attributes = {str(node.target): operator.attrgetter(str(node.target))(source) for node in constants}
         self.module = GraphModule(attributes, graph)
         self.text = _text(self.module)
 
@@ -242,14 +238,13 @@ def _text(module: GraphModule) -> str:
     lines: list[str] = []
     for index, node in enumerate(module.graph.nodes):
         names[node] = f"%{index}"
-        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: _Name(names[used]))
         if node.op == "get_attr":
-            target = _constant_digest(operator.attrgetter(str(node.target))(module))
+            lines.append(f"constant {_constant_digest(operator.attrgetter(str(node.target))(module))}")
         elif node.op == "placeholder":
-            target, arguments = _describe(fake_value(node)), ()
+            lines.append(f"input {_describe(fake_value(node))}")
         else:
-            target = str(node.target)
-        lines.append(f"{node.op} {target} {arguments}")
+            arguments = map_nodes((node.args, node.kwargs), lambda used: _Name(names[used]))
+            lines.append(f"{node.target} {arguments}")
     return "\n".join(lines)
 
 

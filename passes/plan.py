@@ -60,10 +60,9 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     return PassResult(module, decided, matches=tuple(stay.block for stay in residencies))
 
 
-
 def _reason(stays: int, slots: int) -> str:
     if slots == 1:
-        return f"{stays} banks rest in host memory and pass through 1 slot: no transfer overlaps the block that needs it"
+        return f"{stays} banks rest in host memory and pass through 1 slot, refilled when the block before is done"
     return f"{stays} banks rest in host memory and stream through {slots} slots while other layers compute"
 
 
@@ -95,9 +94,10 @@ def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> l
             after = freed_by[slot]
             assert after is not None
             if place[stays[after].last_reader] >= needed_at:
+                live = _live(stays, place, needed_at)
                 raise PlanError(
-                    f"slots={slots} is too few: block {stay.block} needs its bank while {_live(stays, place, needed_at)} "
-                    f"banks are being read; use slots={_live(stays, place, needed_at) + 1} or more"
+                    f"slots={slots} is too few: block {stay.block} needs its bank while {live} banks are being read; "
+                    f"use slots={live + 1} or more"
                 )
             freed_by[slot] = position
         residencies.append(Residency(stay.block, stay.bank, slot, after))

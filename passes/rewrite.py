@@ -41,16 +41,14 @@ def rewrite(module: GraphModule, plan: Plan, context: PassContext) -> PassResult
             continue
         escaping = _escaping(bank_tensors)
         if escaping is not None:
-            refusals.append(
-                Refusal(escaping.name, "the graph returns the weights themselves, so no slot can be reused", match.record.name)
-            )
+            reason = "the graph returns the weights themselves, so no slot can be reused"
+            refusals.append(Refusal(escaping.name, reason, match.record.name))
             continue
         _gather_once(rewritten, match, bank_tensors, plan)
         done.append(match.record.name)
     rewritten.recompile()
     plan = dataclasses.replace(plan, refusals=plan.refusals + tuple(refusals))
     return PassResult(rewritten, plan, matches=tuple(done), refusals=tuple(refusals))
-
 
 
 def _gather_once(module: GraphModule, match: BlockMatch, bank_tensors: list[Node], plan: Plan) -> None:
@@ -93,4 +91,3 @@ def _refuse_two_stores(module: GraphModule) -> None:
         raise PlanError(
             f"one graph reads the banks of {len(stores)} offload_experts calls; offload the whole model with one call"
         )
-

@@ -49,7 +49,6 @@ def schedule(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     return PassResult(scheduled, plan, matches=tuple(residency.block for residency in plan.residencies))
 
 
-
 def _start_of_graph(module: GraphModule) -> Node | None:
     inputs = graph_inputs(module.graph)
     return inputs[-1] if inputs else None
@@ -59,9 +58,7 @@ def _insert_prefetch(module: GraphModule, stay: Lifetime, slot: int, after: Node
     graph = module.graph
     assert position is not None, "a gather has at least its shard as an input"
     with graph.inserting_after(position):
-        node = graph.call_function(
-            prefetch, (stay.gather.args[0],), {"bank": stay.bank, "slot": slot, "after": after}
-        )
+        node = graph.call_function(prefetch, (stay.gather.args[0],), {"bank": stay.bank, "slot": slot, "after": after})
     node.meta["moepass_block"] = stay.block
     return node
 

@@ -81,7 +81,6 @@ def verify(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     return PassResult(module, plan, matches=tuple(RULES))
 
 
-
 def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
     nodes = list(graph.nodes)
     return ScheduleFacts(

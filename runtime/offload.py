@@ -127,9 +127,9 @@ def offload_experts(
         store.banks.append(bank)
         for position, name in enumerate(parameters):
             parameters[name].requires_grad_(False)
-            banked = BankedParameter(store, index, position)
-            banked.train(module.training)
-            parametrize.register_parametrization(module, name, banked, unsafe=True)
+            parametrization = BankedParameter(store, index, position)
+            parametrization.train(module.training)
+            parametrize.register_parametrization(module, name, parametrization, unsafe=True)
     return OffloadReport(store, home, tuple(found), store.home_bytes, store.ring_bytes)
 
 

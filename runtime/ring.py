@@ -10,7 +10,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -176,5 +175,3 @@ def make_ring(slots: int, slot_bytes: int, device: torch.device, link: Link, deb
     if device.type not in kinds:
         raise InputError(f"device is {device}; experts stream to {' or '.join(kinds)}")
     return kinds[device.type](slots, slot_bytes, device, link, debug)
-
-

@@ -1,0 +1,57 @@
+# Every target sets up what it needs: a virtual environment with pinned versions, then the job.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TYPING := build/typing
+
+# Ranks and test workers share the cores; one thread each keeps timings and results steady.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help install demo test test-slow lint types benchmarks clean
+
+help:
+	@echo "make demo        score real text with the embedded model, its experts streamed from host memory"
+	@echo "make test        ruff, mypy and the fast tests (at most 10 minutes on 2 cores)"
+	@echo "make test-slow   the tests that take longer"
+	@echo "make benchmarks  every measurement of docs/results"
+
+install: $(INSTALLED)
+
+# torch comes first and pinned: left to the others, pip would pick whatever build is newest.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $(INSTALLED)
+
+demo: $(INSTALLED)
+	@$(BIN)/moepass demo
+
+test: lint types
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy reads source trees, not package-dir; links show it the four folders as the one package that they install as.
+types: $(INSTALLED)
+	@rm -rf $(TYPING) && mkdir -p $(TYPING)/moepass
+	@ln -s $(CURDIR)/moepass/* $(TYPING)/moepass/
+	@ln -s $(CURDIR)/passes $(CURDIR)/runtime $(CURDIR)/models $(TYPING)/moepass/
+	cd $(TYPING) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p moepass
+
+benchmarks: $(INSTALLED)
+	$(BIN)/python benchmarks/exactness.py
+	$(BIN)/python benchmarks/compile_time.py
+	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/bank_memory.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

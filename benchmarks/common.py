@@ -1,0 +1,73 @@
+"""What the benchmarks share: the geometry of the measurements, interleaved timing, and one kind of table."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+console = Console(width=120)
+
+
+def reference_model(layers: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """Qwen3-MoE with hidden 512, 32 experts of width 256, top-4: about 50 MB of experts per layer in fp32."""
+    config = Qwen3MoeConfig(
+        hidden_size=512,
+        moe_intermediate_size=256,
+        intermediate_size=512,
+        num_experts=32,
+        num_experts_per_tok=4,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=1024,
+        use_cache=False,
+        norm_topk_prob=True,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM._from_config(config, dtype=dtype).eval()
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def interleaved_seconds(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of `repeats` runs of each variant, taken in turns, so that drift of the machine meets all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for run in variants.values():
+        run()  # warm: allocations, caches, code
+    for _ in range(repeats):
+        for name, run in variants.items():
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def median_and_spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> None:
+    table = Table(title=title, title_justify="left", caption=note or None, caption_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*[str(cell) for cell in row])
+    console.print(table)
+    console.print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
+        f"{torch.get_num_threads()} thread(s), {platform.machine()}\n",
+        style="dim",
+    )
+
+
+def verdict(holds: bool) -> str:
+    return "yes" if holds else "NO"
