@@ -79,7 +79,9 @@ def load_config(path: Path) -> PreTrainedConfig:
     if not isinstance(model_type, str):
         raise CheckpointError(f"{file} names no model_type; it must be one that transformers knows, as qwen3_moe")
     if model_type not in CONFIG_MAPPING_NAMES:
-        raise CheckpointError(f"{file}: model_type {model_type!r} is unknown to transformers {_did_you_mean(model_type)}")
+        raise CheckpointError(
+            f"{file}: model_type {model_type!r} is unknown to transformers {_did_you_mean(model_type)}"
+        )
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise CheckpointError(
             f"{file}: model_type {model_type!r} has no language-model head; moepass reads its answers from the "
@@ -124,8 +126,8 @@ def load_model(
     except Exception as error:  # transformers raises many kinds for one cause: the files do not fit the config
         if "automatic conversion" in str(error):  # the report that it points to is one of the silenced warnings
             raise CheckpointError(
-                f"{folder} cannot be loaded: the weights of single experts do not merge into one bank per layer; one of "
-                "them is missing, or has another shape than the rest"
+                f"{folder} cannot be loaded: the weights of single experts do not merge into one bank per layer; "
+                "one of them is missing, or has another shape than the rest"
             ) from error
         raise CheckpointError(f"{folder} cannot be loaded: {_one_line(error)}") from error
     _check_loading(folder, info)
@@ -290,7 +292,9 @@ def _did_you_mean(model_type: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     close = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
-    return transformers.__version__ + (f"; did you mean {close[0]}?" if close else "; give one that it knows, as qwen3_moe")
+    return transformers.__version__ + (
+        f"; did you mean {close[0]}?" if close else "; give one that it knows, as qwen3_moe"
+    )
 
 
 def _some(names: list[str]) -> str:

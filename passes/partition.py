@@ -20,6 +20,7 @@ import hashlib
 import operator
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.detect import find_blocks
@@ -266,6 +267,8 @@ def _constant_digest(value: object) -> str:
     if isinstance(value, torch.Tensor):
         if isinstance(value, torch._subclasses.FakeTensor):
             return f"fake {id(value)}"
-        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        # A constant is a real tensor, although the graph is looked at in fake mode.
+        with unset_fake_temporarily():
+            raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return f"{_describe(value)} {hashlib.sha256(raw).hexdigest()}"
     return f"{type(value).__name__} {id(value)}"

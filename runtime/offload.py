@@ -70,6 +70,22 @@ class BankedParameter(nn.Module):
         return self
 
 
+def _bank_property(name: str) -> property:
+    """In place of the property of `parametrize`, whose closure keeps the module alive for as long as its class lives.
+
+    Compiled code keeps the class alive, and with it would keep every bank of a model that is long gone.
+    """
+
+    def read(self: nn.Module) -> torch.Tensor:
+        tensor: torch.Tensor = self.parametrizations[name]()  # type: ignore[index, operator]
+        return tensor
+
+    def write(self: nn.Module, value: object) -> None:
+        raise InputError(f"`{name}` was offloaded and rests in a bank; change expert weights before offload_experts")
+
+    return property(read, write)
+
+
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of `module` that form a bank: empty unless it holds at least two expert matrices [experts, ., .].
 
@@ -130,6 +146,7 @@ def offload_experts(
             parametrization = BankedParameter(store, index, position)
             parametrization.train(module.training)
             parametrize.register_parametrization(module, name, parametrization, unsafe=True)
+            setattr(type(module), name, _bank_property(name))
     return OffloadReport(store, home, tuple(found), store.home_bytes, store.ring_bytes)
 
 

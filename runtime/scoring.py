@@ -68,8 +68,11 @@ class LabelSet:
                 raise InputError(f"label {label!r} tokenises to nothing; a label needs at least one token")
             if tokens in self.tokens:
                 same = self.labels[self.tokens.index(tokens)]
-                raise InputError(f"label {label!r} is given twice" if same == label else
-                                 f"labels {same!r} and {label!r} are the same tokens; the model cannot tell them apart")
+                raise InputError(
+                    f"label {label!r} is given twice"
+                    if same == label
+                    else f"labels {same!r} and {label!r} are the same tokens; the model cannot tell them apart"
+                )
             self.tokens.append(tokens)
         stems = sorted({tokens[:-1] for tokens in self.tokens}, key=lambda stem: (len(stem), stem))
         # The logits along a context serve every shorter context that it begins with.
@@ -176,9 +179,7 @@ class Scorer:
         for start in range(0, len(prompts), window):
             yield from self._score_window(prompts[start : start + window], labels, batch_size)
 
-    def _score_window(
-        self, prompts: Sequence[tuple[int, ...]], labels: LabelSet, batch_size: int
-    ) -> Iterator[Score]:
+    def _score_window(self, prompts: Sequence[tuple[int, ...]], labels: LabelSet, batch_size: int) -> Iterator[Score]:
         rows = [
             Row(text, number, prompt + context, len(prompt) - 1)
             for text, prompt in enumerate(prompts)
@@ -225,7 +226,9 @@ class Scorer:
         # No token is shorter than a quarter of a character (one byte of UTF-8).
         if limit is None or len(text) * 4 <= limit:
             return text
-        offsets: Any = _tokenise(self.tokenizer, text, where, special=False, return_offsets_mapping=True)["offset_mapping"]
+        offsets: Any = _tokenise(self.tokenizer, text, where, special=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
         return text if len(offsets) <= limit else text[: int(offsets[limit][0])]
 
 
