@@ -148,6 +148,8 @@ def _batched_product(node: Node) -> ExpertProduct | Refusal | None:
                     inner, outer = _batched_widths(node, operand)
                     return ExpertProduct(node, "batched_mm", view_source(ids), source, other, inner, outer)
         elif _is_expert_weight(selected) and fake_value(operand).shape[0] == fake_value(selected).shape[0]:
+            if view_source(other).op == "placeholder":
+                continue  # two inputs of the graph, as in attention over given queries and keys: no weights
             inner, outer = _batched_widths(node, operand)
             return ExpertProduct(node, "dense_bmm", node, selected, other, inner, outer)
     return None

@@ -23,15 +23,22 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.models.errors import one_of
 from moepass.passes.detect import find_blocks
 from moepass.passes.graph import fake_value, is_call, map_nodes, module_path, positions
-from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, Plan, Step
-from moepass.passes.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, Plan, Step, gather
+from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
 
 
 @graph_pass(requires={"blocks"}, provides={"segments"})
 def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Cut `module` into segments; fills `plan.steps` and `plan.distinct_segments`."""
+    left = [node.name for node in module.graph.nodes if is_call(node, gather)]
+    if left:
+        raise PlanError(
+            f"{one_of(left)} would run as a synchronous gather, which no executor knows: do not disable pass schedule, "
+            "or disable rewrite and plan too"
+        )
     builder = _TopLevel(module)
     for run in _runs(module.graph):
         builder.add(run)

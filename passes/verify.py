@@ -111,15 +111,15 @@ def _happens_before(nodes: list[Node]) -> networkx.DiGraph:
                 order.add_edge(last_copy, copy)
             last_copy = copy
             after = node.kwargs.get("after")
-            if isinstance(after, Node):
-                # The event is recorded where the release stands on the compute stream.
+            if isinstance(after, Node) and after in order:
+                # The event is recorded where the release stands; to wait for one not yet recorded is no wait at all.
                 order.add_edge(after, copy)
             continue
         order.add_node(node)
         if last_compute is not None:
             order.add_edge(last_compute, node)
         last_compute = node
-        if is_call(node, acquire) and isinstance(node.args[0], Node):
+        if is_call(node, acquire) and isinstance(node.args[0], Node) and copy_of(node.args[0]) in order:
             order.add_edge(copy_of(node.args[0]), node)
     return order
 

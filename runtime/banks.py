@@ -7,9 +7,11 @@ import itertools
 import threading
 import weakref
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 
+from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec, TensorSpec
 from moepass.runtime.link import Link
 from moepass.runtime.ring import Ring, make_ring
@@ -72,6 +74,13 @@ class BankStore:
         self._lock = threading.Lock()
         self._eager: tuple[int, tuple[torch.Tensor, ...]] | None = None
         _stores[self.number] = self
+
+    def __reduce__(self) -> NoReturn:
+        # Reached by copy.deepcopy, copy.copy and pickle.
+        raise InputError(
+            "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; copy "
+            "or save the model before offload_experts"
+        )
 
     @property
     def home_bytes(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from moepass.models.errors import MoepassError
+from moepass.models.errors import InputError, MoepassError
 from moepass.passes.graph import copy_graph_module, is_call
 from moepass.passes.ir import SLOT_OPS, Plan, acquire, prefetch, release
 from moepass.runtime.copying import CopyError
@@ -19,29 +20,32 @@ class SegmentError(MoepassError, RuntimeError):
     """An exception inside a segment; the text says in which layers, the cause is the original exception."""
 
 
-class Prefetch(torch.nn.Module):
+class RingOperation(torch.nn.Module):
+    """A slot operation in the bound graph.
+
+    It knows its ring weakly: Dynamo keeps compiled code after the model is gone, and slots must not stay with it.
+    """
+
     def __init__(self, ring: Ring, plan: Plan) -> None:
         super().__init__()
-        self.ring, self.banks = ring, {spec.index: spec for spec in plan.banks}
+        self.weak_ring, self.banks = weakref.ref(ring), {spec.index: spec for spec in plan.banks}
 
+    @property
+    def ring(self) -> Ring:
+        return alive(self.weak_ring)
+
+
+class Prefetch(RingOperation):
     def forward(self, shards: Sequence[torch.Tensor], bank: int, slot: int, after: object) -> object:
         return self.ring.prefetch(shards, self.banks[bank], slot, after)
 
 
-class Acquire(torch.nn.Module):
-    def __init__(self, ring: Ring, plan: Plan) -> None:
-        super().__init__()
-        self.ring, self.banks = ring, {spec.index: spec for spec in plan.banks}
-
+class Acquire(RingOperation):
     def forward(self, filled: object, bank: int, slot: int) -> tuple[torch.Tensor, ...]:
         return self.ring.acquire(filled, self.banks[bank], slot)
 
 
-class Release(torch.nn.Module):
-    def __init__(self, ring: Ring, plan: Plan) -> None:
-        super().__init__()
-        self.ring = ring
-
+class Release(RingOperation):
     def forward(self, tensors: object, bank: int, slot: int) -> object:
         return self.ring.release(slot)
 
@@ -63,7 +67,15 @@ class Located(torch.nn.Module):
             raise SegmentError(f"in {self.name}{place}: {type(error).__name__}: {error}") from error
 
 
-_BINDINGS: dict[Any, type[torch.nn.Module]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
+def alive(ring: weakref.ref[Ring]) -> Ring:
+    """Raises InputError where the ring went away together with its model."""
+    found = ring()
+    if found is None:
+        raise InputError("the model of this compiled graph is gone, and the ring of its experts with it")
+    return found
+
+
+_BINDINGS: dict[Any, type[RingOperation]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
 
 
 class Executor:
@@ -77,19 +89,25 @@ class Executor:
 
     def __init__(self, top: GraphModule, plan: Plan, ring: Ring | None) -> None:
         self.plan = plan
-        self.ring = ring
+        self._ring = None if ring is None else weakref.ref(ring)
         self.graph_module = bind(top, plan, ring)
+
+    @property
+    def ring(self) -> Ring | None:
+        """The ring, which belongs to the model; None where nothing is streamed. Raises InputError once it is gone."""
+        return None if self._ring is None else alive(self._ring)
 
     def __call__(self, inputs: list[Any]) -> Any:
         arguments = tuple(inputs)
         inputs.clear()  # the boxed convention: the caller's references end here
-        if self.ring is None:
+        ring = self.ring
+        if ring is None:
             return self.graph_module(*arguments)
-        with self.ring.lock:
+        with ring.lock:
             try:
                 return self.graph_module(*arguments)
             except BaseException:
-                self.ring.reset()
+                ring.reset()
                 raise
 
 

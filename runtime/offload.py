@@ -66,7 +66,14 @@ class BankedParameter(nn.Module):
         return weights.new_empty(0)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        # model.to(device) and model.half() are about the dense part; banks rest where they are.
+        # Banks rest where they are, so model.to(...) may only do what fits them. Tried on no bytes at all.
+        spec = self.store.banks[self.bank].spec.tensors[self.index]
+        probe = fn(torch.empty(0, dtype=spec.torch_dtype))
+        if probe.dtype != spec.torch_dtype or probe.device not in (torch.device("cpu"), self.store.device):
+            raise InputError(
+                f"offloaded experts stay {spec.torch_dtype} for {self.store.device}, but the model is being moved to "
+                f"{probe.dtype} on {probe.device}; convert and place the model before offload_experts"
+            )
         return self
 
 

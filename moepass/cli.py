@@ -1,0 +1,408 @@
+"""The command line: `moepass score`, `moepass explain`, `moepass demo`.
+
+Nothing heavy is imported before a command runs: `moepass --help` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import msgspec
+import typer
+from typer.core import TyperGroup
+
+from moepass import __version__
+from moepass.models.errors import InputError, MoepassError, OptionError
+
+if TYPE_CHECKING:
+    from moepass.backend import Compilation
+    from moepass.runtime.scoring import Score, Scorer
+
+# What `score` writes itself; where an input line has a key of that name, it comes back as `input_KEY`.
+_ANSWER_KEYS = ("label", "probabilities", "mass")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class _Lowering(str, enum.Enum):
+    inductor = "inductor"
+    eager = "eager"
+
+
+class _Format(str, enum.Enum):
+    text = "text"
+    json = "json"
+
+
+class _Commands(TyperGroup):
+    """Errors that moepass raises on purpose end as one line, without a traceback; all others keep theirs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            ours = _on_purpose(error)
+            if ours is None:
+                raise
+            typer.echo(f"moepass: error: {' '.join(str(ours).split())}", err=True)
+            raise typer.Exit(2 if isinstance(ours, OptionError) else 1) from error
+
+
+def _on_purpose(error: BaseException) -> MoepassError | None:
+    # torch.compile wraps what a backend raises and keeps the original as `inner_exception`.
+    wrapped = getattr(error, "inner_exception", None)
+    return error if isinstance(error, MoepassError) else wrapped if isinstance(wrapped, MoepassError) else None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="moepass",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Mixture-of-experts models for prefill-only work, their experts streamed while other layers compute.",
+    epilog="Try it without a checkpoint of your own: **moepass demo**",
+)
+
+
+def main() -> None:
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moepass {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    # Checkpoints are local folders: no library may look anything up on a network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+_Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or **demo** for the embedded one.")]
+_Slots = Annotated[
+    int, typer.Option(metavar="N", help="Slots of the ring that the experts stream through; each holds one layer's.")
+]
+_Lower = Annotated[
+    _Lowering, typer.Option(help="How segments are compiled; eager is bit-identical to the plain model.")
+]
+_Threads = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="CPU threads to compute with.", show_default="all cores")
+]
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "**moepass score demo < texts.jsonl**\n\n"
+    "**moepass score ./checkpoint --labels ' yes, no' --input texts.jsonl --output scores.jsonl**"
+)
+def score(
+    model: _Model,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="Candidate answers: separated by commas, blanks count; or a JSON list. Default: those of prompt.json.",
+        ),
+    ] = None,
+    input: Annotated[str, typer.Option(metavar="FILE", help="JSON lines to read; - is standard input.")] = "-",
+    output: Annotated[str, typer.Option(metavar="FILE", help="JSON lines to write; - is standard output.")] = "-",
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Texts that run together.")] = 32,
+    lower: _Lower = _Lowering.inductor,
+    slots: _Slots = 2,
+    stream: Annotated[
+        bool, typer.Option(help="Stream the experts from host memory, or keep them on the device.")
+    ] = True,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda or cuda:INDEX.")] = "cpu",
+    link: Annotated[
+        str, typer.Option(metavar="LINK", help="real, or emulate:BYTES_PER_S to see how a slower link would do.")
+    ] = "real",
+    eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
+    threads: _Threads = None,
+) -> None:
+    """Score texts against candidate labels, one JSON object per line.
+
+    Each line in is an object with a **text**. Each line out has **label** (the most probable one), **probabilities**
+    (they sum to 1) and **mass** (what the model gives to all labels together).
+
+    Further keys of a line, such as an id, come back with it. Those called label, probabilities or mass come back as
+    input_label and so on.
+    """
+    # The whole input is checked before anything is loaded, and long before anything is written.
+    lines = read_lines(input)
+    target = _check_output(output)
+    candidates = parse_labels(labels)
+    _set_threads(threads)
+
+    from moepass.backend import record_compilations
+
+    with record_compilations() as compilations:
+        scorer = make_scorer(
+            model, lower=lower.value, slots=slots, stream=stream, device=device, link=link, compiled=not eager
+        )
+        prepared = scorer.labels(candidates if candidates is not None else scorer.prompt.labels)
+        prompts = [scorer.encode(line.text, prepared, f"line {line.number}") for line in lines]
+        results = zip(lines, scorer.score_prompts(prompts, prepared, batch_size), strict=True)
+        with _open_output(target) as sink:
+            for line, result in _progress(results, len(lines)):
+                sink.write(msgspec.json.encode(_answer(line, result)) + b"\n")
+    _note_refusals(compilations)
+
+
+@app.command(epilog="Examples:\n\n**moepass explain demo**\n\n**moepass explain ./config.json --tokens 65536**")
+def explain(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a config.json alone, or **demo**.")
+    ],
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts in the batch that is planned.")] = 8,
+    seq: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each text.")] = 512,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="One text of that many tokens, instead.", show_default=False)
+    ] = None,
+    slots: _Slots = 2,
+    lower: _Lower = _Lowering.inductor,
+    format: Annotated[_Format, typer.Option(help="text for people, json for programs.")] = _Format.text,
+    all_rows: Annotated[bool, typer.Option("--all", help="Show every row of the schedule.")] = False,
+) -> None:
+    """Show what the compiler does with a model: what it finds, rewrites and refuses, memory, and the schedule.
+
+    Needs a config alone: no weights are loaded and nothing is computed.
+    """
+    from rich.console import Console
+
+    with Console(stderr=True).status("planning ..."):
+        from moepass.explain import explain_model, print_explanation
+        from moepass.models.checkpoints import resolve_model
+
+        rows, width = (1, tokens) if tokens is not None else (batch, seq)
+        explanation = explain_model(
+            resolve_model(model, config_alone=True), batch=rows, seq=width, slots=slots, lower=lower.value
+        )
+    if format is _Format.json:
+        typer.echo(explanation.to_json())
+    else:
+        print_explanation(Console(), explanation, every_row=all_rows)
+
+
+@app.command()
+def demo(
+    texts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Held-out texts to score.", show_default="all")
+    ] = None,
+    lower: _Lower = _Lowering.inductor,
+    threads: _Threads = None,
+) -> None:
+    """Compile the embedded model, stream its experts, and compare every prediction with plain PyTorch."""
+    _set_threads(threads)
+    from moepass.demo import run_demo
+
+    if not run_demo(texts, lower.value):
+        raise typer.Exit(1)
+
+
+# ---- The parts of `score` --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of input: `number` as an editor counts it, `further` the keys beside `text`."""
+
+    number: int
+    text: str
+    further: dict[str, Any]
+
+
+def read_lines(source: str) -> list[Line]:
+    """All lines of the file `source`, or of standard input for "-"; blank lines are skipped.
+
+    Raises InputError, which names the line, where one is no JSON object with a string `text`.
+    """
+    try:
+        if source == "-":
+            return parse_lines(sys.stdin.buffer, "standard input")
+        with open(source, "rb") as opened:
+            return parse_lines(opened, source)
+    except OSError as error:
+        raise InputError(f"input {source!r} cannot be read: {error.strerror}") from error
+
+
+def parse_lines(source: Iterable[bytes], name: str) -> list[Line]:
+    """As `read_lines`, from the lines themselves; `name` stands in errors."""
+    lines: list[Line] = []
+    for number, raw in enumerate(source, 1):
+        if number == 1:
+            raw = raw.removeprefix(_BYTE_ORDER_MARK)
+        if not raw.strip():
+            continue
+        where = f"line {number}"
+        try:
+            record = msgspec.json.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InputError(f"{where} of {name} is no JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise InputError(f'{where} of {name} is {_kind(record)}; it must be an object such as {{"text": "..."}}')
+        if "text" not in record:
+            keys = ", ".join(repr(key) for key in record) or "none"
+            raise InputError(f'{where} of {name} has no "text"; its keys are {keys}')
+        text = record.pop("text")
+        if not isinstance(text, str):
+            raise InputError(f'{where} of {name}: "text" is {_kind(text)}; it must be a string')
+        if not text.strip():
+            raise InputError(f'{where} of {name}: "text" is empty')
+        lines.append(Line(number, text, record))
+    if not lines:
+        raise InputError(f'{name} is empty; it must hold one JSON object per line, such as {{"text": "..."}}')
+    return lines
+
+
+def parse_labels(text: str | None) -> list[str] | None:
+    """`a,b` or `["a", "b"]` as a list; None for None. Raises InputError for a list that is not one of strings."""
+    if text is None:
+        return None
+    if not text.startswith("["):
+        return text.split(",")
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.MsgspecError as error:
+        raise InputError(f"labels {text!r} are no JSON list of strings: {error}") from error
+
+
+def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str, link: str, compiled: bool) -> Scorer:
+    """Load and, if asked for, offload and compile the checkpoint `model`.
+
+    Raises CheckpointError, InputError (a device that is not there, no experts to stream) and OptionError.
+    """
+    import torch
+    from transformers import PreTrainedModel
+
+    from moepass.models.checkpoints import load_model, load_prompt, load_tokenizer, resolve_model
+    from moepass.runtime.link import parse_link
+    from moepass.runtime.offload import check_device, find_expert_modules, offload_experts
+    from moepass.runtime.scoring import Forward, Scorer
+
+    folder = resolve_model(model)
+    compute_device = check_device(device)
+    if compute_device.type == "meta":
+        raise InputError("device is 'meta', which computes nothing; it must be cpu, cuda or cuda:INDEX")
+    if parse_link(link).is_emulated and compute_device.type != "cpu":
+        raise OptionError(f"link is {link!r}, which exists for device cpu only; the device is {device}")
+    tokenizer, prompt = load_tokenizer(folder), load_prompt(folder)
+    loaded: PreTrainedModel = load_model(folder)
+    if stream:
+        if not find_expert_modules(loaded):
+            raise InputError(f"{model} has no experts to stream: {type(loaded).__name__} is dense; use --no-stream")
+        offload_experts(loaded, device=compute_device, slots=slots, link=link)
+    loaded.to(compute_device)
+
+    def compile_module(module: torch.nn.Module) -> Forward:
+        return torch.compile(module, backend="asyncep", options={"lower": lower})
+
+    return Scorer.of(loaded, tokenizer, prompt, compile_module if compiled else None)
+
+
+def _answer(line: Line, result: Score) -> dict[str, Any]:
+    further = {f"input_{key}" if key in _ANSWER_KEYS else key: value for key, value in line.further.items()}
+    # Seven digits are what a 32-bit logit carries.
+    probabilities = {label: float(f"{value:.7g}") for label, value in result.probabilities.items()}
+    return {"label": result.label, "probabilities": probabilities, "mass": float(f"{result.mass:.7g}"), **further}
+
+
+def _check_output(output: str) -> Path | None:
+    """Where to write, None for standard output. Raises InputError where that cannot work."""
+    if output == "-":
+        return None
+    target = Path(output).resolve()  # a link is written through, not replaced
+    if target.is_dir():
+        raise InputError(f"output {output!r} is a folder; give the name of a file")
+    if not target.parent.is_dir():
+        raise InputError(f"output {output!r}: the folder {target.parent} does not exist")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"output {output!r}: the folder {target.parent} cannot be written to")
+    return target
+
+
+@contextlib.contextmanager
+def _open_output(target: Path | None) -> Iterator[BinaryIO]:
+    """A file appears under its name complete or not at all: it is written beside it and renamed at the end."""
+    if target is None:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    if target.exists() and not target.is_file():  # a pipe or a device keeps its place
+        with target.open("wb") as opened:
+            yield opened
+        return
+    number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    try:
+        with os.fdopen(number, "wb") as opened:
+            yield opened
+        os.chmod(name, _usual_mode(target))
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _usual_mode(target: Path) -> int:
+    if target.exists():
+        return target.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def _progress(results: Iterable[tuple[Line, Score]], total: int) -> Iterator[tuple[Line, Score]]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("compiling, then scoring", total=total)
+        for result in results:
+            progress.update(task, advance=1, description="scoring")
+            yield result
+
+
+def _note_refusals(compilations: Sequence[Compilation]) -> None:
+    for compilation in compilations:
+        for refusal in compilation.plan.refusals:
+            typer.echo(f"moepass: note: {refusal.where or refusal.node} runs as it came: {refusal.reason}", err=True)
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _kind(value: object) -> str:
+    names: dict[type[Any], str] = {
+        dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null",
+    }  # fmt: skip
+    return names.get(type(value), "a number")
