@@ -177,7 +177,7 @@ def load_prompt(folder: Path) -> Prompt:
     file = folder / PROMPT_FILE
     if not file.is_file():
         return Prompt()
-    prompt = _read_json(file, Prompt)
+    prompt: Prompt = _read_json(file, Prompt)
     if prompt.template.count(_TEXT_MARK) != 1:
         raise CheckpointError(f"{file}: template is {prompt.template!r}; it must hold {_TEXT_MARK} exactly once")
     if prompt.max_text_tokens is not None and prompt.max_text_tokens < 1:
@@ -283,7 +283,7 @@ def _read_json(file: Path, kind: type[Any]) -> Any:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} is malformed: {error}") from error
 
 
@@ -292,9 +292,8 @@ def _did_you_mean(model_type: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     close = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
-    return transformers.__version__ + (
-        f"; did you mean {close[0]}?" if close else "; give one that it knows, as qwen3_moe"
-    )
+    hint = f"did you mean {close[0]}?" if close else "give one that it knows, as qwen3_moe"
+    return f"{transformers.__version__}; {hint}"
 
 
 def _some(names: list[str]) -> str:

@@ -67,10 +67,8 @@ def explain_model(path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lo
     Raises CheckpointError where the config makes no model, OptionError and PlanError for slots that do not do.
     """
     model = meta_model(path)
-    has_experts = bool(find_expert_modules(model))
-    all_bytes = _bytes_of(model)
     expert_bytes = expert_layers = 0
-    if has_experts:
+    if find_expert_modules(model):
         report = offload_experts(model, device="meta", slots=slots)
         expert_bytes, expert_layers = report.home_bytes, len(report.layers)
     plans, stopped = capture_plans(model, batch, seq, slots=slots, lower=lower)
@@ -82,8 +80,7 @@ def explain_model(path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lo
         slots=slots,
         expert_layers=expert_layers,
         expert_bytes=expert_bytes,
-        # Banks are padded for alignment; the padding is not taken off the rest of the model.
-        other_bytes=_bytes_of(model) if has_experts else all_bytes,
+        other_bytes=_bytes_of(model),  # offloaded experts are no parameters any more
         plans=plans,
         stopped=stopped,
     )
@@ -205,18 +202,17 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
     refusals = [f"{refusal.where or refusal.node}: {refusal.reason}" for refusal in plan.refusals]
     table.add_row("refused", Text("\n".join(refusals) or "nothing"))
     if plan.residencies:
+        ring = f"{_bytes(plan.device_bank_bytes)} = {_count(plan.slots, 'slot')} x {_bytes(plan.slot_bytes)}"
         table.add_row(
             "memory",
             Text(
-                f"ring on the device {_bytes(plan.device_bank_bytes)} = {plan.slots} slots x {_bytes(plan.slot_bytes)} "
-                f"(one bank); all experts {_bytes(explanation.expert_bytes)}, in host memory; "
-                f"everything else {_bytes(explanation.other_bytes)}"
+                f"ring on the device {ring} (one bank); all experts {_bytes(explanation.expert_bytes)}, in host "
+                f"memory; everything else {_bytes(explanation.other_bytes)}"
             ),
         )
     else:
-        experts = sum(block.weight_bytes for block in plan.blocks)
-        rest = explanation.other_bytes + explanation.expert_bytes - experts
-        table.add_row("memory", Text(f"experts {_bytes(experts)}; everything else {_bytes(rest)}"))
+        experts = f"experts {_bytes(explanation.expert_bytes)}; " if explanation.expert_bytes else ""
+        table.add_row("memory", Text(f"{experts}everything else {_bytes(explanation.other_bytes)}"))
     segments = sum(step.op == "segment" for step in plan.steps)
     table.add_row("compile", Text(f"{_count(segments, 'segment')}, {plan.distinct_segments} distinct"))
     return table

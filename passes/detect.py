@@ -148,8 +148,8 @@ def _batched_product(node: Node) -> ExpertProduct | Refusal | None:
                     inner, outer = _batched_widths(node, operand)
                     return ExpertProduct(node, "batched_mm", view_source(ids), source, other, inner, outer)
         elif _is_expert_weight(selected) and fake_value(operand).shape[0] == fake_value(selected).shape[0]:
-            if view_source(other).op == "placeholder":
-                continue  # two inputs of the graph, as in attention over given queries and keys: no weights
+            if selected.op == "placeholder" and _is_expert_weight(view_source(other)):
+                continue  # two inputs of one kind, as in attention over given queries and keys: neither is a weight
             inner, outer = _batched_widths(node, operand)
             return ExpertProduct(node, "dense_bmm", node, selected, other, inner, outer)
     return None
@@ -190,7 +190,36 @@ def _groups(products: list[ExpertProduct]) -> list[list[ExpertProduct]]:
             dense.append(product)
         else:
             by_key[product.form, product.key].append(product)
-    return list(by_key.values()) + _dense_chains(dense)
+    chains = [chain for sharing in by_key.values() for chain in _split_where_fed(sharing)]
+    return chains + _dense_chains(dense)
+
+
+def _split_where_fed(products: list[ExpertProduct]) -> list[list[ExpertProduct]]:
+    """Products of one key, in host order, as blocks: layers that share a routing decision share the key.
+
+    The first product that an earlier one of the same block feeds is that block's last.
+    """
+    chains: list[list[ExpertProduct]] = [[]]
+    for product in products:
+        ups = {up.node for up in chains[-1]}
+        chains[-1].append(product)
+        if ups and _depends_on(product.activations, ups):
+            chains.append([])
+    return [chain for chain in chains if chain]
+
+
+def _depends_on(node: Node, sources: set[Node]) -> bool:
+    earliest = min(sources)
+    seen: set[Node] = set()
+    pending = [node]
+    while pending:
+        used = pending.pop()
+        if used in sources:
+            return True
+        if used not in seen and used > earliest:
+            seen.add(used)
+            pending.extend(used.all_input_nodes)
+    return False
 
 
 def _dense_chains(products: list[ExpertProduct]) -> list[list[ExpertProduct]]:
@@ -297,7 +326,7 @@ def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Ref
     return [
         Refusal(
             node.name,
-            f"`{bank_arguments(node).tensor_name}` is read outside a recognised MoE block, hence gathered synchronously",
+            f"`{bank_arguments(node).tensor_name}` is read outside a recognised MoE block: gathered synchronously",
             bank_arguments(node).bank_name,
         )
         for node in graph.nodes

@@ -166,13 +166,14 @@ class Residency:
     """One stay of a bank in a slot.
 
     `after` is the position in `Plan.residencies` of the stay whose release must precede this prefetch; None where the
-    slot is fresh.
+    slot is fresh. `shards` are the graph inputs that the bank is copied from.
     """
 
     block: str
     bank: int
     slot: int
     after: int | None
+    shards: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,21 +50,38 @@ def _lower_eager(segment: GraphModule) -> torch.nn.Module:
 
 def _lower_inductor(segment: GraphModule) -> torch.nn.Module:
     from torch._guards import TracingContext, tracing
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
 
-    inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(segment.graph)]
-    fake_mode = _fake_mode_of(segment, inputs)
     # Inductor edits the graph that it compiles; the partitioned one stays readable.
     private = copy_graph_module(segment)
-    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+    for node in graph_inputs(private.graph):
+        node.meta["val"] = _own_symbol(fake_value(node))
+    inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(private.graph)]
+    fake_mode = _fake_mode_of(segment, inputs)
+    # Inductor's layout optimisation gives wrong results for depthwise 1-d convolutions on CPUs (seen with torch 2.13.0
+    # on jamba, whole graph and segment alike), and has nothing to gain in a language model.
+    correct = inductor_config.patch(layout_optimization=False)
+    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), correct:
         joint_graph_passes(private)
         run = compile_fx_inner(
             private, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()
         )
     return CompiledSegment(run, boxed=True)
+
+
+def _own_symbol(value: Any) -> Any:
+    """A size under the symbol that shapes use for it.
+
+    Two inputs' sizes that turned out equal share one symbol in shapes, but each keeps its own as an input, and that is
+    the name under which Inductor would bind it.
+    """
+    if not isinstance(value, torch.SymInt) or value.node._expr == value.node.expr:
+        return value
+    return value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
 
 
 def _fake_mode_of(segment: GraphModule, inputs: Sequence[Any]) -> Any:

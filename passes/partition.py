@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.errors import one_of
 from moepass.passes.detect import find_blocks
-from moepass.passes.graph import fake_value, is_call, map_nodes, module_path, positions
+from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs, is_call, map_nodes, module_path, positions
 from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, Plan, Step, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
 
@@ -39,8 +39,9 @@ def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResu
             f"{one_of(left)} would run as a synchronous gather, which no executor knows: do not disable pass schedule, "
             "or disable rewrite and plan too"
         )
-    builder = _TopLevel(module)
-    for run in _runs(module.graph):
+    sized = _with_symbol_nodes(module)
+    builder = _TopLevel(sized)
+    for run in _runs(sized.graph):
         builder.add(run)
     top, steps = builder.finish()
     plan = dataclasses.replace(plan, steps=tuple(steps), distinct_segments=len(builder.modules))
@@ -208,8 +209,31 @@ def _reads_tensor(node: Node) -> bool:
     return any(isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes)
 
 
+def _with_symbol_nodes(module: GraphModule) -> GraphModule:
+    """A copy in which every symbol of an input's shape has a node of its own.
+
+    AOT passes some symbols as inputs; the others stand only in the shape of a tensor, and a segment that does not read
+    that tensor would have no way to learn them.
+    """
+    copied = copy_graph_module(module)
+    inputs = graph_inputs(copied.graph)
+    carried = set(_symbol_sources(copied.graph))
+    for node in inputs:
+        value = fake_value(node)
+        if not isinstance(value, torch.Tensor):
+            continue
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and str(size.node.expr) not in carried:
+                carried.add(str(size.node.expr))
+                with copied.graph.inserting_after(inputs[-1]):
+                    symbol = copied.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                symbol.meta["val"] = size
+    copied.recompile()
+    return copied
+
+
 def _symbol_sources(graph: Graph) -> dict[str, Node]:
-    """The input that carries each symbol of the graph's shapes."""
+    """The node that carries each symbol of the graph's shapes."""
     sources: dict[str, Node] = {}
     for node in graph.nodes:
         value = fake_value(node)

@@ -100,7 +100,8 @@ def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> l
                     f"use slots={live + 1} or more"
                 )
             freed_by[slot] = position
-        residencies.append(Residency(stay.block, stay.bank, slot, after))
+        shards = tuple(shard.name for shard in stay.gather.args[0])  # type: ignore[union-attr]
+        residencies.append(Residency(stay.block, stay.bank, slot, after, shards))
     return residencies
 
 

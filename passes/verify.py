@@ -164,6 +164,11 @@ def _follows_plan(facts: ScheduleFacts) -> Iterator[str]:
     found = sorted((node.kwargs["bank"], node.kwargs["slot"]) for node in facts.acquires)
     if planned != found:
         yield f"the plan has (bank, slot) {planned}, the graph {found}"
+    sources = {stay.bank: stay.shards for stay in facts.plan.residencies}
+    for filled in facts.prefetches:
+        bank, shards = filled.kwargs["bank"], tuple(node.name for node in filled.args[0])  # type: ignore[union-attr]
+        if shards != sources.get(bank, shards):  # type: ignore[arg-type]
+            yield f"{filled.name} copies {shards}, the plan takes bank {bank} from {sources[bank]}"  # type: ignore[index]
     acquired = {tensors: str(tensors.meta.get("moepass_block")) for tensors in facts.acquires}
     expected = {stay.block: stay.bank for stay in facts.plan.residencies}
     for tensors, block in acquired.items():

@@ -78,8 +78,8 @@ class BankStore:
     def __reduce__(self) -> NoReturn:
         # Reached by copy.deepcopy, copy.copy and pickle.
         raise InputError(
-            "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; copy "
-            "or save the model before offload_experts"
+            "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; "
+            "copy or save the model before offload_experts"
         )
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import broken_copy, edit_config, edit_weights, save_tiny_checkpoint
+from tiny_checkpoint import broken_copy, edit_config, edit_weights, original_model, save_tiny_checkpoint
 
 from moepass import CheckpointError
 from moepass.models.checkpoints import (
@@ -21,7 +21,7 @@ from moepass.models.checkpoints import (
     meta_model,
     resolve_model,
 )
-from moepass.models.tiny import tiny_inputs, tiny_model
+from moepass.models.tiny import tiny_inputs
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_loads_the_saved_weights(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = load_model(checkpoint)
-    original = tiny_model("qwen3_moe", max_position_embeddings=64)
+    original = original_model()
     inputs = tiny_inputs(original)
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, original(**inputs).logits)
@@ -54,7 +54,7 @@ def test_dtype_and_experts_implementation_are_taken(checkpoint: Path) -> None:
 
 
 def test_merges_single_experts(mixtral: Path) -> None:
-    original = tiny_model("mixtral", max_position_embeddings=64)
+    original = original_model("mixtral")
     inputs = tiny_inputs(original)
     with torch.no_grad():
         assert torch.equal(load_model(mixtral)(**inputs).logits, original(**inputs).logits)

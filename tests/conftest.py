@@ -1,0 +1,29 @@
+"""Every test starts with an empty Dynamo, one thread per worker and no network."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Copies of code that Dynamo compiled must not decide what the next test sees.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield

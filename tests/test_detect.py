@@ -1,0 +1,175 @@
+"""Detection: every form of block with its numbers, and a reason for everything that was not taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backend_helper import (
+    BLOCKS,
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    WIDTH,
+    BatchedBlock,
+    Stack,
+    capture,
+    fingerprint,
+    streamed,
+    tokens,
+    up_to,
+)
+from torch import nn
+from torch.nn import functional as F
+
+import moepass
+from moepass.passes.detect import find_blocks
+
+FORMS = [
+    ("grouped_mm", torch.bfloat16),
+    ("grouped_mm", torch.float32),
+    ("batched_mm", torch.float32),
+    ("batched_mm", torch.bfloat16),
+    ("dense_bmm", torch.float32),
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "split": {"split": True},
+    "not gated": {"gated": False},
+    "biases": {"bias": True},
+    "transposed": {"transposed": True},
+    "transposed with biases": {"transposed": True, "bias": True},
+}
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_records_of_every_form(form: str, dtype: torch.dtype, kind: str, offloaded: bool) -> None:
+    model = Stack(form, depth=2, dtype=dtype, **KINDS[kind])
+    captured = (streamed if offloaded else capture)(model, tokens(dtype=dtype))
+    plan = up_to("detect", captured.module).plan
+    assert plan.refusals == ()
+    assert len(plan.blocks) == 2
+    gated = KINDS[kind].get("gated", True)
+    for layer, block in enumerate(plan.blocks):
+        assert (block.form, block.experts, block.hidden, block.intermediate) == (form, EXPERTS, HIDDEN, WIDTH)
+        assert block.gated is gated
+        assert block.top_k == (None if form == "dense_bmm" else TOP_K)
+        assert block.dtype == str(dtype).removeprefix("torch.")
+        assert block.weight_bytes == EXPERTS * HIDDEN * WIDTH * (3 if gated else 2) * dtype.itemsize
+        assert block.bank == (layer if offloaded else None)
+        assert len(block.products) == (3 if KINDS[kind].get("split") else 2)
+        assert block.name.endswith(f"blocks.{layer}")
+
+
+def test_banks_list_their_tensors_and_their_size() -> None:
+    model = Stack("batched_mm", depth=2, bias=True)
+    report = moepass.offload_experts(model)
+    plan = up_to("detect", capture(model, tokens()).module).plan
+    assert plan.banks == tuple(bank.spec for bank in report.store.banks)
+    assert [spec.name for spec in plan.banks[0].tensors] == ["up", "down", "up_bias", "down_bias"]
+    assert sum(spec.nbytes for spec in plan.banks) == report.home_bytes
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_a_layer_that_is_applied_twice_is_two_blocks_with_one_bank(form: str) -> None:
+    model = Stack(form, depth=2)
+    model.blocks[1] = model.blocks[0]
+    plan = up_to("detect", streamed(model, tokens()).module).plan
+    assert [block.bank for block in plan.blocks] == [0, 0]
+    assert len(plan.banks) == 1
+    assert plan.refusals == ()
+
+
+def test_detection_changes_nothing() -> None:
+    captured = streamed(Stack("batched_mm"), tokens())
+    before = fingerprint(captured.module)
+    result = up_to("detect", captured.module)
+    assert result.module is captured.module
+    assert fingerprint(captured.module) == before
+    assert len(result.matches) == 3
+
+
+def _reasons(model: nn.Module, *inputs: torch.Tensor, offloaded: bool = False) -> list[str]:
+    captured = (streamed if offloaded else capture)(model, *inputs)
+    found = find_blocks(captured.module.graph)
+    assert {refusal.node for refusal in found.refusals} <= {node.name for node in captured.module.graph.nodes}
+    return [refusal.reason for refusal in found.refusals]
+
+
+class Dequantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(EXPERTS, 1, 1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([1, 2, 3, 6], dtype=torch.int32)
+        up = torch.ops.transformers.grouped_mm_fallback(x, self.up * self.scale, ends)
+        down: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(up.relu(), self.down * self.scale, ends)
+        return down
+
+
+def test_weights_that_the_graph_computes_are_refused() -> None:
+    reasons = _reasons(Dequantised(), tokens())
+    assert len(reasons) == 2
+    assert all("computed in the graph (by `aten.mul.Tensor`)" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_single_product_is_refused(offloaded: bool) -> None:
+    class OnlyUp(BatchedBlock):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x[:, None], self.matrix(self.up[ids[:, 0]]))[:, 0]
+
+    reasons = _reasons(OnlyUp(), tokens(), torch.zeros(6, 2, dtype=torch.int64), offloaded=offloaded)
+    assert "a product by expert without a partner" in reasons[0]
+    if offloaded:
+        assert any("`up` is read outside a recognised MoE block" in reason for reason in reasons)
+
+
+def test_widths_that_fit_no_mlp_are_refused() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 3 * WIDTH), requires_grad=False)
+            self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            up = torch.bmm(x.repeat(EXPERTS, 1).view(EXPERTS, -1, HIDDEN), self.up)
+            return torch.bmm(up[..., :WIDTH] + up[..., WIDTH : 2 * WIDTH], self.down)
+
+    (reason,) = _reasons(Odd(), tokens())
+    assert f"widths do not fit an MLP: up [({HIDDEN}, {3 * WIDTH})], down ({WIDTH}, {HIDDEN})" in reason
+
+
+def test_weights_of_which_only_some_lie_in_a_bank_are_refused() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.banked = BatchedBlock(gated=False)
+            self.down = nn.ParameterList([torch.randn(EXPERTS, WIDTH, HIDDEN)]).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            flat = ids[:, 0]
+            up = torch.bmm(x[:, None], self.banked.up[flat].transpose(1, 2)).relu()
+            return torch.bmm(up, self.down[0][flat])[:, 0]
+
+    reasons = _reasons(Mixed(), tokens(), torch.zeros(6, 2, dtype=torch.int64), offloaded=True)
+    assert any("only some of them in a bank" in reason for reason in reasons)
+
+
+def test_attention_over_graph_inputs_is_no_block() -> None:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)), -1), v)
+
+    captured = capture(attention, *torch.randn(3, 4, 6, 8))
+    assert find_blocks(captured.module.graph).matches == ()
+
+
+def test_a_graph_without_blocks_has_nothing_to_report() -> None:
+    found = find_blocks(capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.randn(2, 4)).module.graph)
+    assert (found.matches, found.refusals) == ((), ())
