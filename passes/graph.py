@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 aten = torch.ops.aten
 
@@ -23,7 +24,9 @@ def copy_graph_module(module: GraphModule) -> GraphModule:
     original_output = module.graph.output_node()
     copied = graph.output(output)
     copied.meta = dict(original_output.meta)
-    fresh = GraphModule(module, graph)
+    # Lazy: most copies are never run, and generating their code takes longer than copying them.
+    with _use_lazy_graph_module(True):
+        fresh = _make_graph_module(module, graph)
     fresh.meta = dict(module.meta)
     return fresh
 

@@ -146,7 +146,7 @@ class _TopLevel:
         if name is None:
             name = f"segment_{len(self.modules)}"
             self.module_of_text[segment.text] = name
-            self.modules[name] = segment.module
+            self.modules[name] = segment.module()
         call = self.graph.call_module(name, tuple(self.values[node] for node in segment.inputs))
         call.meta["val"] = tuple(fake_value(node) for node in segment.outputs)
         call.meta["moepass_layers"] = segment.layers
@@ -171,7 +171,9 @@ class _Segment:
         read = [node for node in _read_from_outside([*sizes, *nodes], inside | set(sizes)) if node.op != "get_attr"]
         # Inductor reads a shape's symbols from inputs, so each symbol in sight comes in as an input of its own.
         needed = sorted(_free_symbols([*nodes, *read]))
-        read += [symbols[name] for name in needed if name in symbols and symbols[name] not in read]
+        # A symbol that is born inside the segment, as the number of nonzero elements is, cannot come in.
+        known = [symbols[name] for name in needed if name in symbols and place[symbols[name]] < place[nodes[0]]]
+        read += [symbol for symbol in known if symbol not in read]
         self.inputs = sorted(read, key=place.__getitem__)
 
         graph = Graph()
@@ -179,13 +181,17 @@ class _Segment:
         for index, node in enumerate(self.inputs):
             values[node] = graph.placeholder(f"input_{index}")
             values[node].meta = dict(node.meta)
+            values[node].meta.pop("unbacked_bindings", None)  # an input brings its sizes; it does not define them
         for node in [*constants, *sizes, *nodes]:
             values[node] = graph.node_copy(node, lambda used: values[used])
         output = graph.output(tuple(values[node] for node in self.outputs))
         output.meta["val"] = tuple(fake_value(node) for node in self.outputs)
-        attributes = {str(node.target): operator.attrgetter(str(node.target))(source) for node in constants}
-        self.module = GraphModule(attributes, graph)
-        self.text = _text(self.module)
+        self.graph = graph
+        self.constants = {str(node.target): operator.attrgetter(str(node.target))(source) for node in constants}
+        self.text = _text(graph, self.constants)
+
+    def module(self) -> GraphModule:
+        return GraphModule(self.constants, self.graph)
 
 
 def _read_from_outside(nodes: tuple[Node, ...] | list[Node], inside: set[Node]) -> list[Node]:
@@ -264,14 +270,14 @@ def _layers(nodes: tuple[Node, ...]) -> str:
     return paths[0] if paths[0] == paths[-1] else f"{paths[0]} to {paths[-1]}"
 
 
-def _text(module: GraphModule) -> str:
+def _text(graph: Graph, constants: dict[str, object]) -> str:
     """A canonical description of a segment: what it computes, on which kinds of inputs, with which constants."""
     names: dict[Node, str] = {}
     lines: list[str] = []
-    for index, node in enumerate(module.graph.nodes):
+    for index, node in enumerate(graph.nodes):
         names[node] = f"%{index}"
         if node.op == "get_attr":
-            lines.append(f"constant {_constant_digest(operator.attrgetter(str(node.target))(module))}")
+            lines.append(f"constant {_constant_digest(constants[str(node.target)])}")
         elif node.op == "placeholder":
             lines.append(f"input {_describe(fake_value(node))}")
         else:

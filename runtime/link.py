@@ -30,7 +30,7 @@ def parse_link(text: str) -> Link:
     """`real`, or `emulate:BYTES_PER_S` as in `emulate:5e9`. Raises OptionError for everything else."""
     if text == "real":
         return Link()
-    kind, _, rate = text.partition(":")
+    kind, _, rate = str(text).partition(":")
     try:
         bytes_per_s = float(rate)
     except ValueError:

@@ -133,8 +133,8 @@ def offload_experts(
     """
     if home not in HOMES:
         raise OptionError(f"home is {home!r}; it must be one of {one_of(HOMES)}")
-    if slots < 1:
-        raise OptionError(f"slots is {slots}; a ring needs at least 1, and 2 to overlap transfers with computation")
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
+        raise OptionError(f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation")
     found = find_expert_modules(model)
     if not found:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())

@@ -40,7 +40,8 @@ class Ring:
         self.debug = debug
         self.lock = threading.RLock()
         self.statistics = RingStatistics()
-        self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        with torch.inference_mode(False):  # inference tensors could not be written outside that mode
+            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
         self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
 
     @property

@@ -77,9 +77,9 @@ def test_distinct_segments_do_not_grow_with_depth(offloaded: bool, dynamic: bool
 
 def test_layers_that_differ_do_not_share_a_segment() -> None:
     class Scaled(nn.Module):
-        def __init__(self, factors: tuple[float, float]) -> None:
+        def __init__(self, factors: tuple[float, ...]) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(DenseBlock(seed=layer) for layer in range(2))
+            self.blocks = nn.ModuleList(DenseBlock(seed=layer) for layer in range(4))
             self.factors = factors
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,13 +88,13 @@ def test_layers_that_differ_do_not_share_a_segment() -> None:
             return x
 
     distinct = {}
-    for factors in ((2.0, 2.0), (2.0, 3.0)):
+    for factors in ((2.0,) * 4, (2.0, 2.0, 3.0, 2.0)):
         model = Scaled(factors)
         captured = streamed(model, tokens())
         result = up_to("partition", captured.module)
         distinct[factors] = result.plan.distinct_segments
         assert _equal(_run(result.module, result.plan, model, captured), captured.run())
-    assert distinct[2.0, 3.0] > distinct[2.0, 2.0]
+    assert distinct[2.0, 2.0, 3.0, 2.0] > distinct[(2.0,) * 4]
 
 
 def test_the_order_of_slot_operations_stays_and_the_plan_tells_it() -> None:
@@ -201,16 +201,35 @@ def test_new_sizes_run_through_a_dynamic_partition() -> None:
             assert torch.equal(top(*fresh)[0], model(x))
 
 
-def test_a_size_that_comes_out_of_a_tensor() -> None:
-    def unknown(x: torch.Tensor) -> torch.Tensor:
-        kept = x[x[:, 0] > 0]
-        return kept.relu() * kept.shape[0]
+class Selecting(nn.Module):
+    """Blocks on a number of tokens that only the data know."""
 
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        captured = capture(unknown, tokens())
-    top = up_to("partition", captured.module).module
-    with torch.no_grad():
-        assert torch.equal(captured.run(top)[0], unknown(tokens()))
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = BatchedBlock(seed=0), BatchedBlock(seed=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x[x[:, 0] > 0]
+        ids = kept[:, :EXPERTS].topk(2, dim=-1).indices
+        y = self.a(kept, ids).relu() * kept.shape[0]
+        return self.b(y, ids)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_a_size_that_comes_out_of_a_tensor(lower: str, offloaded: bool) -> None:
+    model = Selecting()
+    inputs = [tokens(20, seed=seed) for seed in (1, 2)]
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        expected = [model(x) for x in inputs]
+        if offloaded:
+            moepass.offload_experts(model)
+        with moepass.record_compilations() as compilations:
+            compiled = torch.compile(model, backend="asyncep", fullgraph=True, options={"lower": lower, "debug": True})
+            for x, want in zip(inputs, expected, strict=True):
+                torch.testing.assert_close(compiled(x), want, rtol=1e-5, atol=1e-4)
+    assert len(compilations) == 1
+    assert len(compilations[0].plan.blocks) == 2
 
 
 @pytest.mark.parametrize("disabled", [{"schedule", "verify"}, {"plan", "schedule", "verify"}])

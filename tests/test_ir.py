@@ -1,0 +1,158 @@
+"""The plan as data: to JSON and back, one digest everywhere; and the operators of the graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+from backend_helper import Stack, streamed, tokens, up_to
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.models.errors import MoepassError
+from moepass.passes.ir import (
+    BANK_TENSOR,
+    PLAN_SCHEMA,
+    BankSpec,
+    MoEBlock,
+    Plan,
+    Refusal,
+    Residency,
+    Step,
+    TensorSpec,
+    acquire,
+    gather,
+    prefetch,
+    release,
+)
+
+NAMES = st.text(max_size=12)
+COUNTS = st.integers(0, 2**53)
+MAYBE = st.none() | st.integers(0, 1000)
+TENSORS = st.builds(
+    TensorSpec,
+    NAMES,
+    st.lists(st.integers(0, 9999), max_size=4).map(tuple),
+    st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn"]),
+    COUNTS,
+)
+PLANS = st.builds(
+    Plan,
+    strategy=NAMES,
+    reason=NAMES,
+    blocks=st.lists(
+        st.builds(
+            MoEBlock, NAMES, NAMES, COUNTS, MAYBE, COUNTS, COUNTS, st.booleans(), NAMES, COUNTS,
+            st.lists(NAMES, max_size=3).map(tuple), MAYBE,
+        ),
+        max_size=3,
+    ).map(tuple),
+    refusals=st.lists(st.builds(Refusal, NAMES, NAMES, NAMES), max_size=3).map(tuple),
+    banks=st.lists(st.builds(BankSpec, COUNTS, NAMES, NAMES, COUNTS, st.lists(TENSORS, max_size=3).map(tuple)), max_size=3).map(tuple),
+    slots=COUNTS,
+    slot_bytes=COUNTS,
+    residencies=st.lists(
+        st.builds(Residency, NAMES, COUNTS, COUNTS, MAYBE, st.lists(NAMES, max_size=2).map(tuple)), max_size=3
+    ).map(tuple),
+    steps=st.lists(st.builds(Step, NAMES, NAMES, MAYBE, MAYBE), max_size=3).map(tuple),
+    distinct_segments=COUNTS,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(PLANS)
+def test_a_plan_survives_json(plan: Plan) -> None:
+    text = plan.to_json()
+    again = Plan.from_json(text)
+    assert again == plan
+    assert again.to_json() == text
+    assert again.digest() == plan.digest()
+    assert hash(again) == hash(plan)
+    assert json.loads(text)["schema"] == PLAN_SCHEMA
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(PLANS, PLANS)
+def test_plans_have_the_same_digest_exactly_if_they_are_equal(one: Plan, other: Plan) -> None:
+    assert (one.digest() == other.digest()) == (one == other)
+
+
+def test_any_changed_field_changes_the_digest() -> None:
+    plan = _real_plan()
+    values = {"str": "changed", "int": 12345, "tuple": ()}
+    for field in dataclasses.fields(Plan):
+        old = getattr(plan, field.name)
+        new = values[type(old).__name__]
+        if old != new:
+            assert dataclasses.replace(plan, **{field.name: new}).digest() != plan.digest(), field.name
+
+
+def _real_plan() -> Plan:
+    return up_to("partition", streamed(Stack("batched_mm", depth=3), tokens()).module).plan
+
+
+def test_a_real_plan_survives_json_and_is_complete() -> None:
+    plan = _real_plan()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert len(plan.blocks) == len(plan.banks) == len(plan.residencies) == 3
+    assert plan.bank(1) is plan.banks[1]
+    with pytest.raises(KeyError, match=r"bank 7 is not in this plan, which has \[0, 1, 2\]"):
+        plan.bank(7)
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    plan = _real_plan()
+    program = "import sys; from moepass.passes.ir import Plan; print(Plan.from_json(sys.stdin.read()).digest())"
+    digests = {plan.digest()}
+    for seed in ("0", "1", "12345"):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            input=plan.to_json(),
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        digests.add(done.stdout.strip())
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"slots": "two"}', '{"blocks": [{"name": "x"}]}', '{"schema": "moepass.plan/0"}', '{"schema": 3}'],
+)
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        Plan.from_json(text)
+
+
+def test_plans_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Plan().slots = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("operation", [gather, prefetch, acquire, release])
+def test_graph_operations_say_that_only_an_executor_runs_them(operation: object) -> None:
+    keywords = {"bank": 0} if operation is gather else {"bank": 0, "slot": 0}
+    if operation is prefetch:
+        keywords["after"] = None  # type: ignore[assignment]
+    with pytest.raises(MoepassError, match="stands in a graph that only the executor can run"):
+        operation([torch.zeros(1)], **keywords)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bank_tensor_reads_one_tensor_of_a_shard(dtype: torch.dtype) -> None:
+    wanted = torch.randn(3, 4, 5).to(dtype)
+    raw = wanted.view(-1).view(torch.uint8)
+    shard = torch.cat([torch.zeros(256, dtype=torch.uint8), raw, torch.zeros(7, dtype=torch.uint8)])
+    arguments = (shard, 0, 0, "layer", 0, "up", 256, [3, 4, 5], dtype, torch.device("cpu"))
+    got = BANK_TENSOR(*arguments)
+    assert torch.equal(got, wanted)
+    assert got.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
+    torch.library.opcheck(BANK_TENSOR, arguments, test_utils=("test_schema", "test_faketensor"))

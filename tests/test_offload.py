@@ -1,0 +1,264 @@
+"""Offloading: what moves, what stays, the plain eager model, and what one can still do to it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from backend_helper import BLOCKS, EXPERTS, HIDDEN, BatchedBlock, Stack, tokens
+from torch import nn
+
+import moepass
+from moepass.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
+from moepass.runtime.banks import BankStore, find_store
+from moepass.runtime.offload import BankedParameter, expert_parameters, find_expert_modules
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_a_report_says_what_was_moved(form: str) -> None:
+    model = Stack(form, depth=3, bias=True)
+    weights = {name: value.clone() for name, value in model.named_parameters()}
+    report = moepass.offload_experts(model, slots=4)
+    assert report.home == "host"
+    assert report.layers == ("blocks.0", "blocks.1", "blocks.2")
+    assert report.home_bytes == report.store.home_bytes == sum(bank.spec.nbytes for bank in report.store.banks)
+    assert report.ring_bytes == 4 * report.store.banks[0].spec.nbytes
+    assert find_store(report.store.number) is report.store
+    for name, value in weights.items():
+        part = model.get_submodule(name.rpartition(".")[0])
+        assert torch.equal(getattr(part, name.rpartition(".")[2]), value), name
+
+
+def test_the_experts_leave_the_model() -> None:
+    model = Stack("dense_bmm", depth=2)
+    dense = sum(value.numel() for name, value in model.named_parameters() if "blocks" not in name)
+    moepass.offload_experts(model)
+    assert sum(value.numel() for value in model.parameters()) == dense
+    state = model.state_dict()
+    assert sum(value.numel() for value in state.values()) == dense
+    assert not any(name.endswith("shard") for name in state)
+    assert {name for name, value in model.named_parameters() if value.numel() == 0} == {
+        f"blocks.{layer}.parametrizations.{name}.original" for layer in range(2) for name in ("up", "down")
+    }
+    assert not any(value.requires_grad for name, value in model.named_parameters() if "blocks" in name)
+
+
+def test_a_state_dict_of_an_offloaded_model_loads_its_dense_part() -> None:
+    source, target = Stack("dense_bmm", depth=2), Stack("dense_bmm", depth=2)
+    expected = source(tokens())
+    moepass.offload_experts(source)
+    moepass.offload_experts(target)
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(target(tokens()), expected)
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_eager_forward_is_bit_identical(form: str, mode: Callable[[], Any]) -> None:
+    model = Stack(form, depth=3, bias=True)
+    expected = model(tokens())
+    with mode():
+        moepass.offload_experts(model)
+        for _ in range(2):
+            assert torch.equal(model(tokens()), expected)
+
+
+class _Counter:
+    """Copies of banks from their home: those that are more than a lookup."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copies: list[int] = []
+        real = BankStore.gather_now
+
+        def counting(store: BankStore, bank: int) -> tuple[torch.Tensor, ...]:
+            held = store._eager
+            tensors = real(store, bank)
+            if held is None or held[1] is not tensors:
+                self.copies.append(bank)
+            return tensors
+
+        monkeypatch.setattr(BankStore, "gather_now", counting)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", sorted(TINY_FAMILIES))
+def test_families_run_offloaded_in_eager_mode_with_one_copy_per_layer(
+    family: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family, experts_implementation=implementation)
+    inputs = tiny_inputs(model)
+    expected = model(**inputs).logits
+    report = moepass.offload_experts(model)
+    counter = _Counter(monkeypatch)
+    assert torch.equal(model(**inputs).logits, expected)
+    assert counter.copies == list(range(len(report.layers)))
+
+
+def test_eager_mode_holds_one_bank_at_most() -> None:
+    model = Stack("dense_bmm", depth=3)
+    report = moepass.offload_experts(model)
+    first = report.store.gather_now(0)
+    alive = [weakref.ref(tensor) for tensor in first]
+    del first
+    report.store.gather_now(1)
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_data_dependent_expert_loop_compiles_in_pieces_and_stays_right(family: str) -> None:
+    model = tiny_model(family, experts_implementation="eager")
+    inputs = tiny_inputs(model)
+    expected = model(**inputs).logits
+    report = moepass.offload_experts(model)
+    with moepass.record_compilations() as compilations:
+        compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+        for _ in range(2):
+            assert torch.equal(compiled(**inputs).logits, expected)
+    assert len(compilations) > 1
+    refused = {refusal.where for item in compilations for refusal in item.plan.refusals}
+    assert refused
+    assert refused <= set(report.layers)
+    assert not any(item.plan.blocks for item in compilations)
+
+
+def test_copying_or_pickling_is_refused_with_the_way_out() -> None:
+    model = Stack("dense_bmm", depth=1)
+    twin = copy.deepcopy(model)
+    moepass.offload_experts(model)
+    with pytest.raises(moepass.InputError, match=r"cannot be copied or pickled.*before offload_experts"):
+        copy.deepcopy(model)
+    with pytest.raises(moepass.InputError, match=r"cannot be copied or pickled"):
+        pickle.dumps(model.blocks[0].parametrizations["up"][0])
+    moepass.offload_experts(twin)
+    assert torch.equal(twin(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize(
+    "move",
+    [lambda model: model.to(torch.bfloat16), lambda model: model.half(), lambda model: model.double(), lambda model: model.to("meta")],
+)
+def test_a_model_cannot_change_type_or_place_under_its_banks(move: Callable[[nn.Module], object]) -> None:
+    model = Stack("dense_bmm", depth=1)
+    moepass.offload_experts(model)
+    with pytest.raises(moepass.InputError, match=r"offloaded experts stay torch\.float32 for cpu, .* before offload_experts"):
+        move(model)
+
+
+def test_moves_that_change_nothing_are_fine() -> None:
+    model = Stack("dense_bmm", depth=2)
+    expected = model(tokens())
+    moepass.offload_experts(model)
+    shard = next(module for module in model.modules() if isinstance(module, BankedParameter)).shard
+    moved = model.to("cpu").float().to(torch.float32).cpu().eval().requires_grad_(False)
+    assert torch.equal(moved(tokens()), expected)
+    assert next(module for module in moved.modules() if isinstance(module, BankedParameter)).shard is shard
+
+
+def test_experts_in_another_type_than_the_dense_part_keep_it() -> None:
+    model = Stack("batched_mm", depth=1)
+    model.blocks.to(torch.float64)
+    moepass.offload_experts(model)
+    assert model.blocks[0].up.dtype == torch.float64
+    assert model.linears[0].weight.dtype == torch.float32
+
+
+def test_weights_that_rest_in_a_bank_cannot_be_assigned() -> None:
+    model = Stack("dense_bmm", depth=1)
+    moepass.offload_experts(model)
+    with pytest.raises(moepass.InputError, match=r"`up` was offloaded and rests in a bank"):
+        model.blocks[0].up = torch.zeros(1)
+
+
+def test_offloading_twice_is_an_error() -> None:
+    model = Stack("dense_bmm", depth=1)
+    moepass.offload_experts(model)
+    with pytest.raises(moepass.InputError, match="Stack has no expert weights to offload: they were offloaded before"):
+        moepass.offload_experts(model)
+
+
+def test_a_model_without_experts_is_an_error() -> None:
+    with pytest.raises(moepass.InputError, match=r"Linear has no expert weights to offload: no module holds matrices"):
+        moepass.offload_experts(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"home": "disc"}, moepass.OptionError, r"home is 'disc'; it must be one of host"),
+        ({"slots": 0}, moepass.OptionError, r"slots is 0; a ring needs at least 1"),
+        ({"slots": -3}, moepass.OptionError, r"slots is -3"),
+        ({"slots": 1.5}, moepass.OptionError, r"slots is 1\.5"),
+        ({"slots": "2"}, moepass.OptionError, r"slots is '2'"),
+        ({"slots": True}, moepass.OptionError, r"slots is True"),
+        ({"link": "fast"}, moepass.OptionError, r"link is 'fast'; it must be `real` or `emulate:BYTES_PER_S`"),
+        ({"link": 5e9}, moepass.OptionError, r"link is 5000000000\.0; it must be"),
+        ({"device": "gpu"}, moepass.InputError, r"device is 'gpu'; it must be cpu, cuda or cuda:INDEX"),
+        ({"device": "xpu"}, moepass.InputError, r"device is 'xpu'; experts stream to cpu or cuda"),
+        ({"device": "cuda:99"}, moepass.InputError, r"device is 'cuda:99', but this machine has \w+ CUDA devices"),
+    ],
+)
+def test_wrong_arguments_name_the_value_and_leave_the_model_alone(
+    arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    model = Stack("dense_bmm", depth=2)
+    before = sorted(model.state_dict())
+    with pytest.raises(kind, match=message):
+        moepass.offload_experts(model, **arguments)
+    assert sorted(model.state_dict()) == before
+    assert not any(isinstance(module, BankedParameter) for module in model.modules())
+
+
+def test_training_mode_with_gradients_is_refused_in_eager_mode() -> None:
+    model = Stack("dense_bmm", depth=1)
+    moepass.offload_experts(model)
+    model.train()
+    with torch.enable_grad(), pytest.raises(moepass.InputError, match=r"call model\.eval\(\), and run it under torch\.no_grad"):
+        model(tokens())
+    model.eval()
+    with torch.enable_grad():
+        assert not model(tokens()).requires_grad
+
+
+def test_a_shared_layer_becomes_one_bank() -> None:
+    model = Stack("dense_bmm", depth=3)
+    model.blocks[2] = model.blocks[0]
+    expected = model(tokens())
+    report = moepass.offload_experts(model)
+    assert report.layers == ("blocks.0", "blocks.1")
+    assert torch.equal(model(tokens()), expected)
+
+
+def test_experts_are_told_by_shape() -> None:
+    assert set(expert_parameters(BatchedBlock(bias=True))) == {"up", "down", "up_bias", "down_bias"}
+    assert expert_parameters(nn.Linear(4, 4)) == {}
+    convolution = nn.Conv1d(4, 4, 3)
+    assert expert_parameters(convolution) == {}
+    one = nn.Module()
+    one.up = nn.Parameter(torch.zeros(1, HIDDEN, 8))
+    one.down = nn.Parameter(torch.zeros(1, 8, HIDDEN))
+    assert expert_parameters(one) == {}
+    odd = nn.Module()
+    odd.a = nn.Parameter(torch.zeros(EXPERTS, 3, 5))
+    odd.b = nn.Parameter(torch.zeros(EXPERTS, 7, 11))
+    assert expert_parameters(odd) == {}
+    assert list(find_expert_modules(Stack(depth=2))) == ["blocks.0", "blocks.1"]
+
+
+def test_a_store_is_found_by_number_as_long_as_its_model_lives() -> None:
+    model = Stack("dense_bmm", depth=1)
+    number = moepass.offload_experts(model).store.number
+    assert find_store(number).slots == 2
+    model(tokens())
+    del model
+    gc.collect()
+    with pytest.raises(KeyError):
+        find_store(number)

@@ -1,0 +1,228 @@
+"""The ring by itself: bytes, order, poison, the emulated link, errors."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from moepass.models.errors import InputError, OptionError
+from moepass.passes.ir import BankSpec, TensorSpec
+from moepass.runtime.banks import ALIGNMENT_BYTES, Bank, pack_bank
+from moepass.runtime.copying import SLICE_BYTES, CopyError, CopyThread, PendingCopy
+from moepass.runtime.link import Link, parse_link
+from moepass.runtime.ring import CpuRing, make_ring
+
+CPU = torch.device("cpu")
+
+
+def _bank(index: int = 0, count: int = 1000, value: float = 1.0) -> Bank:
+    tensors = {"up": torch.full((2, count), value), "down": torch.full((2, 3), -value, dtype=torch.bfloat16)}
+    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
+
+
+def _ring(slots: int = 2, link: Link = Link(), debug: bool = False, slot_bytes: int = 1 << 14) -> CpuRing:  # noqa: B008
+    ring = make_ring(slots, slot_bytes, CPU, link, debug)
+    assert isinstance(ring, CpuRing)
+    return ring
+
+
+def test_a_packed_bank_gives_its_tensors_back() -> None:
+    tensors = {
+        "a": torch.randn(3, 5, 7),
+        "b": torch.randn(3, 2, dtype=torch.float64),
+        "c": torch.randn(3, 4, 4).to(torch.bfloat16).transpose(1, 2),
+    }
+    bank = pack_bank(4, "layers.4", tensors, home="host", pin=False)
+    assert bank.shard.dtype == torch.uint8
+    assert bank.shard.numel() == bank.spec.nbytes
+    for view, spec, (name, tensor) in zip(bank.views(bank.shard), bank.spec.tensors, tensors.items(), strict=True):
+        assert (spec.name, spec.shape, spec.torch_dtype) == (name, tuple(tensor.shape), tensor.dtype)
+        assert spec.offset_bytes % ALIGNMENT_BYTES == 0
+        assert torch.equal(view, tensor)
+        assert view.is_contiguous()
+
+
+def test_prefetch_and_acquire_bring_the_bank() -> None:
+    ring, bank = _ring(), _bank()
+    filled = ring.prefetch([bank.shard], bank.spec, 1, None)
+    up, down = ring.acquire(filled, bank.spec, 1)
+    assert torch.equal(up, torch.ones(2, 1000))
+    assert torch.equal(down, -torch.ones(2, 3, dtype=torch.bfloat16))
+    assert (ring.statistics.prefetches, ring.statistics.copied_bytes) == (1, bank.spec.nbytes)
+
+
+def test_the_ring_is_all_that_is_allocated() -> None:
+    ring = _ring(slots=3, slot_bytes=12345)
+    assert ring.slots == 3
+    assert ring.device_bytes == 3 * 12345
+
+
+def test_copies_run_in_the_order_of_their_prefetches() -> None:
+    ring = _ring(slots=1, link=Link(1e6))
+    banks = [_bank(index, value=index + 1.0) for index in range(3)]
+    fillings = [ring.prefetch([bank.shard], bank.spec, 0, None) for bank in banks]
+    # Later copies into the same slot: the schedule's fault, but the last one wins.
+    (up, _) = ring.acquire(fillings[2], banks[2].spec, 0)
+    assert all(filling.finished.is_set() for filling in fillings)
+    assert float(up[0, 0]) == 3.0
+
+
+def test_poison_is_nan_in_every_float_type_of_a_bank() -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+    ring = _ring(debug=True)
+    for dtype in dtypes:
+        bank = pack_bank(0, "layer", {"up": torch.ones(2, 3, 4).to(dtype)}, home="host", pin=False)
+        (up,) = ring.acquire(ring.prefetch([bank.shard], bank.spec, 0, None), bank.spec, 0)
+        assert torch.equal(up.float(), torch.ones(2, 3, 4))
+        ring.release(0)
+        assert bool(up.float().isnan().all()), dtype
+
+
+def test_without_debug_nothing_is_poisoned() -> None:
+    ring, bank = _ring(), _bank()
+    (up, _) = ring.acquire(ring.prefetch([bank.shard], bank.spec, 0, None), bank.spec, 0)
+    ring.release(0)
+    assert float(up.sum()) == 2000
+
+
+def test_a_slot_that_is_too_small_is_an_error_that_names_the_layer() -> None:
+    ring, bank = _ring(slot_bytes=100), _bank(7)
+    filled = ring.prefetch([bank.shard], bank.spec, 0, None)
+    with pytest.raises(CopyError, match=rf"bank layers\.7 .*{bank.spec.nbytes} contiguous bytes do not fit a slot of 100"):
+        ring.acquire(filled, bank.spec, 0)
+
+
+def test_reset_abandons_copies_quickly_and_the_ring_goes_on() -> None:
+    ring = _ring(link=Link(100.0))  # a transfer would take minutes
+    bank = _bank()
+    pending = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot in (0, 1)]
+    started = time.perf_counter()
+    ring.reset()
+    assert time.perf_counter() - started < 5
+    assert all(copy.finished.is_set() for copy in pending)
+    fast = _bank(1, value=5.0)
+    ring._copies.link  # noqa: B018  the thread is still the same one
+    copy = PendingCopy(fast.shard, torch.empty_like(fast.shard), "x")
+    copy.abandoned = True
+    ring._copies.submit(copy).wait()
+
+
+@pytest.mark.parametrize("nbytes", [1, SLICE_BYTES - 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES])
+def test_copies_of_every_size_are_complete(nbytes: int) -> None:
+    thread = CopyThread(Link())
+    source = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+    slot = torch.zeros(nbytes + 5, dtype=torch.uint8)
+    thread.submit(PendingCopy(source, slot, "layer")).wait()
+    assert torch.equal(slot[:nbytes], source)
+    assert int(slot[nbytes:].sum()) == 0
+
+
+def test_the_copy_thread_ends_with_its_owner() -> None:
+    thread = CopyThread(Link())
+    worker, gone = thread._thread, weakref.ref(thread)
+    assert worker.is_alive()
+    del thread
+    gc.collect()
+    worker.join(timeout=5)
+    assert gone() is None
+    assert not worker.is_alive()
+
+
+def test_an_emulated_link_takes_bytes_over_bandwidth() -> None:
+    bank = _bank(count=50_000)
+    ring = _ring(link=Link(bank.spec.nbytes / 0.2), slot_bytes=bank.spec.nbytes)
+    started = time.perf_counter()
+    ring.acquire(ring.prefetch([bank.shard], bank.spec, 0, None), bank.spec, 0)
+    assert 0.19 < time.perf_counter() - started < 1.0
+    assert 0.15 < ring.statistics.waited_seconds < 1.0
+
+
+def test_an_emulated_transfer_overlaps_and_uses_no_core() -> None:
+    bank = _bank(count=50_000)
+    ring = _ring(link=Link(bank.spec.nbytes / 0.3), slot_bytes=bank.spec.nbytes)
+    cpu = time.process_time()
+    filled = ring.prefetch([bank.shard], bank.spec, 0, None)
+    time.sleep(0.35)
+    started = time.perf_counter()
+    ring.acquire(filled, bank.spec, 0)
+    assert time.perf_counter() - started < 0.15
+    assert time.process_time() - cpu < 0.15
+
+
+def test_emulated_transfers_add_up() -> None:
+    bank = _bank(count=10_000)
+    ring = _ring(link=Link(bank.spec.nbytes / 0.1), slot_bytes=bank.spec.nbytes)
+    started = time.perf_counter()
+    fillings = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot in (0, 1)]
+    for slot, filled in enumerate(fillings):
+        ring.acquire(filled, bank.spec, slot)
+    assert time.perf_counter() - started > 0.19
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("real", None), ("emulate:5e9", 5e9), ("emulate:1000", 1000.0)]
+)
+def test_links(text: str, rate: float | None) -> None:
+    link = parse_link(text)
+    assert link.bytes_per_s == rate
+    assert link.is_emulated == (rate is not None)
+    assert link.seconds(2000) == (2000 / rate if rate else 0.0)
+    assert ("emulated" in str(link)) == (rate is not None)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "emulate", "emulate:", "emulate:x", "emulate:0", "emulate:-1", "emulate:nan", "emulate:inf", "real:3"])
+def test_wrong_links_name_themselves(text: str) -> None:
+    with pytest.raises(OptionError, match=r"it must be `real` or `emulate:BYTES_PER_S`") as caught:
+        parse_link(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_a_device_without_a_ring_is_an_error() -> None:
+    with pytest.raises(InputError, match="device is meta; experts stream to cpu or cuda"):
+        make_ring(2, 100, torch.device("meta"), Link())
+
+
+def test_slots_made_in_inference_mode_serve_everybody() -> None:
+    with torch.inference_mode():
+        ring = _ring(debug=True)
+    bank = _bank()
+    ring.acquire(ring.prefetch([bank.shard], bank.spec, 0, None), bank.spec, 0)
+    ring.release(0)  # fills the slot in place, which an inference tensor would not take here
+    assert not any(slot.is_inference() for slot in ring._slots)
+
+
+def test_views_of_two_banks_in_one_slot_stay_apart() -> None:
+    ring = _ring(slots=1)
+    first = _bank(0, value=1.0)
+    spec = TensorSpec("up", (4, 10), "float64", 0)
+    second = Bank(BankSpec(1, "layers.1", "host", 320, (spec,)), torch.full((40,), 2.0, dtype=torch.float64).view(torch.uint8))
+    for _ in range(2):
+        (up, _) = ring.acquire(ring.prefetch([first.shard], first.spec, 0, None), first.spec, 0)
+        assert float(up.sum()) == 2000
+        (other,) = ring.acquire(ring.prefetch([second.shard], second.spec, 0, None), second.spec, 0)
+        assert other.shape == (4, 10)
+        assert float(other.sum()) == 80
+
+
+def test_many_threads_wait_for_their_own_copies() -> None:
+    thread = CopyThread(Link())
+    results: dict[int, bool] = {}
+
+    def work(value: int) -> None:
+        source = torch.full((100_000,), value, dtype=torch.uint8)
+        for _ in range(20):
+            slot = torch.empty_like(source)
+            thread.submit(PendingCopy(source, slot, str(value))).wait()
+            results[value] = results.get(value, True) and torch.equal(slot, source)
+
+    workers = [threading.Thread(target=work, args=(value,)) for value in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert results == dict.fromkeys(range(4), True)
