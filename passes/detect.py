@@ -304,6 +304,13 @@ def _top_k(up: ExpertProduct) -> int | None:
     rows = fake_value(up.activations).shape[0]
     node = up.activations
     while True:
+        if is_call(node, aten.expand.default):
+            # repeat_interleave, taken apart: every token's row, k times.
+            before, after = fake_value(node.args[0]).shape, fake_value(node).shape  # type: ignore[arg-type]
+            ones = [new for old, new in zip(before, after, strict=False) if isinstance(old, int) and old == 1]
+            copies = [new for new in ones if isinstance(new, int) and 1 < new <= up.experts]
+            if len(before) == len(after) and len(copies) == 1:
+                return copies[0]
         if is_view(node) or is_call(node, aten._to_copy.default, aten.masked_fill.Scalar, aten.clone.default):
             node = node.all_input_nodes[0]
             continue

@@ -139,7 +139,9 @@ BLOCKS: dict[str, type[Experts]] = {"grouped_mm": GroupedBlock, "batched_mm": Ba
 class Stack(nn.Module):
     """`depth` layers, each a linear layer, a router and a block with a residual connection."""
 
-    def __init__(self, form: str = "batched_mm", depth: int = 3, dtype: torch.dtype = torch.float32, **kind: Any) -> None:
+    def __init__(
+        self, form: str = "batched_mm", depth: int = 3, dtype: torch.dtype = torch.float32, **kind: Any
+    ) -> None:
         super().__init__()
         self.linears = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, dtype=dtype) for _ in range(depth))
         self.blocks = nn.ModuleList(BLOCKS[form](dtype=dtype, seed=layer, **kind) for layer in range(depth))

@@ -171,5 +171,39 @@ def test_attention_over_graph_inputs_is_no_block() -> None:
 
 
 def test_a_graph_without_blocks_has_nothing_to_report() -> None:
-    found = find_blocks(capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.randn(2, 4)).module.graph)
+    found = find_blocks(
+        capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.randn(2, 4)).module.graph
+    )
     assert (found.matches, found.refusals) == ((), ())
+
+
+def test_top_k_is_found_where_rows_are_repeated() -> None:
+    """As transformers' batched_mm does it: an expand, not an index."""
+
+    class Repeats(BatchedBlock):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            flat = ids.reshape(-1)
+            rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]
+            up = self.activate(torch.bmm(rows, self.matrix(self.up[flat])), None)
+            return torch.bmm(up, self.matrix(self.down[flat])).view(x.shape[0], ids.shape[1], -1).sum(1)
+
+    captured = streamed(Repeats(), tokens(), torch.zeros(6, 3, dtype=torch.int64), dynamic=True)
+    assert [match.record.top_k for match in find_blocks(captured.module.graph).matches] == [3]
+
+
+def test_layers_that_share_a_routing_decision_are_blocks_of_their_own() -> None:
+    class SharedRouting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(BatchedBlock(seed=layer, split=True) for layer in range(3))
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, ids)
+            return x
+
+    for offloaded in (False, True):
+        captured = (streamed if offloaded else capture)(SharedRouting(), tokens(), torch.tensor([[0, 1]] * 6))
+        found = find_blocks(captured.module.graph)
+        assert [match.record.name for match in found.matches] == ["blocks.0", "blocks.1", "blocks.2"]
+        assert found.refusals == ()

@@ -162,7 +162,10 @@ def test_an_exception_in_a_segment_names_the_layer_and_the_ring_goes_on(number: 
     moepass.offload_experts(model, link="emulate:1e7")
     compiled, executor = _first_run(model, tokens())
     repair = _break_segment(executor, number)
-    with torch.no_grad(), pytest.raises(SegmentError, match=r"in segment_\d.*blocks\.\d.*ZeroDivisionError: by hand") as caught:
+    with (
+        torch.no_grad(),
+        pytest.raises(SegmentError, match=r"in segment_\d.*blocks\.\d.*ZeroDivisionError: by hand") as caught,
+    ):
         compiled(tokens())
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     repair()
@@ -259,7 +262,10 @@ def test_threads_with_two_models_and_two_shapes_get_their_own_results() -> None:
         expected = [model(x) for model, x in jobs]
         for model in models:
             moepass.offload_experts(model)
-        compiled = {id(model): torch.compile(model, backend="asyncep", dynamic=False, options={"lower": "eager"}) for model in models}
+        compiled = {
+            id(model): torch.compile(model, backend="asyncep", dynamic=False, options={"lower": "eager"})
+            for model in models
+        }
         for model, x in jobs:
             compiled[id(model)](x)
     right: list[bool] = []

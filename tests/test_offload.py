@@ -144,12 +144,19 @@ def test_copying_or_pickling_is_refused_with_the_way_out() -> None:
 
 @pytest.mark.parametrize(
     "move",
-    [lambda model: model.to(torch.bfloat16), lambda model: model.half(), lambda model: model.double(), lambda model: model.to("meta")],
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.half(),
+        lambda model: model.double(),
+        lambda model: model.to("meta"),
+    ],
 )
 def test_a_model_cannot_change_type_or_place_under_its_banks(move: Callable[[nn.Module], object]) -> None:
     model = Stack("dense_bmm", depth=1)
     moepass.offload_experts(model)
-    with pytest.raises(moepass.InputError, match=r"offloaded experts stay torch\.float32 for cpu, .* before offload_experts"):
+    with pytest.raises(
+        moepass.InputError, match=r"offloaded experts stay torch\.float32 for cpu, .* before offload_experts"
+    ):
         move(model)
 
 
@@ -221,7 +228,10 @@ def test_training_mode_with_gradients_is_refused_in_eager_mode() -> None:
     model = Stack("dense_bmm", depth=1)
     moepass.offload_experts(model)
     model.train()
-    with torch.enable_grad(), pytest.raises(moepass.InputError, match=r"call model\.eval\(\), and run it under torch\.no_grad"):
+    with (
+        torch.enable_grad(),
+        pytest.raises(moepass.InputError, match=r"call model\.eval\(\), and run it under torch\.no_grad"),
+    ):
         model(tokens())
     model.eval()
     with torch.enable_grad():

@@ -196,7 +196,9 @@ def test_new_sizes_run_through_a_dynamic_partition() -> None:
     top = up_to("partition", captured.module).module
     for count in (2, 7, 19):
         x = tokens(count)
-        fresh = [count if isinstance(value, int) else x if value.shape == (6, 32) else value for value in captured.inputs]
+        fresh = [
+            count if isinstance(value, int) else x if value.shape == (6, 32) else value for value in captured.inputs
+        ]
         with torch.no_grad():
             assert torch.equal(top(*fresh)[0], model(x))
 

@@ -133,7 +133,9 @@ class CarriedBias(nn.Module):
 def test_too_few_slots_name_the_number_that_would_do(model: type[nn.Module]) -> None:
     inputs = tokens(), torch.tensor([[0, 1]] * 6)
     captured = streamed(model(), *inputs)
-    with pytest.raises(PlanError, match=r"slots=1 is too few: block .*b needs its bank while 1 banks .* slots=2 or more"):
+    with pytest.raises(
+        PlanError, match=r"slots=1 is too few: block .*b needs its bank while 1 banks .* slots=2 or more"
+    ):
         up_to("plan", captured.module, slots=1)
     assert up_to("verify", captured.module, slots=2).plan.slots == 2
 

@@ -57,7 +57,10 @@ def test_rewriting_after_scheduling_is_a_conflict() -> None:
         ({"plan"}, "pass schedule needs planned, which plan provides"),
         ({"schedule"}, "pass verify needs scheduled, which schedule provides"),
         ({"detect", "rewrite", "plan", "schedule", "verify"}, "pass partition needs blocks, which detect provides"),
-        ({"nope", "verify"}, "no pass is called nope; the passes are detect, rewrite, plan, schedule, verify, partition"),
+        (
+            {"nope", "verify"},
+            "no pass is called nope; the passes are detect, rewrite, plan, schedule, verify, partition",
+        ),
     ],
 )
 def test_disabling_what_another_pass_needs_names_both(disabled: set[str], message: str) -> None:
@@ -189,7 +192,9 @@ def test_collectives_inside_segments_count() -> None:
     result = compile_graph(module, PassContext())
 
     def drop(top: GraphModule) -> None:
-        segment = next(child for child in top.children() if isinstance(child, GraphModule) and "all_reduce" in child.code)
+        segment = next(
+            child for child in top.children() if isinstance(child, GraphModule) and "all_reduce" in child.code
+        )
         _drop_a_collective(segment)
 
     run_passes((_bad_pass(lambda same: None),), result.module, result.plan, PassContext())

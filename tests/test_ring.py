@@ -93,7 +93,9 @@ def test_without_debug_nothing_is_poisoned() -> None:
 def test_a_slot_that_is_too_small_is_an_error_that_names_the_layer() -> None:
     ring, bank = _ring(slot_bytes=100), _bank(7)
     filled = ring.prefetch([bank.shard], bank.spec, 0, None)
-    with pytest.raises(CopyError, match=rf"bank layers\.7 .*{bank.spec.nbytes} contiguous bytes do not fit a slot of 100"):
+    with pytest.raises(
+        CopyError, match=rf"bank layers\.7 .*{bank.spec.nbytes} contiguous bytes do not fit a slot of 100"
+    ):
         ring.acquire(filled, bank.spec, 0)
 
 
@@ -164,9 +166,7 @@ def test_emulated_transfers_add_up() -> None:
     assert time.perf_counter() - started > 0.19
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"), [("real", None), ("emulate:5e9", 5e9), ("emulate:1000", 1000.0)]
-)
+@pytest.mark.parametrize(("text", "rate"), [("real", None), ("emulate:5e9", 5e9), ("emulate:1000", 1000.0)])
 def test_links(text: str, rate: float | None) -> None:
     link = parse_link(text)
     assert link.bytes_per_s == rate
@@ -175,7 +175,10 @@ def test_links(text: str, rate: float | None) -> None:
     assert ("emulated" in str(link)) == (rate is not None)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "emulate", "emulate:", "emulate:x", "emulate:0", "emulate:-1", "emulate:nan", "emulate:inf", "real:3"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "fast", "emulate", "emulate:", "emulate:x", "emulate:0", "emulate:-1", "emulate:nan", "emulate:inf", "real:3"],
+)
 def test_wrong_links_name_themselves(text: str) -> None:
     with pytest.raises(OptionError, match=r"it must be `real` or `emulate:BYTES_PER_S`") as caught:
         parse_link(text)
@@ -200,7 +203,9 @@ def test_views_of_two_banks_in_one_slot_stay_apart() -> None:
     ring = _ring(slots=1)
     first = _bank(0, value=1.0)
     spec = TensorSpec("up", (4, 10), "float64", 0)
-    second = Bank(BankSpec(1, "layers.1", "host", 320, (spec,)), torch.full((40,), 2.0, dtype=torch.float64).view(torch.uint8))
+    second = Bank(
+        BankSpec(1, "layers.1", "host", 320, (spec,)), torch.full((40,), 2.0, dtype=torch.float64).view(torch.uint8)
+    )
     for _ in range(2):
         (up, _) = ring.acquire(ring.prefetch([first.shard], first.spec, 0, None), first.spec, 0)
         assert float(up.sum()) == 2000
