@@ -278,7 +278,8 @@ def _check_group(group: list[ExpertProduct]) -> BlockMatch | Refusal:
     (bank,) = banks
     sources = {product.weights for product in group}
     record = MoEBlock(
-        name=where or down.node.name,
+        # The bank's name says which layer it is even where a graph break left only a part of the model in sight.
+        name=(bank_arguments(down.weights).bank_name if bank is not None else "") or where or down.node.name,
         form=down.form,
         experts=counts[0],
         top_k=_top_k(ups[0]),

@@ -100,7 +100,7 @@ def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> l
                     f"use slots={live + 1} or more"
                 )
             freed_by[slot] = position
-        shards = tuple(shard.name for shard in stay.gather.args[0])  # type: ignore[union-attr]
+        shards = tuple(shard.name for shard in stay.gather.all_input_nodes)
         residencies.append(Residency(stay.block, stay.bank, slot, after, shards))
     return residencies
 

@@ -187,7 +187,7 @@ def test_top_k_is_found_where_rows_are_repeated() -> None:
             up = self.activate(torch.bmm(rows, self.matrix(self.up[flat])), None)
             return torch.bmm(up, self.matrix(self.down[flat])).view(x.shape[0], ids.shape[1], -1).sum(1)
 
-    captured = streamed(Repeats(), tokens(), torch.zeros(6, 3, dtype=torch.int64), dynamic=True)
+    captured = streamed(Repeats(), tokens(), torch.zeros(6, 3, dtype=torch.int64))
     assert [match.record.top_k for match in find_blocks(captured.module.graph).matches] == [3]
 
 

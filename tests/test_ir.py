@@ -54,7 +54,9 @@ PLANS = st.builds(
         max_size=3,
     ).map(tuple),
     refusals=st.lists(st.builds(Refusal, NAMES, NAMES, NAMES), max_size=3).map(tuple),
-    banks=st.lists(st.builds(BankSpec, COUNTS, NAMES, NAMES, COUNTS, st.lists(TENSORS, max_size=3).map(tuple)), max_size=3).map(tuple),
+    banks=st.lists(
+        st.builds(BankSpec, COUNTS, NAMES, NAMES, COUNTS, st.lists(TENSORS, max_size=3).map(tuple)), max_size=3
+    ).map(tuple),
     slots=COUNTS,
     slot_bytes=COUNTS,
     residencies=st.lists(

@@ -176,7 +176,7 @@ def test_correct_schedules_are_accepted_and_left_alone(form: str, slots: int) ->
 # The judge
 
 
-class Wrong(Exception):
+class WrongReadError(Exception):
     """A read saw something else than the bank that its block gathers."""
 
 
@@ -231,7 +231,7 @@ class Interpreter:
                 elif not recorded or after in past:
                     options.append("start copy")
             if not options:
-                raise Wrong("deadlock")
+                raise WrongReadError("deadlock")
             action = self.choose(options)
             if action == "compute":
                 self._compute(compute[step], slots)
@@ -259,7 +259,7 @@ class Interpreter:
             return
         seen = [(slots.get(source.kwargs["slot"]), source.kwargs["bank"]) for source in _sources(node)]
         if node.name in self.expected and not is_call(node, *SLOT_OPS) and seen != [self.expected[node.name]]:
-            raise Wrong(f"{node.name} sees {seen}, not {self.expected[node.name]}")
+            raise WrongReadError(f"{node.name} sees {seen}, not {self.expected[node.name]}")
 
 
 def _eager_copies(options: list[str]) -> str:
@@ -282,7 +282,7 @@ def is_wrong(module: GraphModule, depth: int) -> str | None:
     for adversary in adversaries:
         try:
             Interpreter(module, depth, adversary).run()
-        except Wrong as problem:
+        except WrongReadError as problem:
             return str(problem)
     return None
 
