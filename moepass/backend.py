@@ -79,7 +79,12 @@ def asyncep(
     if parsed.lower == "inductor":
         from torch._inductor.decomposition import select_decomp_table
 
-        decompositions = select_decomp_table()
+        decompositions = {
+            operator: decomposition
+            for operator, decomposition in select_decomp_table().items()
+            # taken apart, dropout is no longer recognised, and training mode would go unnoticed
+            if not str(operator).startswith(_RANDOM_IN_TRAINING)
+        }
     compiled: Callable[..., Any] = aot_autograd(
         fw_compiler=_no_training_graph,
         inference_compiler=compile_inference,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -10,24 +11,30 @@ from moepass.models.errors import OptionError
 from moepass.passes.ir import Plan
 
 
+def _readable(module: GraphModule) -> str:
+    # AOT calls its graphs <lambda>, which is no name of a class.
+    return module.print_readable(print_output=False).replace("class <lambda>(", "class Graph(")
+
+
 class GraphDump:
     """Observer of the passes: writes `NN-PASS.py` for each into a new folder `graph-K` below `folder`."""
 
     def __init__(self, folder: str) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            number = len(list(Path(folder).glob("graph-*")))
-            self.folder = Path(folder) / f"graph-{number}"
+            taken = {path.name for path in Path(folder).iterdir()}
+            name = next(name for name in map("graph-{}".format, itertools.count()) if name not in taken)
+            self.folder = Path(folder) / name
             self.folder.mkdir()
         except OSError as error:
             raise OptionError(f"option dump is {folder!r}, which cannot be written: {error.strerror}") from error
         self._count = 0
 
     def __call__(self, name: str, module: GraphModule, plan: Plan) -> None:
-        text = module.print_readable(print_output=False)
+        text = _readable(module)
         for child_name, child in module.named_children():
             if isinstance(child, GraphModule):
-                text += f"\n\n# {child_name}\n{child.print_readable(print_output=False)}"
+                text += f"\n\n# {child_name}\n{_readable(child)}"
         (self.folder / f"{self._count:02d}-{name}.py").write_text(text)
         self._count += 1
 

@@ -37,10 +37,10 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
             hint = f"did you mean {close[0]}? " if close else ""
             raise OptionError(f"option {name!r} is unknown; {hint}the options are {', '.join(known)}")
     lower = given.get("lower", Options.lower)
-    if lower not in LOWERINGS:
+    if not isinstance(lower, str) or lower not in LOWERINGS:
         raise OptionError(f"option lower is {lower!r}; it must be one of {one_of(LOWERINGS)}")
     disable = given.get("disable", ())
-    if isinstance(disable, str) or not all(isinstance(name, str) for name in disable):
+    if not isinstance(disable, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in disable):
         raise OptionError(f"option disable is {disable!r}; it must be a list of pass names")
     debug = given.get("debug", Options.debug)
     if not isinstance(debug, bool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -78,9 +79,8 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    for noise in ("L['self'].", "L['fn'].", "L['self']"):
-        path = path.replace(noise, "")
+    # Dynamo begins it with the variable that held the model: L['self'].model, L['model'].model.
+    path = re.sub(r"L\['\w+'\]\.?", "", str(list(stack.values())[-1][0]))
     return path.split(".parametrizations.")[0]
 
 

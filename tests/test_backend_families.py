@@ -40,6 +40,10 @@ FAST_COMBINATIONS = {
     ("grouped_mm", torch.bfloat16, True),
     ("batched_mm", torch.float32, True),
 }
+# Dynamo alone changes their last bit, with backend="eager" too.
+CAPTURE_CHANGES = {"inkling"}
+# Inductor on the whole graph is further than 1e-5 from eager: what is ours to keep is the distance to Inductor.
+INDUCTOR_DIFFERS = {"qwen3_next"}
 # Forms that do not follow the experts interface.
 FORM_OF = {"llama4": "dense_bmm"}
 
@@ -60,6 +64,10 @@ def _first(output: Any) -> torch.Tensor:
     value = output.logits if "logits" in output else output[0]
     assert isinstance(value, torch.Tensor)
     return value
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def _compile(
@@ -118,19 +126,28 @@ def test_inductor_is_within_1e_5_in_fp32(family: str, streaming: bool) -> None:
         moepass.offload_experts(model)
     logits, compilations = _compile(model, inputs, lower="inductor", debug=streaming)
     assert len(compilations) == 1
-    assert float((logits - expected).abs().max() / expected.abs().max()) <= 1e-5
+    if family in INDUCTOR_DIFFERS:
+        torch._dynamo.reset()
+        whole = _first(torch.compile(tiny_model(family), backend="inductor")(**inputs))
+        assert _difference(whole, expected) > 1e-5, f"{family} need not be in INDUCTOR_DIFFERS any more"
+        assert _difference(logits, expected) <= 1e-4
+        expected = whole
+    assert _difference(logits, expected) <= 1e-5
 
 
-def _rewritten_or_refused(record: ExpertFamily, implementation: str, lower: str) -> None:
+def _rewritten_or_refused(record: ExpertFamily, implementation: str) -> None:
     model = discovered_tiny_model(record, experts_implementation=implementation)
     inputs = tiny_inputs(model)
     expected = _first(model(**inputs))
     report = moepass.offload_experts(model)
-    output, compilations = _compile(model, inputs, lower=lower, debug=True)
-    if lower == "eager":
-        assert torch.equal(output, expected)
-    else:
-        assert float((output - expected).abs().max() / expected.abs().max()) <= 1e-5
+    output, compilations = _compile(model, inputs, lower="eager", debug=True)
+    if record.name in CAPTURE_CHANGES:
+        torch._dynamo.reset()
+        captured = _first(torch.compile(model, backend="eager")(**inputs))
+        assert not torch.equal(captured, expected), f"{record.name} need not be in CAPTURE_CHANGES any more"
+        torch.testing.assert_close(captured, expected, rtol=1e-5, atol=1e-6)
+        expected = captured
+    assert torch.equal(output, expected)
     taken = {stay.block for item in compilations for stay in item.plan.residencies}
     refused = {refusal.where: refusal.reason for item in compilations for refusal in item.plan.refusals}
     read = {bank.name for item in compilations for bank in item.plan.banks}
@@ -144,7 +161,7 @@ def _rewritten_or_refused(record: ExpertFamily, implementation: str, lower: str)
 @pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("batched_mm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", _slow_unless(FAST_DISCOVERED, sorted(DISCOVERED)))
 def test_every_discovered_family_is_rewritten_or_refused_and_right(family: str, implementation: str) -> None:
-    _rewritten_or_refused(DISCOVERED[family], implementation, "eager")
+    _rewritten_or_refused(DISCOVERED[family], implementation)
 
 
 def test_discovery_covers_what_the_installed_transformers_has() -> None:

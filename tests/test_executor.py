@@ -379,10 +379,7 @@ def test_gradients_and_training_are_refused_by_name() -> None:
         _compiled(nn.Linear(32, 32))(tokens())
 
 
-_DECOMPOSED = pytest.mark.xfail(strict=True, reason="Inductor's decompositions hide dropout from the check")
-
-
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=_DECOMPOSED)])
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_dropout_in_training_mode_is_refused(lower: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)).train()
     with torch.no_grad(), pytest.raises(Exception, match=r"draws random numbers .* call model\.eval\(\) first"):
