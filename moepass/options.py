@@ -42,6 +42,8 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     disable = given.get("disable", ())
     if not isinstance(disable, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in disable):
         raise OptionError(f"option disable is {disable!r}; it must be a list of pass names")
+    if lower != "eager" and "partition" in disable:
+        raise OptionError(f"option disable has 'partition', but lower={lower!r} compiles segments; use lower='eager'")
     debug = given.get("debug", Options.debug)
     if not isinstance(debug, bool):
         raise OptionError(f"option debug is {debug!r}; it must be True or False")

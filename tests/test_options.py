@@ -42,6 +42,7 @@ def test_every_option_is_taken() -> None:
         ({"disable": "verify"}, r"option disable is 'verify'; it must be a list of pass names"),
         ({"disable": [1]}, r"option disable is \[1\]; it must be a list of pass names"),
         ({"disable": 5}, r"option disable is 5; it must be a list of pass names"),
+        ({"disable": ["partition"]}, r"option disable has 'partition', but lower='inductor' compiles segments"),
         ({"debug": 1}, r"option debug is 1; it must be True or False"),
         ({"debug": "yes"}, r"option debug is 'yes'; it must be True or False"),
         ({"dump": 3}, r"option dump is 3; it must be the path of a folder"),
