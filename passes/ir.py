@@ -118,6 +118,10 @@ class TensorSpec:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in `memory`, flat uint8 bytes laid out like the bank."""
+        return memory.narrow(0, self.offset_bytes, self.nbytes).view(self.torch_dtype).view(self.shape)
+
 
 @dataclasses.dataclass(frozen=True)
 class BankSpec:

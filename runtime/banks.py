@@ -29,10 +29,7 @@ class Bank:
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The bank's tensors in `memory`, a copy of the shard."""
-        return tuple(
-            memory.narrow(0, spec.offset_bytes, spec.nbytes).view(spec.torch_dtype).view(spec.shape)
-            for spec in self.spec.tensors
-        )
+        return tuple(tensor.view(memory) for tensor in self.spec.tensors)
 
 
 def pack_bank(index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool) -> Bank:

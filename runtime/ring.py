@@ -77,10 +77,7 @@ class Ring:
         key = (slot, bank)
         if key not in self._views:
             memory = self._slots[slot]
-            self._views[key] = tuple(
-                memory.narrow(0, spec.offset_bytes, spec.nbytes).view(spec.torch_dtype).view(spec.shape)
-                for spec in bank.tensors
-            )
+            self._views[key] = tuple(tensor.view(memory) for tensor in bank.tensors)
         return self._views[key]
 
     def _poison(self, slot: int) -> None:
