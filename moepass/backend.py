@@ -20,15 +20,13 @@ from moepass.options import Options, parse_options
 from moepass.passes.detect import bank_arguments
 from moepass.passes.graph import is_call
 from moepass.passes.ir import BANK_TENSOR, Plan
-from moepass.passes.lower import lower_segments
+from moepass.passes.lower import RANDOM_IN_TRAINING, decompositions, lower_segments
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.protocol import PassContext
 from moepass.runtime.banks import BankStore, find_store
 from moepass.runtime.executor import Executor
 
 logger = logging.getLogger("moepass")
-
-_RANDOM_IN_TRAINING = ("aten.native_dropout", "aten.bernoulli", "aten.dropout", "aten.alpha_dropout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,20 +73,10 @@ def asyncep(
     def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Executor:
         return _compile(captured, parsed)
 
-    decompositions: dict[Any, Callable[..., Any]] = {}
-    if parsed.lower == "inductor":
-        from torch._inductor.decomposition import select_decomp_table
-
-        decompositions = {
-            operator: decomposition
-            for operator, decomposition in select_decomp_table().items()
-            # taken apart, dropout is no longer recognised, and training mode would go unnoticed
-            if not str(operator).startswith(_RANDOM_IN_TRAINING)
-        }
     compiled: Callable[..., Any] = aot_autograd(
         fw_compiler=_no_training_graph,
         inference_compiler=compile_inference,
-        decompositions=decompositions,
+        decompositions=decompositions(parsed.lower),
         keep_inference_input_mutations=True,
     )(graph, example_inputs)
     return compiled
@@ -140,7 +128,7 @@ def _refuse_training(example_inputs: Sequence[Any]) -> None:
 
 def _refuse_random(captured: GraphModule) -> None:
     for node in captured.graph.nodes:
-        if str(node.target).startswith(_RANDOM_IN_TRAINING):
+        if str(node.target).startswith(RANDOM_IN_TRAINING):
             raise InputError(
                 f"asyncep compiles inference only, but the graph draws random numbers ({node.target}), as dropout does "
                 "in training mode; call model.eval() first"

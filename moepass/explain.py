@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from moepass.models.checkpoints import meta_model
 from moepass.models.errors import MoepassError
 from moepass.passes.ir import BANK_TENSOR, Plan
+from moepass.passes.lower import decompositions
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.protocol import PassContext
 from moepass.runtime.offload import find_expert_modules, offload_experts
@@ -102,14 +103,10 @@ def capture_plans(
         return _ShapesOnly(captured)
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        decompositions: dict[Any, Callable[..., Any]] = {}
-        if lower == "inductor":
-            from torch._inductor.decomposition import select_decomp_table
-
-            decompositions = select_decomp_table()
-        return aot_autograd(fw_compiler=plan_only, decompositions=decompositions, keep_inference_input_mutations=True)(
-            graph, example_inputs
+        capture = aot_autograd(
+            fw_compiler=plan_only, decompositions=decompositions(lower), keep_inference_input_mutations=True
         )
+        return capture(graph, example_inputs)
 
     compiled = torch.compile(model, backend=backend, dynamic=False)
     stopped = None

@@ -25,15 +25,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph import fake_value, is_call, is_view, module_path, positions, view_source
-from moepass.passes.ir import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec
+from moepass.passes.ir import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
 
 aten = torch.ops.aten
-
-# dtype names as the plan writes them
-_DTYPE_NAME = {
-    dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +281,7 @@ def _check_group(group: list[ExpertProduct]) -> BlockMatch | Refusal:
         hidden=hidden,
         intermediate=intermediate,
         gated=total_outer == 2 * intermediate,
-        dtype=_DTYPE_NAME[fake_value(down.weights).dtype],
+        dtype=dtype_name(fake_value(down.weights).dtype),
         weight_bytes=sum(fake_value(source).numel() * fake_value(source).element_size() for source in sources),
         products=tuple(product.node.name for product in group),
         bank=bank,
@@ -319,7 +314,6 @@ def _top_k(up: ExpertProduct) -> int | None:
             tokens = fake_value(node.args[0]).shape[0]  # type: ignore[arg-type]
             return next((k for k in range(1, up.experts + 1) if _always_equal(rows, tokens * k)), None)
         return None
-    return None
 
 
 def _always_equal(left: object, right: object) -> bool:
@@ -395,7 +389,7 @@ def _bank_specs(graph: Graph) -> list[BankSpec]:
         if is_call(node, BANK_TENSOR):
             read = bank_arguments(node)
             tensors[read.bank][read.index] = TensorSpec(
-                read.tensor_name, read.shape, _DTYPE_NAME[read.dtype], read.offset_bytes
+                read.tensor_name, read.shape, dtype_name(read.dtype), read.offset_bytes
             )
             names[read.bank] = (read.bank_name, int(fake_value(read.shard).numel()))
     return [

@@ -88,15 +88,6 @@ def fake_value(node: Node) -> Any:
     return node.meta.get("val")
 
 
-def tensor_values(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a node's `meta["val"]`."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensor_values(item)
-
-
 def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
     return torch.fx.node.map_arg(value, replace)
 

@@ -99,6 +99,11 @@ def release(tensors: Any, *, bank: int, slot: int) -> Any:
 SLOT_OPS = (prefetch, acquire, release)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as the plan writes it: torch's name without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
     """Where one expert tensor lies in its bank. `shape` is [experts, ...]; `dtype` is torch's name without `torch.`."""

@@ -22,6 +22,22 @@ from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs
 
 Lowered = Callable[..., Any]
 
+# Operators that stand in a graph only in training mode; refused, so they must not be taken apart before.
+RANDOM_IN_TRAINING = ("aten.native_dropout", "aten.bernoulli", "aten.dropout", "aten.alpha_dropout")
+
+
+def decompositions(how: str) -> dict[Any, Callable[..., Any]]:
+    """What AOT takes apart while it captures for the lowering `how`: nothing for `eager`, to stay bit-identical."""
+    if how != "inductor":
+        return {}
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {
+        operator: decomposition
+        for operator, decomposition in select_decomp_table().items()
+        if not str(operator).startswith(RANDOM_IN_TRAINING)
+    }
+
 
 class CompiledSegment(torch.nn.Module):
     """A lowered segment in the top-level graph: called with its inputs, gives a tuple."""

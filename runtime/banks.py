@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from moepass.models.errors import InputError
-from moepass.passes.ir import BankSpec, TensorSpec
+from moepass.passes.ir import BankSpec, TensorSpec, dtype_name
 from moepass.runtime.link import Link
 from moepass.runtime.ring import Ring, make_ring
 
@@ -37,8 +37,7 @@ def pack_bank(index: int, name: str, tensors: Mapping[str, torch.Tensor], *, hom
     specs: list[TensorSpec] = []
     offset = 0
     for tensor_name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(tensor_name, tuple(tensor.shape), dtype, offset))
+        specs.append(TensorSpec(tensor_name, tuple(tensor.shape), dtype_name(tensor.dtype), offset))
         offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     bank_device = next(iter(tensors.values())).device
     home_device = bank_device if bank_device.type == "meta" else torch.device("cpu")
@@ -87,13 +86,17 @@ class BankStore:
     @property
     def ring_bytes(self) -> int:
         """Bytes that the ring takes on the compute device: slots times the largest bank."""
-        return self.slots * max((bank.spec.nbytes for bank in self.banks), default=0)
+        return self.slots * self.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: those of the largest bank."""
+        return max((bank.spec.nbytes for bank in self.banks), default=0)
 
     def ring(self, debug: bool = False) -> Ring:
         with self._lock:
             if self._ring is None:
-                slot_bytes = max(bank.spec.nbytes for bank in self.banks)
-                self._ring = make_ring(self.slots, slot_bytes, self.device, self.link)
+                self._ring = make_ring(self.slots, self.slot_bytes, self.device, self.link)
             # Once asked for, poisoning stays on: the graphs of a model share the ring.
             self._ring.debug = self._ring.debug or debug
             return self._ring
