@@ -39,12 +39,17 @@ def reference_model(layers: int, *, dtype: torch.dtype = torch.float32, seed: in
 
 
 def interleaved_seconds(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of `repeats` runs of each variant, taken in turns, so that drift of the machine meets all alike."""
+    """Seconds of `repeats` runs of each variant, taken in turns, so that drift of the machine meets all alike.
+
+    Each timed run follows an untimed one of its own kind: it is a run of a steady stream, and finds the caches, and the
+    slots of a ring, as its own kind leaves them.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for run in variants.values():
-        run()  # warm: allocations, caches, code
+        run()  # warm: allocations, code
     for _ in range(repeats):
         for name, run in variants.items():
+            run()
             started = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - started)

@@ -31,7 +31,11 @@ class PendingCopy:
         self.label = label
         self.finished = threading.Event()
         self.error: BaseException | None = None
-        self.abandoned = False
+        self.abandoned = threading.Event()
+
+    def abandon(self) -> None:
+        """Nobody needs the bytes any more; `finished` follows soon."""
+        self.abandoned.set()
 
     def wait(self) -> None:
         """Block until the slot is full. Raises CopyError where the copy failed."""
@@ -75,11 +79,10 @@ def _perform(copy: PendingCopy, link: Link) -> None:
     started = time.perf_counter()
     # memmove releases the interpreter lock and uses this thread alone, where Tensor.copy_ would wake a whole pool.
     for start in range(0, nbytes, SLICE_BYTES):
-        if copy.abandoned:
+        if copy.abandoned.is_set():
             return
         size = min(SLICE_BYTES, nbytes - start)
         ctypes.memmove(slot.data_ptr() + start, source.data_ptr() + start, size)
     remaining = started + link.seconds(nbytes) - time.perf_counter()
-    while remaining > 0 and not copy.abandoned:
-        time.sleep(min(remaining, 0.05))
-        remaining = started + link.seconds(nbytes) - time.perf_counter()
+    if remaining > 0:
+        copy.abandoned.wait(remaining)

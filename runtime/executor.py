@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -46,8 +47,8 @@ class Acquire(RingOperation):
 
 
 class Release(RingOperation):
-    def forward(self, tensors: object, bank: int, slot: int) -> object:
-        return self.ring.release(slot)
+    def forward(self, tensors: object, bank: int, slot: int, last: bool) -> object:
+        return self.ring.release(slot, last)
 
 
 class Located(torch.nn.Module):
@@ -75,6 +76,7 @@ def alive(ring: weakref.ref[Ring]) -> Ring:
     return found
 
 
+_executor_numbers = itertools.count()
 _BINDINGS: dict[Any, type[RingOperation]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
 
 
@@ -89,6 +91,7 @@ class Executor:
 
     def __init__(self, top: GraphModule, plan: Plan, ring: Ring | None) -> None:
         self.plan = plan
+        self._number = next(_executor_numbers)
         self._ring = None if ring is None else weakref.ref(ring)
         self.graph_module = bind(top, plan, ring)
 
@@ -105,6 +108,7 @@ class Executor:
             return self.graph_module(*arguments)
         with ring.lock:
             try:
+                ring.begin_run(self._number, self.plan.slots)
                 return self.graph_module(*arguments)
             except BaseException:
                 ring.reset()
@@ -118,7 +122,10 @@ def bind(top: GraphModule, plan: Plan, ring: Ring | None) -> GraphModule:
         if any(is_call(node, target) for node in bound.graph.nodes):
             assert ring is not None, "a graph with slot operations needs a ring"
             bound.add_module(target.__name__, binding(ring, plan))
+    last_releases = {node.kwargs["slot"]: node for node in bound.graph.nodes if is_call(node, release)}
     for position, node in enumerate(list(bound.graph.nodes)):
+        if is_call(node, release):
+            node.kwargs = {**node.kwargs, "last": last_releases[node.kwargs["slot"]] is node}
         if is_call(node, *SLOT_OPS):
             node.op, node.target = "call_module", node.target.__name__
         elif node.op == "call_module":

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir import BankSpec
 from moepass.runtime.copying import CopyThread, PendingCopy
+from moepass.runtime.learned_order import Fetch, LearnedOrder
 from moepass.runtime.link import Link
 
 # All bits set is a NaN in every floating type that experts come in: fp32, bf16, fp16, fp8 e4m3fn and e5m2.
@@ -24,15 +25,44 @@ POISON_BYTE = 0xFF
 
 @dataclasses.dataclass
 class RingStatistics:
-    """What a ring did since it was made. `waited_seconds` is host time spent in acquire: on a CPU, the exposed time."""
+    """What a ring did since it was made. `waited_seconds` is host time spent in acquire: on a CPU, the exposed time.
 
-    prefetches: int = 0
+    Slots that a run has done with are filled for the next run while this one ends: `ahead_used` of these copies were
+    what the next run asked for, `ahead_wasted` were not.
+    """
+
+    copies: int = 0
     copied_bytes: int = 0
     waited_seconds: float = 0.0
+    ahead_used: int = 0
+    ahead_wasted: int = 0
+
+
+@dataclasses.dataclass
+class Ahead:
+    """A slot that is being filled, or full, before a run has asked for it."""
+
+    contents: Hashable
+    filled: object
 
 
 class Ring:
-    """`slots` buffers of `slot_bytes` on `device`; banks are copied into them by a copy thread or a copy stream."""
+    """`slots` buffers of `slot_bytes` on `device`; banks are copied into them by a copy thread or a copy stream.
+
+    A schedule numbers its slots 0, 1, ... in the order in which it first fills them. Which buffers these are is
+    decided run by run: slot 0 is the buffer that has been free for longest. So the buffer that falls free first at the
+    end of a run is the one that the next run needs first, and it can be filled right then, with the bank that followed
+    the last time. A guess that turns out wrong costs a copy, never a result: the run starts its own copy instead.
+    """
+
+    # The run under way: its graph, how many slots it uses, which buffers these are, and what it put into free ones.
+    _graph: Hashable
+    _used: int
+    _buffer_of: list[int]
+    _beginning: dict[int, Fetch]
+    # Buffers that no run is using, the one that has been free for longest first; and since when buffers are free.
+    _free: list[int]
+    _freed: dict[int, object]
 
     def __init__(self, slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False) -> None:
         self.device = device
@@ -41,48 +71,127 @@ class Ring:
         self.lock = threading.RLock()
         self.statistics = RingStatistics()
         with torch.inference_mode(False):  # inference tensors could not be written outside that mode
-            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+            self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
         self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
+        self._order = LearnedOrder()
+        self._ahead: dict[int, Ahead] = {}
+        self._forget_runs()
 
     @property
     def slots(self) -> int:
-        return len(self._slots)
+        return len(self._buffers)
 
     @property
     def device_bytes(self) -> int:
         """Bytes that the ring occupies on the compute device."""
-        return sum(slot.numel() for slot in self._slots)
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def begin_run(self, graph: Hashable, slots: int) -> None:
+        """A run of `graph` begins, which uses `slots` slots."""
+        self._graph, self._used = graph, slots
+        self._beginning = {}
+        self._buffer_of = self._free
+        self._free = self._buffer_of[slots:]
 
     def prefetch(self, shards: Sequence[torch.Tensor], bank: BankSpec, slot: int, after: object) -> object:
         """Start to fill `slot` once `after`, an event that `release` gave or None, has happened."""
-        raise NotImplementedError
+        buffer = self._buffer_of[slot]
+        if after is not None:
+            return self._copy(shards, bank, buffer, after)
+        fetch = Fetch(bank, tuple(shards))
+        filled = self._take_ahead(buffer, fetch) or self._copy(shards, bank, buffer, self._freed.get(buffer))
+        self._beginning[slot] = fetch
+        if len(self._beginning) == self._used:
+            self._order.learn((self._graph, self._beginning[0].bank.index), self._beginning)
+            for position, free in enumerate(self._free):
+                self._fill_ahead(position, free)
+        return filled
 
     def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[torch.Tensor, ...]:
         """The bank's tensors, as views of the slot, once it is full. Raises CopyError where the copy failed."""
-        raise NotImplementedError
-
-    def release(self, slot: int) -> object:
-        """The event "everything issued so far has read the slot"."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Abandon what is under way after an exception, so that the next run finds a quiet ring."""
-        raise NotImplementedError
-
-    def _count(self, shards: Sequence[torch.Tensor]) -> None:
-        self.statistics.prefetches += 1
-        self.statistics.copied_bytes += sum(shard.numel() for shard in shards)
-
-    def _tensors(self, bank: BankSpec, slot: int) -> tuple[torch.Tensor, ...]:
-        key = (slot, bank)
+        self._wait(filled)
+        key = (self._buffer_of[slot], bank)
         if key not in self._views:
-            memory = self._slots[slot]
+            memory = self._buffers[key[0]]
             self._views[key] = tuple(tensor.view(memory) for tensor in bank.tensors)
         return self._views[key]
 
-    def _poison(self, slot: int) -> None:
+    def release(self, slot: int, last: bool = False) -> object:
+        """The event "everything issued so far has read the slot". `last`: this run will not use the slot again."""
+        buffer = self._buffer_of[slot]
         if self.debug:
-            self._slots[slot].fill_(POISON_BYTE)
+            self._buffers[buffer].fill_(POISON_BYTE)
+        self._freed[buffer] = done = self._event()
+        if last:
+            self._free.append(buffer)
+            self._fill_ahead(len(self._free) - 1, buffer)
+        return done
+
+    def reset(self) -> None:
+        """Abandon what is under way after an exception, so that the next run finds a quiet ring."""
+        self._quiesce()
+        self._ahead.clear()
+        self._order.forget_last()
+        self._forget_runs()
+
+    def _forget_runs(self) -> None:
+        self._buffer_of = list(range(self.slots))
+        self._free = list(range(self.slots))
+        self._freed = {}
+        self._beginning = {}
+        self._graph, self._used = None, 0
+
+    def _fill_ahead(self, slot: int, buffer: int) -> None:
+        """Start to fill `buffer`, which will be the next run's `slot`, with what that run is expected to ask for."""
+        fetch = self._order.next(slot)
+        if fetch is None or (contents := fetch.contents()) is None:
+            return
+        ahead = self._ahead.get(buffer)
+        if ahead is not None and ahead.contents == contents:
+            return
+        self._drop_ahead(buffer)
+        self._ahead[buffer] = Ahead(contents, self._copy(fetch.shards, fetch.bank, buffer, self._freed.get(buffer)))
+
+    def _take_ahead(self, buffer: int, fetch: Fetch) -> object:
+        ahead = self._ahead.get(buffer)
+        if ahead is None or ahead.contents != fetch.contents():
+            self._drop_ahead(buffer)
+            return None
+        self.statistics.ahead_used += 1
+        return self._ahead.pop(buffer).filled
+
+    def _drop_ahead(self, buffer: int) -> None:
+        ahead = self._ahead.pop(buffer, None)
+        if ahead is not None:
+            self.statistics.ahead_wasted += 1
+            self._abandon(ahead.filled)
+
+    def _copy(self, shards: Sequence[torch.Tensor], bank: BankSpec, buffer: int, after: object) -> object:
+        self.statistics.copies += 1
+        self.statistics.copied_bytes += sum(shard.numel() for shard in shards)
+        return self._start_copy(shards, bank, self._buffers[buffer], after)
+
+    def _start_copy(
+        self, shards: Sequence[torch.Tensor], bank: BankSpec, memory: torch.Tensor, after: object
+    ) -> object:
+        """Copy `shards` into `memory` once `after` has happened, later than all copies before; gives "it is full"."""
+        raise NotImplementedError
+
+    def _wait(self, filled: object) -> None:
+        """Let nothing that is issued from now on run before `filled`."""
+        raise NotImplementedError
+
+    def _event(self) -> object:
+        """ "Everything issued so far has been done." """
+        raise NotImplementedError
+
+    def _abandon(self, filled: object) -> None:
+        """Nobody will wait for this copy."""
+        raise NotImplementedError
+
+    def _quiesce(self) -> None:
+        """Return when no copy is under way any more."""
+        raise NotImplementedError
 
 
 class CpuRing(Ring):
@@ -93,28 +202,32 @@ class CpuRing(Ring):
         self._copies = CopyThread(link)
         self._pending: list[PendingCopy] = []
 
-    def prefetch(self, shards: Sequence[torch.Tensor], bank: BankSpec, slot: int, after: object) -> PendingCopy:
+    def _start_copy(
+        self, shards: Sequence[torch.Tensor], bank: BankSpec, memory: torch.Tensor, after: object
+    ) -> PendingCopy:
         (shard,) = shards
-        self._count(shards)
-        copy = self._copies.submit(PendingCopy(shard, self._slots[slot], bank.name))
+        copy = self._copies.submit(PendingCopy(shard, memory, bank.name))
         self._pending.append(copy)
         return copy
 
-    def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[torch.Tensor, ...]:
+    def _wait(self, filled: object) -> None:
         assert isinstance(filled, PendingCopy)
         started = time.perf_counter()
         filled.wait()
         self.statistics.waited_seconds += time.perf_counter() - started
         self._pending.remove(filled)
-        return self._tensors(bank, slot)
 
-    def release(self, slot: int) -> object:
-        self._poison(slot)
-        return "released"
+    def _event(self) -> object:
+        return "done"
 
-    def reset(self) -> None:
+    def _abandon(self, filled: object) -> None:
+        assert isinstance(filled, PendingCopy)
+        filled.abandon()
+        self._pending.remove(filled)
+
+    def _quiesce(self) -> None:
         for copy in self._pending:
-            copy.abandoned = True
+            copy.abandon()
         for copy in self._pending:
             copy.finished.wait()
         self._pending.clear()
@@ -131,34 +244,34 @@ class CudaRing(Ring):
         # Before the first copy: the allocator may hand out memory that the current stream has not finished with.
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def prefetch(self, shards: Sequence[torch.Tensor], bank: BankSpec, slot: int, after: object) -> torch.cuda.Event:
+    def _start_copy(
+        self, shards: Sequence[torch.Tensor], bank: BankSpec, memory: torch.Tensor, after: object
+    ) -> torch.cuda.Event:
         (shard,) = shards
-        self._count(shards)
         with torch.cuda.stream(self._stream):
             if isinstance(after, torch.cuda.Event):
                 self._stream.wait_event(after)
-            else:
-                # A fresh slot of this run may still be read by the previous one.
-                self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            self._slots[slot].narrow(0, 0, shard.numel()).copy_(shard, non_blocking=True)
+            memory.narrow(0, 0, shard.numel()).copy_(shard, non_blocking=True)
             filled = torch.cuda.Event()
             filled.record(self._stream)
         return filled
 
-    def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[torch.Tensor, ...]:
+    def _wait(self, filled: object) -> None:
         assert isinstance(filled, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(filled)
-        return self._tensors(bank, slot)
 
-    def release(self, slot: int) -> torch.cuda.Event:
-        self._poison(slot)
+    def _event(self) -> torch.cuda.Event:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         return done
 
-    def reset(self) -> None:
+    def _abandon(self, filled: object) -> None:
+        """A copy on a stream cannot be stopped; the next one into the same slot runs behind it."""
+
+    def _quiesce(self) -> None:
         self._stream.synchronize()
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        # Kernels under way may still read slots whose release the exception prevented.
+        torch.cuda.current_stream(self.device).synchronize()
 
     def __del__(self) -> None:
         # The allocator must not hand the slots out again while a copy writes into them.

@@ -53,7 +53,7 @@ def test_prefetch_and_acquire_bring_the_bank() -> None:
     up, down = ring.acquire(filled, bank.spec, 1)
     assert torch.equal(up, torch.ones(2, 1000))
     assert torch.equal(down, -torch.ones(2, 3, dtype=torch.bfloat16))
-    assert (ring.statistics.prefetches, ring.statistics.copied_bytes) == (1, bank.spec.nbytes)
+    assert (ring.statistics.copies, ring.statistics.copied_bytes) == (1, bank.spec.nbytes)
 
 
 def test_the_ring_is_all_that_is_allocated() -> None:
@@ -110,7 +110,7 @@ def test_reset_abandons_copies_quickly_and_the_ring_goes_on() -> None:
     fast = _bank(1, value=5.0)
     ring._copies.link  # noqa: B018  the thread is still the same one
     copy = PendingCopy(fast.shard, torch.empty_like(fast.shard), "x")
-    copy.abandoned = True
+    copy.abandon()
     ring._copies.submit(copy).wait()
 
 
@@ -196,7 +196,7 @@ def test_slots_made_in_inference_mode_serve_everybody() -> None:
     bank = _bank()
     ring.acquire(ring.prefetch([bank.shard], bank.spec, 0, None), bank.spec, 0)
     ring.release(0)  # fills the slot in place, which an inference tensor would not take here
-    assert not any(slot.is_inference() for slot in ring._slots)
+    assert not any(slot.is_inference() for slot in ring._buffers)
 
 
 def test_views_of_two_banks_in_one_slot_stay_apart() -> None:

@@ -1,0 +1,150 @@
+"""Slots fill across the border of two runs: used when the guess is right, harmless when it is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backend_helper import BLOCKS, Stack, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moepass
+from moepass.runtime.banks import Bank, pack_bank
+from moepass.runtime.link import Link
+from moepass.runtime.ring import Ring, make_ring
+
+
+def _bank(index: int) -> Bank:
+    tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
+    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
+
+
+def _ring(slots: int) -> Ring:
+    return make_ring(slots, 1 << 10, torch.device("cpu"), Link(), debug=True)
+
+
+def _run(ring: Ring, graph: str, banks: list[Bank], slots: int) -> None:
+    """What the executor does with a schedule of `banks` over `slots` slots; every bank is checked where it is read."""
+    slots = min(slots, len(banks))
+    ring.begin_run(graph, slots)
+    filled = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot, bank in enumerate(banks[:slots])]
+    for number, bank in enumerate(banks):
+        slot = number % slots
+        tensors = ring.acquire(filled[number], bank.spec, slot)
+        for tensor, expected in zip(tensors, bank.views(bank.shard), strict=True):
+            assert torch.equal(tensor, expected), f"bank {bank.spec.index} in run {graph}"
+        refill = number + slots
+        done = ring.release(slot, last=refill >= len(banks))
+        if refill < len(banks):
+            filled.append(ring.prefetch([banks[refill].shard], banks[refill].spec, slot, done))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_repeated_run_finds_its_first_banks_there(depth: int, slots: int) -> None:
+    ring, banks = _ring(slots), [_bank(index) for index in range(depth)]
+    for _ in range(2):
+        _run(ring, "forward", banks, slots)
+    for runs in range(1, 4):
+        _run(ring, "forward", banks, slots)
+        assert ring.statistics.ahead_used == runs * min(slots, depth)
+    assert ring.statistics.ahead_wasted == 0
+
+
+def test_the_first_bank_is_there_before_the_run_begins() -> None:
+    ring, banks = _ring(2), [_bank(index) for index in range(3)]
+    for _ in range(2):
+        _run(ring, "forward", banks, 2)
+    copies = ring.statistics.copies
+    ring.begin_run("forward", 2)
+    for slot in (0, 1):
+        ring.prefetch([banks[slot].shard], banks[slot].spec, slot, None)
+    assert ring.statistics.copies == copies
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    slots=st.integers(1, 4),
+    runs=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3),
+    order=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+)
+def test_any_order_of_any_runs_is_right(slots: int, runs: list[list[int]], order: list[int]) -> None:
+    ring, banks = _ring(slots), [_bank(index) for index in range(5)]
+    for number in order:
+        chosen = number % len(runs)
+        _run(ring, f"graph {chosen}", [banks[index] for index in runs[chosen]], slots)
+    ring.reset()
+
+
+def test_layers_in_graphs_of_their_own_fetch_for_each_other() -> None:
+    """What a graph break in every layer makes of a model: each graph has one bank, the ring two slots."""
+    ring, banks = _ring(2), [_bank(index) for index in range(5)]
+    for _ in range(2):
+        for index, bank in enumerate(banks):
+            _run(ring, f"layer {index}", [bank], 2)
+    assert ring.statistics.ahead_wasted == 0
+    used = ring.statistics.ahead_used
+    for index, bank in enumerate(banks):
+        _run(ring, f"layer {index}", [bank], 2)
+    assert ring.statistics.ahead_used == used + len(banks)
+
+
+def test_one_graph_that_serves_all_layers_is_told_apart_by_its_banks() -> None:
+    ring, banks = _ring(2), [_bank(index) for index in range(3)]
+    for _ in range(4):
+        for bank in banks:
+            _run(ring, "layer", [bank], 2)
+    assert ring.statistics.ahead_wasted == 0
+    assert ring.statistics.ahead_used >= 2 * len(banks)
+
+
+def test_a_changed_order_is_counted_and_learned_again() -> None:
+    ring, banks = _ring(2), [_bank(index) for index in range(4)]
+    for _ in range(3):
+        _run(ring, "one", banks[:2], 2)
+    _run(ring, "two", banks[2:], 2)
+    assert ring.statistics.ahead_wasted == 2
+    for _ in range(2):
+        _run(ring, "two", banks[2:], 2)
+    used = ring.statistics.ahead_used
+    _run(ring, "two", banks[2:], 2)
+    assert ring.statistics.ahead_used == used + 2
+
+
+def test_a_bank_that_changed_meanwhile_is_copied_again() -> None:
+    ring, banks = _ring(2), [_bank(index) for index in range(3)]
+    for _ in range(3):
+        _run(ring, "forward", banks, 2)
+    used = ring.statistics.ahead_used
+    banks[0].views(banks[0].shard)[0].fill_(42.0)
+    _run(ring, "forward", banks, 2)
+    assert ring.statistics.ahead_used == used + 1
+
+
+def test_after_an_exception_nothing_is_taken_from_before() -> None:
+    ring, banks = _ring(2), [_bank(index) for index in range(3)]
+    for _ in range(3):
+        _run(ring, "forward", banks, 2)
+    ring.begin_run("forward", 2)
+    ring.prefetch([banks[0].shard], banks[0].spec, 0, None)
+    ring.reset()
+    used = ring.statistics.ahead_used
+    _run(ring, "forward", banks, 2)
+    assert ring.statistics.ahead_used == used
+    for _ in range(2):
+        _run(ring, "forward", banks, 2)
+    assert ring.statistics.ahead_used == used + 2 * 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.usefixtures("no_grad")
+def test_compiled_models_stay_exact_run_after_run(form: str, slots: int) -> None:
+    model = Stack(form, depth=3)
+    inputs = [tokens(count, seed=count) for count in (4, 9, 4, 4, 9, 9, 9)]
+    expected = [model(x) for x in inputs]
+    report = moepass.offload_experts(model, slots=slots)
+    compiled = torch.compile(model, backend="asyncep", dynamic=False, options={"lower": "eager", "debug": True})
+    for x, want in zip(inputs, expected, strict=True):
+        assert torch.equal(compiled(x), want)
+    assert report.store.ring().statistics.ahead_used >= slots
