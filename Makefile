@@ -49,7 +49,7 @@ types: $(INSTALLED)
 
 benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/exactness.py
-	$(BIN)/python benchmarks/compile_time.py
+	$(BIN)/python benchmarks/compile_time.py compare
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/bank_memory.py
 

@@ -1,7 +1,7 @@
 """Does computation hide the transfers? One model, resident and streaming over an emulated link, interleaved.
 
 The link is emulated: a transfer really copies the bank, then waits until bytes / bandwidth seconds have passed. Every
-timed forward follows another of its kind, so the link has no pause between forwards that a steady stream would not have.
+timed forward follows another of its kind, so the link has no pause that a steady stream would not have.
 """
 
 from __future__ import annotations

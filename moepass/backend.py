@@ -17,12 +17,14 @@ from torch.fx import GraphModule
 from moepass.dump import GraphDump
 from moepass.models.errors import InputError
 from moepass.options import Options, parse_options
+from moepass.passes.collectives import group_names
 from moepass.passes.detect import bank_arguments
-from moepass.passes.graph import is_call
+from moepass.passes.graph import draws_random_numbers, graphs_within, is_call
 from moepass.passes.ir import BANK_TENSOR, Plan
-from moepass.passes.lower import RANDOM_IN_TRAINING, decompositions, lower_segments
+from moepass.passes.lower import decompositions, lower_segments
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.protocol import PassContext
+from moepass.runtime.adoption import adoption, process_groups
 from moepass.runtime.banks import BankStore, find_store
 from moepass.runtime.executor import Executor
 
@@ -64,6 +66,10 @@ def asyncep(
     """Compile one captured graph: `torch.compile(model, backend="asyncep", options={...})`.
 
     Raises OptionError for a wrong option, InputError for training, PlanError where the ring has too few slots.
+
+    Training shows in a graph as gradients, or as random numbers that it draws; both are refused. A graph does not say
+    whether its modules are in training mode, and one that draws nothing needs no refusal: it gives what the uncompiled
+    model gives in that mode under `torch.no_grad()`.
     """
     parsed = parse_options(options)
     if mode not in (None, "default"):
@@ -85,7 +91,11 @@ def asyncep(
 def _compile(captured: GraphModule, options: Options) -> Executor:
     _refuse_random(captured)
     store = _store_of(captured)
-    context = PassContext(slots=store.slots if store else 0, disabled=frozenset(options.disable))
+    groups = process_groups(group_names(captured.graph))
+    if store:
+        options.refuse_adoption()
+    slots = store.slots if store else options.adoption().slots
+    context = PassContext(slots=slots, disabled=frozenset(options.disable), groups=groups)
     dump = GraphDump(options.dump) if options.dump else None
     result = compile_graph(captured, context, observe=dump)
     if dump:
@@ -95,7 +105,8 @@ def _compile(captured: GraphModule, options: Options) -> Executor:
     if store and result.plan.residencies:
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
             ring = store.ring(options.debug)
-    executor = Executor(lowered, result.plan, ring)
+    adopt = adoption(result.plan, _ring_device(captured), options.adoption(), options.debug)
+    executor = Executor(lowered, result.plan, ring, adopt)
     recorded = _recorded.get()
     if recorded is not None:
         recorded.append(Compilation(result.plan, executor))
@@ -111,10 +122,17 @@ def _log(plan: Plan) -> None:
 
 
 def _store_of(captured: GraphModule) -> BankStore | None:
+    # What a branch inside the graph reads is gathered synchronously, which needs no ring.
     for node in captured.graph.nodes:
         if is_call(node, BANK_TENSOR):
             return find_store(bank_arguments(node).store)
     return None
+
+
+def _ring_device(captured: GraphModule) -> torch.device:
+    """Where a ring for this graph's parameters lies: where the graph computes."""
+    values = [node.meta.get("val") for node in captured.graph.nodes]
+    return next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
 
 
 def _refuse_training(example_inputs: Sequence[Any]) -> None:
@@ -127,12 +145,13 @@ def _refuse_training(example_inputs: Sequence[Any]) -> None:
 
 
 def _refuse_random(captured: GraphModule) -> None:
-    for node in captured.graph.nodes:
-        if str(node.target).startswith(RANDOM_IN_TRAINING):
-            raise InputError(
-                f"asyncep compiles inference only, but the graph draws random numbers ({node.target}), as dropout does "
-                "in training mode; call model.eval() first"
-            )
+    for graph in graphs_within(captured):
+        for node in graph.nodes:
+            if draws_random_numbers(node):
+                raise InputError(
+                    f"asyncep compiles inference only, but the graph draws random numbers ({node.target}), as dropout "
+                    "and router noise do in training mode; call model.eval() first"
+                )
 
 
 def _no_training_graph(captured: GraphModule, fake_inputs: Sequence[Any]) -> Any:

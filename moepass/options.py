@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from moepass.models.errors import OptionError, one_of
 from moepass.passes.lower import LOWERINGS
+from moepass.runtime.adoption import AdoptionOptions
+from moepass.runtime.link import parse_link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +22,39 @@ class Options:
     disable    names of passes to leave out
     debug      fill released slots with NaN, so that a read after a release shows in the output
     dump       a folder: the graph before and after every pass, and the plan as JSON, are written there
+
+    For models that run with expert parallelism; where `offload_experts` was called, these are arguments of it:
+
+    slots      slots of the ring that the experts of all ranks stream through, 2 by default
+    link       "real" (default), or "emulate:BYTES_PER_S" (CPU only)
+    timeout_s  seconds that ranks wait for each other in the first run, 60 by default
     """
 
     lower: str = "inductor"
     disable: tuple[str, ...] = ()
     debug: bool = False
     dump: str | None = None
+    slots: int | None = None
+    link: str | None = None
+    timeout_s: float | None = None
+
+    def adoption(self) -> AdoptionOptions:
+        """Those for models that run with expert parallelism."""
+        defaults = AdoptionOptions()
+        return AdoptionOptions(
+            defaults.slots if self.slots is None else self.slots,
+            defaults.link if self.link is None else parse_link(self.link),
+            defaults.timeout_s if self.timeout_s is None else self.timeout_s,
+        )
+
+    def refuse_adoption(self) -> None:
+        """Raises OptionError where one of these was given, for a model that has a ring already."""
+        for name in ("slots", "link", "timeout_s"):
+            if getattr(self, name) is not None:
+                raise OptionError(
+                    f"option {name} is {getattr(self, name)!r}, but the experts of this model were offloaded: give "
+                    f"{name} to offload_experts"
+                )
 
 
 def parse_options(given: Mapping[str, Any] | None) -> Options:
@@ -50,4 +80,18 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     dump = given.get("dump")
     if dump is not None and not isinstance(dump, (str, bytes)) and not hasattr(dump, "__fspath__"):
         raise OptionError(f"option dump is {dump!r}; it must be the path of a folder")
-    return Options(lower, tuple(disable), debug, None if dump is None else str(dump))
+    slots = given.get("slots")
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
+        raise OptionError(f"option slots is {slots!r}; it must be a number from 1 on, 2 to overlap")
+    timeout_s = given.get("timeout_s")
+    if timeout_s is not None and (isinstance(timeout_s, bool) or not _is_positive(timeout_s)):
+        raise OptionError(f"option timeout_s is {timeout_s!r}; it must be a number of seconds above 0")
+    link = given.get("link")
+    if link is not None:
+        parse_link(link)
+    folder = None if dump is None else os.fsdecode(dump)
+    return Options(lower, tuple(disable), debug, folder, slots, link, timeout_s)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and value > 0

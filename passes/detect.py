@@ -14,19 +14,22 @@ Pseudo-code
         check that experts and widths fit, and that all weights lie in one bank, or all in none
     for each bank tensor that no block claims:
         refuse, and say where it is read
+    for each bank that a branch or loop of the graph reads (`torch.cond` has graphs of its own):
+        refuse: it is gathered synchronously there
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import defaultdict
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph import fake_value, is_call, is_view, module_path, positions, view_source
-from moepass.passes.ir import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name
-from moepass.passes.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.graph import fake_value, graphs_within, is_call, is_view, module_path, positions, view_source
+from moepass.passes.ir import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name, gather
+from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
 
 aten = torch.ops.aten
 
@@ -66,12 +69,13 @@ class Detection:
 def detect(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Fill `plan.blocks`, `plan.banks` and the refusals from what `find_blocks` finds."""
     found = find_blocks(module.graph)
-    banks = tuple(_bank_specs(module.graph))
+    # Banks of blocks that pass localise took are in the plan already.
+    banks = plan.banks + tuple(_bank_specs(list(graphs_within(module))))
     plan = dataclasses.replace(
         plan,
         blocks=tuple(match.record for match in found.matches),
         banks=banks,
-        refusals=plan.refusals + found.refusals,
+        refusals=plan.refusals + found.refusals + tuple(_inner_reads(module)),
     )
     return PassResult(module, plan, matches=tuple(match.record.name for match in found.matches))
 
@@ -122,7 +126,7 @@ def _grouped_product(node: Node) -> ExpertProduct | Refusal:
         return Refusal(node.name, "the grouped product has no weight operand", module_path(node))
     if not isinstance(offsets, Node):
         return Refusal(node.name, "a grouped product without offsets is no product by expert", module_path(node))
-    source = view_source(weight)
+    source = _weight_source(weight)
     if not _is_expert_weight(source):
         return _foreign_weight(node, source)
     shape = fake_value(weight).shape
@@ -158,12 +162,19 @@ def _batched_widths(node: Node, weight: Node) -> tuple[int, int]:
     return int(shape[2]), int(shape[1])
 
 
+def _weight_source(node: Node) -> Node:
+    """Where a weight enters: behind all views, but an element of a gather is a tensor of its own."""
+    while _gather_of(node) is None and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _is_expert_weight(node: Node) -> bool:
     """Where expert weights enter a graph: as a tensor of a bank, or as an input [experts, ., .]."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.dim() != 3 or not value.is_floating_point():
         return False
-    if is_call(node, BANK_TENSOR):
+    if is_call(node, BANK_TENSOR) or _gather_of(node) is not None:
         return True
     # A weight has a fixed shape; a 3-dimensional activation that enters a graph need not.
     return node.op == "placeholder" and all(isinstance(size, int) for size in value.shape)
@@ -274,7 +285,7 @@ def _check_group(group: list[ExpertProduct]) -> BlockMatch | Refusal:
     sources = {product.weights for product in group}
     record = MoEBlock(
         # The bank's name says which layer it is even where a graph break left only a part of the model in sight.
-        name=(bank_arguments(down.weights).bank_name if bank is not None else "") or where or down.node.name,
+        name=_bank_name(down.weights) or where or down.node.name,
         form=down.form,
         experts=counts[0],
         top_k=_top_k(ups[0]),
@@ -285,12 +296,33 @@ def _check_group(group: list[ExpertProduct]) -> BlockMatch | Refusal:
         weight_bytes=sum(fake_value(source).numel() * fake_value(source).element_size() for source in sources),
         products=tuple(product.node.name for product in group),
         bank=bank,
+        parallel=_parallel_of(down.weights),
     )
     return BlockMatch(record, tuple(group))
 
 
 def _bank_of(source: Node) -> int | None:
+    complete = _gather_of(source)
+    if complete is not None:
+        return int(complete.kwargs["bank"])  # type: ignore[call-overload, no-any-return]
     return bank_arguments(source).bank if is_call(source, BANK_TENSOR) else None
+
+
+def _gather_of(node: Node) -> Node | None:
+    """The gather that `node` is a tensor of: blocks that pass localise took have one already."""
+    return node.args[0] if is_call(node, operator.getitem) and is_call(node.args[0], gather) else None  # type: ignore[return-value]
+
+
+def _bank_name(source: Node) -> str:
+    complete = _gather_of(source)
+    if complete is not None:
+        return str(complete.meta.get("moepass_block", ""))
+    return bank_arguments(source).bank_name if is_call(source, BANK_TENSOR) else ""
+
+
+def _parallel_of(source: Node) -> str:
+    complete = _gather_of(source)
+    return "" if complete is None else str(complete.meta.get("moepass_parallel", ""))
 
 
 def _top_k(up: ExpertProduct) -> int | None:
@@ -336,6 +368,26 @@ def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Ref
     ]
 
 
+def _inner_reads(module: GraphModule) -> list[Refusal]:
+    """One refusal for each bank that a graph inside `module` reads. Raises PlanError for one that lies in shards."""
+    _, *inner = graphs_within(module)
+    reads = {
+        bank_arguments(node).bank: node for graph in inner for node in graph.nodes if is_call(node, BANK_TENSOR)
+    }
+    refusals = []
+    for _, node in sorted(reads.items()):
+        read = bank_arguments(node)
+        if len(read.expert_bounds) > 2:
+            raise PlanError(
+                f"bank {read.bank_name} lies in shards on {len(read.expert_bounds) - 1} ranks and is read inside a "
+                "branch or loop of the graph, where nothing can complete it: keep these experts out of torch.cond and "
+                "its like, or in the memory of one process"
+            )
+        reason = "it is read inside a branch or loop of the graph, where no block is looked for: gathered synchronously"
+        refusals.append(Refusal(node.name, reason, read.bank_name))
+    return refusals
+
+
 def claimed_bank_tensors(graph: Graph, match: BlockMatch, matches: list[BlockMatch]) -> list[Node]:
     """The bank tensors that `match` reads: its weights, and the biases of the same bank.
 
@@ -372,27 +424,39 @@ class BankTensorArguments:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    home: str = "host"
+    expert_bounds: tuple[int, ...] = ()
+    bank_bytes: int = 0
 
 
 def bank_arguments(node: Node) -> BankTensorArguments:
     names = [field.name for field in dataclasses.fields(BankTensorArguments)]
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    arguments["shape"] = tuple(arguments["shape"])  # type: ignore[arg-type]
+    for name in ("shape", "expert_bounds"):
+        arguments[name] = tuple(arguments.get(name, ()))  # type: ignore[arg-type]
     return BankTensorArguments(**arguments)  # type: ignore[arg-type]
 
 
-def _bank_specs(graph: Graph) -> list[BankSpec]:
-    """The banks that a graph reads, by index. A bank's size is that of its packed shard."""
+def _bank_specs(graphs: list[Graph]) -> list[BankSpec]:
+    """The banks that `graphs` read, by index; each lists the tensors that they read."""
     tensors: dict[int, dict[int, TensorSpec]] = defaultdict(dict)
-    names: dict[int, tuple[str, int]] = {}
-    for node in graph.nodes:
+    reads: dict[int, BankTensorArguments] = {}
+    for node in (node for graph in graphs for node in graph.nodes):
         if is_call(node, BANK_TENSOR):
             read = bank_arguments(node)
             tensors[read.bank][read.index] = TensorSpec(
                 read.tensor_name, read.shape, dtype_name(read.dtype), read.offset_bytes
             )
-            names[read.bank] = (read.bank_name, int(fake_value(read.shard).numel()))
+            reads[read.bank] = read
     return [
-        BankSpec(bank, names[bank][0], "host", names[bank][1], tuple(spec for _, spec in sorted(tensors[bank].items())))
+        BankSpec(
+            bank,
+            reads[bank].bank_name,
+            reads[bank].home,
+            # A shard that is the complete bank has its size.
+            reads[bank].bank_bytes or int(fake_value(reads[bank].shard).numel()),
+            tuple(spec for _, spec in sorted(tensors[bank].items())),
+            reads[bank].expert_bounds,
+        )
         for bank in sorted(tensors)
     ]

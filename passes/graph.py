@@ -13,8 +13,15 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 aten = torch.ops.aten
 
-# Views whose schema declares no alias although they share memory with their input.
-_UNDECLARED_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
+# Views whose schema declares no alias although they share memory with their input, always or for some arguments. Found
+# by running every operator of torch 2.13 (tests/undeclared_views.py).
+_UNDECLARED_VIEWS = {
+    aten._unsafe_view.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.lift.default,
+    aten.dequantize.self,  # of a tensor that is not quantised
+}
 
 
 def copy_graph_module(module: GraphModule) -> GraphModule:
@@ -32,6 +39,16 @@ def copy_graph_module(module: GraphModule) -> GraphModule:
     return fresh
 
 
+def graphs_within(module: GraphModule) -> Iterator[Graph]:
+    """The graph of `module`, and of every branch or body that an operator of it runs, as `torch.cond` does."""
+    yield module.graph
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            inner = operator.attrgetter(str(node.target))(module)
+            if isinstance(inner, GraphModule):
+                yield from graphs_within(inner)
+
+
 def is_call(node: object, *targets: object) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
 
@@ -44,6 +61,25 @@ def is_view(node: Node) -> bool:
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(value.alias_info is not None for value in schema.returns)
+
+
+def mutates(node: Node) -> bool:
+    """True where the node writes into one of its inputs."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    return schema is not None and bool(schema.is_mutable)
+
+
+def draws_random_numbers(node: Node) -> bool:
+    """True where the node's result depends on a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    # What draws numbers in training only carries the tag all the same: attention, for the dropout inside it.
+    values = {argument.name: argument.default_value for argument in target._schema.arguments}
+    values.update(zip(values, node.args, strict=False))
+    values.update(node.kwargs)
+    off = values.get("dropout_p") == 0 or values.get("training") is False or values.get("train") is False
+    return not off
 
 
 def view_source(node: Node) -> Node:
@@ -94,10 +130,6 @@ def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
 
 def graph_inputs(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def last(nodes: Iterable[Node], place: dict[Node, int]) -> Node:
-    return max(nodes, key=place.__getitem__)
 
 
 def first(nodes: Iterable[Node], place: dict[Node, int]) -> Node:

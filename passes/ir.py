@@ -6,8 +6,10 @@ A bank passes through three forms of graph:
     canonical   gather                 the complete bank of a block, once per block (synchronous)
     scheduled   prefetch, acquire, release   what the executor runs; each carries the event that it waits for
 
-`bank_tensor` is a real operator, because Dynamo and AOT trace through it. The others only ever stand in graphs that
-nothing traces again, so they are plain functions; the executor replaces them by methods of its ring.
+`bank_tensor` is a real operator, because Dynamo and AOT trace through it. Its `shard` is the complete bank, or, where
+`expert_bounds` says so, this rank's part of a bank of `bank_bytes`, which only the executor can complete. The others
+only ever stand in graphs that nothing traces again, so they are plain functions; the executor replaces them by methods
+of its ring.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ PLAN_SCHEMA = "moepass.plan/1"
 _library = torch.library.Library("moepass", "DEF")
 _library.define(
     "bank_tensor(Tensor shard, int store, int bank, str bank_name, int index, str tensor_name, int offset_bytes, "
-    "int[] shape, ScalarType dtype, Device device) -> Tensor"
+    "int[] shape, ScalarType dtype, Device device, str home='host', int[] expert_bounds=[], int bank_bytes=0) -> Tensor"
 )
 
 
@@ -43,7 +45,15 @@ def _read_bank_tensor(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
+    home: str = "host",
+    expert_bounds: Sequence[int] = (),
+    bank_bytes: int = 0,
 ) -> torch.Tensor:
+    if len(expert_bounds) > 2:
+        raise MoepassError(
+            f"bank {bank_name} lies in shards on {len(expert_bounds) - 1} ranks, and this graph sees one of them: "
+            "compile with backend='asyncep', or call the model uncompiled"
+        )
     nbytes = math.prod(shape) * dtype.itemsize
     return shard.narrow(0, offset_bytes, nbytes).to(device, copy=True).view(dtype).view(list(shape))
 
@@ -59,6 +69,9 @@ def _fake_bank_tensor(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
+    home: str = "host",
+    expert_bounds: Sequence[int] = (),
+    bank_bytes: int = 0,
 ) -> torch.Tensor:
     return shard.new_empty(list(shape), dtype=dtype, device=device)
 
@@ -130,13 +143,20 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class BankSpec:
-    """All expert weights of one MoE layer, packed: `nbytes` in one buffer, `tensors` are views of it."""
+    """All expert weights of one MoE layer, packed: `nbytes` in one buffer, `tensors` are views of it.
+
+    Rank r's shard holds the experts [expert_bounds[r], expert_bounds[r + 1]) of every tensor; without bounds there is
+    one shard, the complete bank. Where this rank's shard consists of parameters of the graph itself, `group` is the
+    process group of the ranks that have the others.
+    """
 
     index: int
     name: str
     home: str
     nbytes: int
     tensors: tuple[TensorSpec, ...]
+    expert_bounds: tuple[int, ...] = ()
+    group: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +165,8 @@ class MoEBlock:
 
     `form` is how its expert products were written: `grouped_mm`, `batched_mm` or `dense_bmm`. `hidden` and
     `intermediate` are widths of one expert. `top_k` is None where the form computes every expert for every token.
-    `bank` is None where the weights are ordinary resident tensors.
+    `bank` is None where the weights are ordinary resident tensors. `parallel` is the form of expert parallelism that
+    the block had, as `all_to_all`; empty where its experts were local from the start.
     """
 
     name: str
@@ -159,6 +180,7 @@ class MoEBlock:
     weight_bytes: int
     products: tuple[str, ...]
     bank: int | None
+    parallel: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ Contract
     in    a top-level graph of segments
     out   the same top-level graph, its segments replaced by callables of the chosen lowering
     `eager` runs the captured operators one by one: bit-identical to the model; `inductor` fuses them
+    an output that was memory of its own in the partitioned graph still is: see `LoweredSegment`
 
 Compilation happens here, with fake inputs, and not inside the first call: the guards that Inductor adds while it
 compiles must still reach the graph's own guards.
@@ -15,15 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
-from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs
+from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs, view_source
 
 Lowered = Callable[..., Any]
-
-# Operators that stand in a graph only in training mode; refused, so they must not be taken apart before.
-RANDOM_IN_TRAINING = ("aten.native_dropout", "aten.bernoulli", "aten.dropout", "aten.alpha_dropout")
 
 
 def decompositions(how: str) -> dict[Any, Callable[..., Any]]:
@@ -32,23 +30,49 @@ def decompositions(how: str) -> dict[Any, Callable[..., Any]]:
         return {}
     from torch._inductor.decomposition import select_decomp_table
 
-    return {
-        operator: decomposition
-        for operator, decomposition in select_decomp_table().items()
-        if not str(operator).startswith(RANDOM_IN_TRAINING)
-    }
+    table: dict[Any, Callable[..., Any]] = select_decomp_table()
+    return table
 
 
-class CompiledSegment(torch.nn.Module):
-    """A lowered segment in the top-level graph: called with its inputs, gives a tuple."""
+class LoweredSegment(torch.nn.Module):
+    """A lowered segment in the top-level graph: called with its inputs, gives a tuple.
 
-    def __init__(self, run: Lowered, boxed: bool) -> None:
+    The schedule was made for a graph in which a copy is a copy: `w * ones_like(w)` outlives the slot of `w`, and a copy
+    of a buffer outlives the buffer's update. Inductor removes such copies, in passes and in lowerings of many operators,
+    and then an output is an input, or a view of one. So every output that `segment` computes as fresh memory is
+    compared with the inputs when the segment has run, and copied where it shares a storage with one.
+
+    This is complete, whatever the lowering did. Memory that is alive when a segment begins can reach what comes after
+    it only through an output, and an output that shows an input has that input's storage. The copy comes in time,
+    because nothing is overwritten inside a segment: releases and updates of buffers stand between segments.
+    """
+
+    def __init__(self, run: Lowered, segment: GraphModule, boxed: bool) -> None:
         super().__init__()
         self.run = run
         self.boxed = boxed
+        inputs, outputs = graph_inputs(segment.graph), segment.graph.output_node().args[0]
+        assert isinstance(outputs, (list, tuple))
+        self.tensors = [position for position, node in enumerate(inputs) if _is_strided(fake_value(node))]
+        self.fresh = [
+            position
+            for position, node in enumerate(outputs)
+            if isinstance(node, Node) and _is_strided(fake_value(node)) and view_source(node).op != "placeholder"
+        ]
 
     def forward(self, *inputs: Any) -> Any:
-        return self.run(list(inputs)) if self.boxed else self.run(*inputs)
+        outputs = self.run(list(inputs)) if self.boxed else self.run(*inputs)
+        if not self.fresh:
+            return outputs
+        taken = {inputs[position].untyped_storage().data_ptr() for position in self.tensors}
+        shared = [place for place in self.fresh if outputs[place].untyped_storage().data_ptr() in taken]
+        if not shared:
+            return outputs
+        return tuple(value.clone() if place in shared else value for place, value in enumerate(outputs))
+
+
+def _is_strided(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def lower_segments(top: GraphModule, how: str) -> GraphModule:
@@ -61,7 +85,8 @@ def lower_segments(top: GraphModule, how: str) -> GraphModule:
 
 
 def _lower_eager(segment: GraphModule) -> torch.nn.Module:
-    return segment
+    # Here the comparison of storages catches operators whose schema hides that they give a view.
+    return LoweredSegment(segment, segment, boxed=False)
 
 
 def _lower_inductor(segment: GraphModule) -> torch.nn.Module:
@@ -86,7 +111,7 @@ def _lower_inductor(segment: GraphModule) -> torch.nn.Module:
         run = compile_fx_inner(
             private, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()
         )
-    return CompiledSegment(run, boxed=True)
+    return LoweredSegment(run, segment, boxed=True)
 
 
 def _own_symbol(value: Any) -> Any:

@@ -7,8 +7,9 @@ Contract
 
 Pseudo-code
     walk the nodes in host order:
-        slot operations, their elements, synchronous bank reads and size arithmetic stay at the top level
-        a slot operation, or the border of a resident block, ends the current segment
+        slot operations, their elements, synchronous bank reads, updates of inputs and size arithmetic stay at the top
+        level
+        a slot operation, an update, or the border of a resident block, ends the current segment
     for each segment: inputs are the values that it reads from outside, outputs those that are read after it
     segments with the same text (operations, constants, shapes of inputs) become one module
 """
@@ -25,7 +26,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.errors import one_of
 from moepass.passes.detect import find_blocks
-from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs, is_call, map_nodes, module_path, positions
+from moepass.passes.graph import (
+    copy_graph_module,
+    fake_value,
+    graph_inputs,
+    is_call,
+    map_nodes,
+    module_path,
+    mutates,
+    positions,
+)
 from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, Plan, Step, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
 
@@ -76,7 +86,9 @@ def _runs(graph: Graph) -> list[Run]:
             if any(used in current for used in node.all_input_nodes):
                 close()
             runs.append(Run((node,), is_segment=False))
-        elif is_call(node, *SLOT_OPS, BANK_TENSOR) or _is_slot_element(node):
+        elif is_call(node, *SLOT_OPS, BANK_TENSOR) or _is_slot_element(node) or mutates(node):
+            # An update of a buffer is a copy, which gains nothing from a compiler. Between segments it cannot reach an
+            # earlier copy of the buffer that Inductor has made a view of it (see LoweredSegment).
             close()
             runs.append(Run((node,), is_segment=False))
         else:
@@ -216,12 +228,18 @@ def _reads_tensor(node: Node) -> bool:
 
 
 def _with_symbol_nodes(module: GraphModule) -> GraphModule:
-    """A copy in which every symbol of an input's shape has a node of its own.
+    """A copy in which every symbol of an input's shape has a node of its own, and elements stand behind their source.
 
     AOT passes some symbols as inputs; the others stand only in the shape of a tensor, and a segment that does not read
-    that tensor would have no way to learn them.
+    that tensor would have no way to learn them. And where a release stands between an operator with several results and
+    their getitems, a cut there would hand on a tuple, which no segment can return.
     """
     copied = copy_graph_module(module)
+    place = positions(copied.graph)
+    for node in list(copied.graph.nodes):
+        for element in sorted(node.users, key=place.__getitem__, reverse=True):
+            if is_call(element, operator.getitem) and element.args[0] is node:
+                node.append(element)
     inputs = graph_inputs(copied.graph)
     carried = set(_symbol_sources(copied.graph))
     for node in inputs:

@@ -6,6 +6,7 @@ from torch.fx import GraphModule
 
 from moepass.passes.detect import detect
 from moepass.passes.ir import Plan
+from moepass.passes.localise import localise
 from moepass.passes.partition import partition
 from moepass.passes.plan import plan
 from moepass.passes.protocol import Observer, Pass, PassContext, PassResult, run_passes
@@ -14,7 +15,8 @@ from moepass.passes.schedule import schedule
 from moepass.passes.verify import verify
 
 PASSES: tuple[Pass, ...] = (
-    detect,  # first: every later pass works on what it found
+    localise,  # first: what crosses ranks becomes local, and everything after it sees local blocks only
+    detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
     plan,  # needs the gathers in their final number and order
     schedule,  # carries out the plan

@@ -6,7 +6,7 @@ Contract
 
 Pseudo-code
     if nothing is gathered: strategy resident
-    for each gather in host order, with its first and last reader:
+    for each gather in the order in which they are first read, with its first and last reader:
         give it the slot that has been free for longest; its prefetch follows the release of that slot's last content
         if no slot is free when the gather is needed: refuse, and say how many slots would do
 """
@@ -17,18 +17,23 @@ import dataclasses
 
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph import first, is_call, last, positions, readers
+from moepass.passes.graph import is_call, is_view, mutates, positions, readers
 from moepass.passes.ir import Plan, Residency, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
 
 
 @dataclasses.dataclass(frozen=True)
 class Lifetime:
-    """The host-order interval in which a gathered bank is read."""
+    """The host-order interval in which a gathered bank is read.
+
+    `views` are those in front of `first_reader`: they move no byte and depend on the gather alone, so they may stand
+    right in front of it, however early the model took them.
+    """
 
     gather: Node
     bank: int
     block: str
+    views: tuple[Node, ...]
     first_reader: Node
     last_reader: Node
 
@@ -52,7 +57,7 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     decided = dataclasses.replace(
         plan,
         strategy="asyncep",
-        reason=_reason(len(stays), used),
+        reason=_reason(len(stays), used, {plan.bank(stay.bank).home for stay in stays}),
         slots=used,
         slot_bytes=max(plan.bank(stay.bank).nbytes for stay in stays),
         residencies=tuple(residencies),
@@ -60,24 +65,30 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     return PassResult(module, decided, matches=tuple(stay.block for stay in residencies))
 
 
-def _reason(stays: int, slots: int) -> str:
+def _reason(stays: int, slots: int, homes: set[str]) -> str:
+    places = {"host": "rest in host memory", "peer": "lie in shards on all ranks"}
+    where = " or ".join(places[home] for home in sorted(homes))
     if slots == 1:
-        return f"{stays} banks rest in host memory and pass through 1 slot, refilled when the block before is done"
-    return f"{stays} banks rest in host memory and stream through {slots} slots while other layers compute"
+        return f"{stays} banks {where} and pass through 1 slot, refilled when the block before is done"
+    return f"{stays} banks {where} and stream through {slots} slots while other layers compute"
 
 
 def lifetimes(graph: Graph) -> list[Lifetime]:
-    """The gathers of a canonical graph, in host order."""
+    """The gathers of a canonical graph, in the order in which they are first read."""
     place = positions(graph)
     stays = []
     for node in graph.nodes:
         if is_call(node, gather):
-            all_readers = list(readers(node))
+            found = sorted(readers(node), key=place.__getitem__)
+            # copy_ gives a view of what it writes to, but what it writes it reads.
+            reading = [reader for reader in found if not is_view(reader) or mutates(reader)]
+            first_reader = (reading or found)[0]
+            views = tuple(found[: found.index(first_reader)])
             bank = node.kwargs["bank"]
             assert isinstance(bank, int)
             block = str(node.meta.get("moepass_block", node.name))
-            stays.append(Lifetime(node, bank, block, first(all_readers, place), last(all_readers, place)))
-    return stays
+            stays.append(Lifetime(node, bank, block, views, first_reader, found[-1]))
+    return sorted(stays, key=lambda stay: place[stay.first_reader])
 
 
 def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> list[Residency]:

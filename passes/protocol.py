@@ -8,7 +8,7 @@ the graph after every pass, and hands every intermediate graph to an observer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,11 +27,24 @@ class PlanError(MoepassError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Group:
+    """A process group as one of its ranks sees it."""
+
+    rank: int
+    ranks: int
+
+
+@dataclasses.dataclass(frozen=True)
 class PassContext:
-    """What passes may know beside the graph. `slots` is the size of the ring that the banks stream through."""
+    """What passes may know beside the graph.
+
+    `slots` is the size of the ring that the banks stream through; `groups` are the process groups that the graph talks
+    to, by name, as this rank sees them.
+    """
 
     slots: int = 2
     disabled: frozenset[str] = frozenset()
+    groups: Mapping[str, Group] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

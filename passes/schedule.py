@@ -1,13 +1,13 @@
 """Split every gather into prefetch, acquire and release, in the order that the plan decided.
 
 Contract
-    in    canonical graph and a plan with residencies, one per gather in host order
+    in    canonical graph and a plan with residencies, one per gather in the order in which they are first read
     out   scheduled graph: no gather left; every prefetch names the event that it waits for
     a residency that fits no gather is an error, never a silent change of the schedule
 
 Pseudo-code
     for each residency and its gather:
-        acquire right before the first reader of the bank
+        acquire right before the first reader of the bank; the views of the bank that stand in front of that follow it
         release right after the last reader
         prefetch right after the release of the slot's previous content; at the start of the graph for a fresh slot
 """
@@ -65,10 +65,12 @@ def _insert_prefetch(module: GraphModule, stay: Lifetime, slot: int, after: Node
 
 def _insert_acquire(module: GraphModule, stay: Lifetime, slot: int, filled: Node) -> Node:
     graph = module.graph
-    with graph.inserting_before(stay.gather):
+    with graph.inserting_before(stay.first_reader):
         node = graph.call_function(acquire, (filled,), {"bank": stay.bank, "slot": slot})
     node.meta = dict(stay.gather.meta)
     stay.gather.replace_all_uses_with(node)
+    for view in stay.views:
+        stay.first_reader.prepend(view)
     return node
 
 

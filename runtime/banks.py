@@ -6,46 +6,57 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
 
 from moepass.models.errors import InputError
-from moepass.passes.ir import BankSpec, TensorSpec, dtype_name
+from moepass.passes.ir import BankSpec
+from moepass.passes.shards import ALIGNMENT_BYTES, pack_layout, shard_layout
+from moepass.runtime.homes import Home
 from moepass.runtime.link import Link
 from moepass.runtime.ring import Ring, make_ring
-
-# Tensors in a bank start at multiples of this: what vector loads and grouped GEMM kernels want at most.
-ALIGNMENT_BYTES = 256
+from moepass.runtime.sources import read_range
 
 
 @dataclasses.dataclass(frozen=True)
 class Bank:
-    """One layer's experts at rest: `shard` is a flat uint8 tensor that holds every tensor of `spec`."""
+    """One layer's experts at rest: `shard` is this process's part, flat uint8, and what a graph takes as its input.
+
+    Where the shard is not all of the bank, the home of the store knows the rest.
+    """
 
     spec: BankSpec
     shard: torch.Tensor
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The bank's tensors in `memory`, a copy of the shard."""
+        """The bank's tensors in `memory`, which holds the complete bank."""
         return tuple(tensor.view(memory) for tensor in self.spec.tensors)
+
+
+def describe_bank(
+    index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, expert_bounds: tuple[int, ...] = ()
+) -> BankSpec:
+    """The bank that complete `tensors`, each [experts, ...], are packed into."""
+    layout = pack_layout((key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items())
+    return BankSpec(index, name, home, layout.nbytes, layout.tensors, expert_bounds)
 
 
 def pack_bank(index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool) -> Bank:
     """Pack `tensors`, each [experts, ...], into one buffer in host memory; pinned where a CUDA device will read it."""
-    specs: list[TensorSpec] = []
-    offset = 0
-    for tensor_name, tensor in tensors.items():
-        specs.append(TensorSpec(tensor_name, tuple(tensor.shape), dtype_name(tensor.dtype), offset))
-        offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    spec = describe_bank(index, name, tensors, home=home)
     bank_device = next(iter(tensors.values())).device
     home_device = bank_device if bank_device.type == "meta" else torch.device("cpu")
-    shard = torch.empty(offset, dtype=torch.uint8, device=home_device, pin_memory=pin)
-    bank = Bank(BankSpec(index, name, home, offset, tuple(specs)), shard)
-    for view, tensor in zip(bank.views(shard), tensors.values(), strict=True):
-        view.copy_(tensor.detach())
-    return bank
+    shard = torch.empty(spec.nbytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
+    write_parts(spec, 0, list(tensors.values()), shard)
+    return Bank(spec, shard)
+
+
+def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
+    """Write `parts`, the experts of `rank` of every tensor of the bank, into `shard`, flat uint8."""
+    for place, part in zip(shard_layout(spec, rank).tensors, parts, strict=True):
+        place.view(shard).copy_(part.detach())
 
 
 _store_numbers = itertools.count()
@@ -56,15 +67,17 @@ class BankStore:
     """The banks of one offloaded model, and the ring that they stream through.
 
     The ring is made by the first compiled graph that needs it and shared by all graphs of the model, so that its memory
-    is `slots` times the largest bank, however many shapes are compiled. Eager mode does not use it: there a bank is
-    gathered into fresh memory, and only the last one is kept, because one layer reads its bank several times.
+    is `slots` times the largest bank, however many shapes are compiled; no more slots than there are banks. Eager mode
+    does not use it: there a bank is gathered into fresh memory, and only the last one is kept, because one layer reads
+    its bank several times.
     """
 
-    def __init__(self, device: torch.device, slots: int, link: Link) -> None:
+    def __init__(self, device: torch.device, slots: int, link: Link, home: Home) -> None:
         self.number = next(_store_numbers)
         self.device = device
         self.slots = slots
         self.link = link
+        self.home = home
         self.banks: list[Bank] = []
         self._ring: Ring | None = None
         self._lock = threading.Lock()
@@ -80,13 +93,18 @@ class BankStore:
 
     @property
     def home_bytes(self) -> int:
-        """Bytes of all banks at rest."""
-        return sum(bank.spec.nbytes for bank in self.banks)
+        """Bytes that rest in this process: all banks, or its shards of them."""
+        return sum(bank.shard.numel() for bank in self.banks)
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots of the ring: as many as were asked for, but no more than there are banks."""
+        return min(self.slots, len(self.banks))
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes that the ring takes on the compute device: slots times the largest bank."""
-        return self.slots * self.slot_bytes
+        """Bytes that the ring takes on the compute device: its slots times the largest bank."""
+        return self.ring_slots * self.slot_bytes
 
     @property
     def slot_bytes(self) -> int:
@@ -96,23 +114,46 @@ class BankStore:
     def ring(self, debug: bool = False) -> Ring:
         with self._lock:
             if self._ring is None:
-                self._ring = make_ring(self.slots, self.slot_bytes, self.device, self.link)
+                self._ring = make_ring(self.ring_slots, self.slot_bytes, self.device, self.link, home=self.home)
+            # Banks may have come since it was made.
+            self._ring.reserve(self.ring_slots, self.slot_bytes)
             # Once asked for, poisoning stays on: the graphs of a model share the ring.
             self._ring.debug = self._ring.debug or debug
             return self._ring
 
     def gather_now(self, bank: int) -> tuple[torch.Tensor, ...]:
-        """The complete bank on the compute device, in memory of its own: the synchronous gather of eager mode."""
+        """The complete bank on the compute device, in memory of its own: the synchronous gather of eager mode.
+
+        Raises PeerError where a rank that holds a part of it is gone.
+        """
         last = self._eager
         if last is not None and last[0] == bank:
             return last[1]
         self._eager = last = None  # before the copy, so that at most one bank is held
-        memory = self.banks[bank].shard.to(self.device, copy=True)
-        tensors = self.banks[bank].views(memory)
+        tensors = self.banks[bank].views(self._read(bank, 0, self.banks[bank].spec.nbytes))
         self._eager = (bank, tensors)
         return tensors
+
+    def read_tensor(self, bank: int, index: int) -> torch.Tensor:
+        """One tensor of a complete bank on the compute device, in memory of its own.
+
+        Raises PeerError where a rank that holds a part of it is gone.
+        """
+        spec = self.banks[bank].spec.tensors[index]
+        memory = self._read(bank, spec.offset_bytes, spec.offset_bytes + spec.nbytes)
+        return memory.view(spec.torch_dtype).view(spec.shape)
+
+    def _read(self, bank: int, start: int, stop: int) -> torch.Tensor:
+        self.home.check()
+        sources = self.home.sources(self.banks[bank].spec, [self.banks[bank].shard])
+        return read_range(sources, start, stop, self.device)
 
 
 def find_store(number: int) -> BankStore:
     """The store with that number. Raises KeyError where its model is gone."""
     return _stores[number]
+
+
+__all__ = [
+    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_store", "pack_bank", "write_parts",
+]  # fmt: skip

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import queue
 import threading
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from moepass.models.errors import MoepassError
 from moepass.runtime.link import Link
+from moepass.runtime.sources import Source, whole
 
 # [Empirical] Large enough that the interpreter lock, taken once per slice, does not show; small enough that an
 # abandoned copy ends within a millisecond or two.
@@ -23,10 +26,13 @@ class CopyError(MoepassError, RuntimeError):
 
 
 class PendingCopy:
-    """One copy: queued, running or finished. `wait` gives what went wrong, to the thread that needs the bytes."""
+    """One copy: queued, running or finished. `wait` gives what went wrong, to the thread that needs the bytes.
 
-    def __init__(self, source: torch.Tensor, slot: torch.Tensor, label: str) -> None:
-        self.source = source
+    A tensor as `sources` stands for all of its bytes, to the start of the slot.
+    """
+
+    def __init__(self, sources: torch.Tensor | Sequence[Source], slot: torch.Tensor, label: str) -> None:
+        self.sources = (whole(sources),) if isinstance(sources, torch.Tensor) else tuple(sources)
         self.slot = slot
         self.label = label
         self.finished = threading.Event()
@@ -72,17 +78,45 @@ def _run(copies: queue.SimpleQueue[PendingCopy | None], link: Link) -> None:
 
 
 def _perform(copy: PendingCopy, link: Link) -> None:
-    source, slot = copy.source, copy.slot
-    nbytes = source.numel()
-    if not (source.is_contiguous() and slot.is_contiguous()) or slot.numel() < nbytes:
-        raise ValueError(f"{nbytes} contiguous bytes do not fit a slot of {slot.numel()}")
+    _check_bounds(copy)
     started = time.perf_counter()
     # memmove releases the interpreter lock and uses this thread alone, where Tensor.copy_ would wake a whole pool.
-    for start in range(0, nbytes, SLICE_BYTES):
+    for target, source, size in _in_turn([_slices(source, copy.slot) for source in copy.sources]):
         if copy.abandoned.is_set():
             return
-        size = min(SLICE_BYTES, nbytes - start)
-        ctypes.memmove(slot.data_ptr() + start, source.data_ptr() + start, size)
-    remaining = started + link.seconds(nbytes) - time.perf_counter()
+        ctypes.memmove(target, source, size)
+    over_link = sum(source.nbytes for source in copy.sources if source.over_link)
+    remaining = started + link.seconds(over_link) - time.perf_counter()
     if remaining > 0:
         copy.abandoned.wait(remaining)
+
+
+def _check_bounds(copy: PendingCopy) -> None:
+    """Raises ValueError where a piece would leave its source or the slot."""
+    pieces = [piece for source in copy.sources for piece in source.pieces]
+    needed = max((piece.slot_offset_bytes + piece.nbytes for piece in pieces), default=0)
+    contiguous = all(memory.is_contiguous() for memory in (copy.slot, *(source.memory for source in copy.sources)))
+    if not contiguous or copy.slot.numel() < needed:
+        raise ValueError(f"{needed} contiguous bytes do not fit a slot of {copy.slot.numel()}")
+    for source in copy.sources:
+        end = max((piece.source_offset_bytes + piece.nbytes for piece in source.pieces), default=0)
+        if source.memory.numel() < end:
+            raise ValueError(f"a source of {source.memory.numel()} bytes is read up to byte {end}")
+
+
+# Addresses in the slot and in the source, and a number of bytes.
+Slice = tuple[int, int, int]
+
+
+def _slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
+    target, origin = slot.data_ptr(), source.memory.data_ptr()
+    for piece in source.pieces:
+        for start in range(0, piece.nbytes, SLICE_BYTES):
+            size = min(SLICE_BYTES, piece.nbytes - start)
+            yield target + piece.slot_offset_bytes + start, origin + piece.source_offset_bytes + start, size
+
+
+def _in_turn(sources: list[Iterator[Slice]]) -> Iterator[Slice]:
+    """One slice of each source, then the next of each, so that no source is read in one go while others rest."""
+    for turn in itertools.zip_longest(*sources):
+        yield from (part for part in turn if part is not None)

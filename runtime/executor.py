@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule
 
 from moepass.models.errors import InputError, MoepassError
-from moepass.passes.graph import copy_graph_module, is_call
-from moepass.passes.ir import SLOT_OPS, Plan, acquire, prefetch, release
+from moepass.passes.detect import bank_arguments
+from moepass.passes.graph import copy_graph_module, graph_inputs, is_call
+from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, acquire, prefetch, release
+from moepass.runtime.banks import BankStore, find_store
 from moepass.runtime.copying import CopyError
 from moepass.runtime.ring import Ring
 
@@ -27,9 +30,9 @@ class RingOperation(torch.nn.Module):
     It knows its ring weakly: Dynamo keeps compiled code after the model is gone, and slots must not stay with it.
     """
 
-    def __init__(self, ring: Ring, plan: Plan) -> None:
+    def __init__(self, ring: Ring, banks: Mapping[int, BankSpec]) -> None:
         super().__init__()
-        self.weak_ring, self.banks = weakref.ref(ring), {spec.index: spec for spec in plan.banks}
+        self.weak_ring, self.banks = weakref.ref(ring), dict(banks)
 
     @property
     def ring(self) -> Ring:
@@ -51,6 +54,17 @@ class Release(RingOperation):
         return self.ring.release(slot, last)
 
 
+class ReadTensor(torch.nn.Module):
+    """A bank tensor that no block claims, of a bank of which the graph's input is only this rank's part."""
+
+    def __init__(self, store: BankStore) -> None:
+        super().__init__()
+        self.weak_store = weakref.ref(store)
+
+    def forward(self, shard: torch.Tensor, store: int, bank: int, bank_name: str, index: int, *_: Any) -> torch.Tensor:
+        return alive(self.weak_store).read_tensor(bank, index)
+
+
 class Located(torch.nn.Module):
     """A segment at one place of the graph: an exception in it names that place."""
 
@@ -68,13 +82,19 @@ class Located(torch.nn.Module):
             raise SegmentError(f"in {self.name}{place}: {type(error).__name__}: {error}") from error
 
 
-def alive(ring: weakref.ref[Ring]) -> Ring:
-    """Raises InputError where the ring went away together with its model."""
-    found = ring()
+_T = TypeVar("_T", Ring, BankStore)
+
+
+def alive(owned: weakref.ref[_T]) -> _T:
+    """Raises InputError where the ring or the banks went away together with their model."""
+    found = owned()
     if found is None:
         raise InputError("the model of this compiled graph is gone, and the ring of its experts with it")
     return found
 
+
+# Takes the banks of a graph and this rank's tensors of each; gives their ring, and the banks as that ring knows them.
+Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], tuple[Ring, list[BankSpec]]]
 
 _executor_numbers = itertools.count()
 _BINDINGS: dict[Any, type[RingOperation]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
@@ -89,11 +109,14 @@ class Executor:
 
     _boxed_call = True
 
-    def __init__(self, top: GraphModule, plan: Plan, ring: Ring | None) -> None:
+    def __init__(self, top: GraphModule, plan: Plan, ring: Ring | None, adopt: Adopt | None = None) -> None:
+        """Where banks are this rank's parameters, `adopt` makes them complete in the first run and gives their ring."""
         self.plan = plan
         self._number = next(_executor_numbers)
+        self._lock = threading.Lock()
+        self._adopt = adopt
         self._ring = None if ring is None else weakref.ref(ring)
-        self.graph_module = bind(top, plan, ring)
+        self.graph_module = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring)
 
     @property
     def ring(self) -> Ring | None:
@@ -103,6 +126,8 @@ class Executor:
     def __call__(self, inputs: list[Any]) -> Any:
         arguments = tuple(inputs)
         inputs.clear()  # the boxed convention: the caller's references end here
+        if self._adopt is not None:
+            self._adopt_banks(arguments)
         ring = self.ring
         if ring is None:
             return self.graph_module(*arguments)
@@ -114,20 +139,41 @@ class Executor:
                 ring.reset()
                 raise
 
+    def _adopt_banks(self, arguments: Sequence[Any]) -> None:
+        with self._lock:
+            if self._adopt is None:
+                return
+            names = [node.name for node in graph_inputs(self.graph_module.graph)]
+            given = dict(zip(names, arguments, strict=True))
+            shards = {stay.bank: [given[name] for name in stay.shards] for stay in self.plan.residencies}
+            ring, banks = self._adopt([self.plan.bank(index) for index in shards], list(shards.values()))
+            self.graph_module = bind(self.graph_module, dict(zip(shards, banks, strict=True)), ring)
+            self._ring = weakref.ref(ring)
+            self._adopt = None
 
-def bind(top: GraphModule, plan: Plan, ring: Ring | None) -> GraphModule:
-    """Replace the slot operations of `top` by calls of `ring`, and give every segment call its place in the model."""
+
+def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None) -> GraphModule:
+    """Replace the slot operations of `top` by calls of `ring`, and give every segment call its place in the model.
+
+    `banks` are those of the graph, by the index that they have in it.
+
+    Bank tensors that are still read one by one, from shards of several ranks, become calls of their store.
+    """
     bound = copy_graph_module(top)
     for target, binding in _BINDINGS.items():
         if any(is_call(node, target) for node in bound.graph.nodes):
             assert ring is not None, "a graph with slot operations needs a ring"
-            bound.add_module(target.__name__, binding(ring, plan))
+            bound.add_module(target.__name__, binding(ring, banks))
     last_releases = {node.kwargs["slot"]: node for node in bound.graph.nodes if is_call(node, release)}
     for position, node in enumerate(list(bound.graph.nodes)):
         if is_call(node, release):
             node.kwargs = {**node.kwargs, "last": last_releases[node.kwargs["slot"]] is node}
         if is_call(node, *SLOT_OPS):
             node.op, node.target = "call_module", node.target.__name__
+        elif is_call(node, BANK_TENSOR) and bank_arguments(node).expert_bounds:
+            name = f"read_bank_tensor_at_{position}"
+            bound.add_module(name, ReadTensor(find_store(bank_arguments(node).store)))
+            node.op, node.target = "call_module", name
         elif node.op == "call_module":
             layers = str(node.meta.get("moepass_layers", ""))
             located = f"{node.target}_at_{position}"

@@ -5,26 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping
 
-import torch
-
 from moepass.passes.ir import BankSpec
+from moepass.runtime.sources import Source
 
 
 @dataclasses.dataclass(frozen=True)
 class Fetch:
-    """A bank, and the shards that it is copied from."""
+    """A bank, and where it is copied from."""
 
     bank: BankSpec
-    shards: tuple[torch.Tensor, ...]
+    sources: tuple[Source, ...]
 
     def contents(self) -> Hashable:
         """Equal for two fetches only if they bring the same bytes; None where that cannot be told.
 
-        In-place changes are told by torch's version counter, which inference tensors do not have.
+        In-place changes are told by torch's version counter, which inference tensors do not have. Other ranks' shards
+        do not change once they are published.
         """
-        if any(shard.is_inference() for shard in self.shards):
+        memories = [source.memory for source in self.sources]
+        if any(memory.is_inference() for memory in memories):
             return None
-        return self.bank, tuple((shard.data_ptr(), shard._version) for shard in self.shards)
+        return self.bank, tuple((memory.data_ptr(), memory._version) for memory in memories)
 
 
 class LearnedOrder:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.utils import parametrize
 
 from moepass.models.errors import InputError, OptionError, one_of
 from moepass.passes.ir import BANK_TENSOR, TensorSpec
-from moepass.runtime.banks import BankStore, pack_bank
+from moepass.runtime.banks import Bank, BankStore, pack_bank
+from moepass.runtime.homes import Home
 from moepass.runtime.link import parse_link
+from moepass.runtime.peer_home import PeerPacker
+from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 
-HOMES = ("host",)
+HOMES = ("host", "peer")
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadReport:
-    """What `offload_experts` moved. Bytes at rest in `home`, and bytes that the ring takes on `device`."""
+    """What `offload_experts` moved. Bytes at rest in this process, and bytes that the ring takes on `device`."""
 
     store: BankStore
     home: str
@@ -45,10 +51,12 @@ class BankedParameter(nn.Module):
         spec = store.banks[bank].spec
         tensor: TensorSpec = spec.tensors[index]
         # Constants of the captured graph; a tuple, so that Dynamo need not look into the store.
-        self.arguments = (
+        self.arguments: tuple[Any, ...] = (
             store.number, bank, spec.name, index, tensor.name, tensor.offset_bytes,
             list(tensor.shape), tensor.torch_dtype, store.device,
         )  # fmt: skip
+        if spec.expert_bounds:
+            self.arguments += (spec.home, list(spec.expert_bounds), spec.nbytes)
 
     def forward(self, original: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -116,12 +124,47 @@ def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if expert_parameters(module)}
 
 
+class Packer(Protocol):
+    """Brings the banks of a model to a home: `agree`, then `pack` for each, then `connect`."""
+
+    @property
+    def home(self) -> Home: ...
+
+    def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Raise where these banks, given as name and tensors [experts, ...], cannot be packed. Changes nothing."""
+
+    def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
+        """What stays of a bank in this process; its tensors are freed right after."""
+
+    def connect(self, banks: Sequence[Bank]) -> None:
+        """Make the packed banks readable from the packer's home."""
+
+
+class HostPacker:
+    """Complete banks in host memory, pinned where a CUDA device will read them."""
+
+    def __init__(self, pin: bool) -> None:
+        self.home = Home()
+        self.pin = pin
+
+    def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        return
+
+    def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
+        return pack_bank(index, name, tensors, home="host", pin=self.pin)
+
+    def connect(self, banks: Sequence[Bank]) -> None:
+        return
+
+
 def offload_experts(
     model: nn.Module,
     home: str = "host",
     device: torch.device | str | None = None,
     slots: int = 2,
     link: str = "real",
+    group: ProcessGroup | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
@@ -129,7 +172,16 @@ def offload_experts(
     the device of the model's other parameters; `link="emulate:BYTES_PER_S"` makes transfers take that long (CPU only).
     The model is changed in place; afterwards its state_dict no longer holds the experts.
 
-    Raises OptionError (unknown home, slots below 1, a malformed link) and InputError (no experts, a missing device).
+    home="host": complete banks in memory of this process.
+    home="peer": each rank of `group` (default: all ranks of torch.distributed, which must be initialised) keeps 1/N of
+    every bank in shared memory and copies the rest from the others when it needs it; an emulated link counts these
+    bytes only. All ranks call this, each with the complete model. They wait for each other here, each time for
+    `timeout_s` at most, and never again: afterwards ranks run as many steps as they like, when they like. Not on CUDA
+    yet.
+
+    Raises OptionError (unknown home, slots below 1, a malformed link or timeout) and InputError (no experts, a missing
+    device, no process group). For home="peer" also PeerError where ranks are missing or differ in what they bring, and
+    SharedMemoryError where the machine has none; the model is then as it was, unless a rank is lost after all agreed.
     """
     if home not in HOMES:
         raise OptionError(f"home is {home!r}; it must be one of {one_of(HOMES)}")
@@ -143,18 +195,31 @@ def offload_experts(
             + ("they were offloaded before" if banked else "no module holds matrices of shape [experts, ., .]")
         )
     compute_device = resolve_device(model, device)
-    store = BankStore(compute_device, slots, parse_link(link))
+    parsed_link = parse_link(link)
+    packer = _packer(home, compute_device, group, timeout_s)
+    packer.agree({path: expert_parameters(module) for path, module in found.items()})
+    store = BankStore(compute_device, slots, parsed_link, packer.home)
     for index, (path, module) in enumerate(found.items()):
         parameters = expert_parameters(module)
-        bank = pack_bank(index, path, parameters, home=home, pin=compute_device.type == "cuda")
-        store.banks.append(bank)
+        store.banks.append(packer.pack(index, path, parameters))
         for position, name in enumerate(parameters):
             parameters[name].requires_grad_(False)
             parametrization = BankedParameter(store, index, position)
             parametrization.train(module.training)
             parametrize.register_parametrization(module, name, parametrization, unsafe=True)
             setattr(type(module), name, _bank_property(name))
+    packer.connect(store.banks)
     return OffloadReport(store, home, tuple(found), store.home_bytes, store.ring_bytes)
+
+
+def _packer(home: str, device: torch.device, group: ProcessGroup | None, timeout_s: float) -> Packer:
+    if home == "host":
+        if group is not None:
+            raise OptionError("home is 'host', which concerns one process alone; a group goes with home='peer'")
+        return HostPacker(pin=device.type == "cuda")
+    if device.type != "cpu":
+        raise InputError(f"device is {device}; home='peer' works on cpu only so far, use home='host' there")
+    return PeerPacker(PeerGroup.of(group, timeout_s))
 
 
 def resolve_device(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -16,16 +16,22 @@ import torch
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir import BankSpec
 from moepass.runtime.copying import CopyThread, PendingCopy
+from moepass.runtime.homes import Home
 from moepass.runtime.learned_order import Fetch, LearnedOrder
 from moepass.runtime.link import Link
+from moepass.runtime.sources import Source
 
 # All bits set is a NaN in every floating type that experts come in: fp32, bf16, fp16, fp8 e4m3fn and e5m2.
 POISON_BYTE = 0xFF
+
+_THIS_PROCESS = Home()
 
 
 @dataclasses.dataclass
 class RingStatistics:
     """What a ring did since it was made. `waited_seconds` is host time spent in acquire: on a CPU, the exposed time.
+
+    `copied_bytes` went into slots; `link_bytes` of them came over the link, the others from this rank's own shards.
 
     Slots that a run has done with are filled for the next run while this one ends: `ahead_used` of these copies were
     what the next run asked for, `ahead_wasted` were not.
@@ -33,6 +39,7 @@ class RingStatistics:
 
     copies: int = 0
     copied_bytes: int = 0
+    link_bytes: int = 0
     waited_seconds: float = 0.0
     ahead_used: int = 0
     ahead_wasted: int = 0
@@ -64,14 +71,22 @@ class Ring:
     _free: list[int]
     _freed: dict[int, object]
 
-    def __init__(self, slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False) -> None:
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        link: Link,
+        debug: bool = False,
+        home: Home = _THIS_PROCESS,
+    ) -> None:
         self.device = device
         self.link = link
+        self.home = home
         self.debug = debug
         self.lock = threading.RLock()
         self.statistics = RingStatistics()
-        with torch.inference_mode(False):  # inference tensors could not be written outside that mode
-            self._buffers = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        self._buffers = _buffers(slots, slot_bytes, device)
         self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
         self._order = LearnedOrder()
         self._ahead: dict[int, Ahead] = {}
@@ -86,8 +101,23 @@ class Ring:
         """Bytes that the ring occupies on the compute device."""
         return sum(buffer.numel() for buffer in self._buffers)
 
+    def reserve(self, slots: int, slot_bytes: int) -> None:
+        """Make the ring larger where it is smaller than that: between two runs, which then begin with empty slots."""
+        with self.lock:
+            largest = max((buffer.numel() for buffer in self._buffers), default=0)
+            if slots <= self.slots and slot_bytes <= largest:
+                return
+            slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
+            self.reset()
+            # The old ones go first: for a moment both would be too much.
+            self._views.clear()
+            self._buffers.clear()
+            self._buffers = _buffers(slots, slot_bytes, self.device)
+            self._forget_runs()
+
     def begin_run(self, graph: Hashable, slots: int) -> None:
-        """A run of `graph` begins, which uses `slots` slots."""
+        """A run of `graph` begins, which uses `slots` slots. Raises what `Home.check` of the banks' home raises."""
+        self.home.check()
         self._graph, self._used = graph, slots
         self._beginning = {}
         self._buffer_of = self._free
@@ -96,10 +126,10 @@ class Ring:
     def prefetch(self, shards: Sequence[torch.Tensor], bank: BankSpec, slot: int, after: object) -> object:
         """Start to fill `slot` once `after`, an event that `release` gave or None, has happened."""
         buffer = self._buffer_of[slot]
+        fetch = Fetch(bank, self.home.sources(bank, shards))
         if after is not None:
-            return self._copy(shards, bank, buffer, after)
-        fetch = Fetch(bank, tuple(shards))
-        filled = self._take_ahead(buffer, fetch) or self._copy(shards, bank, buffer, self._freed.get(buffer))
+            return self._copy(fetch, buffer, after)
+        filled = self._take_ahead(buffer, fetch) or self._copy(fetch, buffer, self._freed.get(buffer))
         self._beginning[slot] = fetch
         if len(self._beginning) == self._used:
             self._order.learn((self._graph, self._beginning[0].bank.index), self._beginning)
@@ -150,7 +180,7 @@ class Ring:
         if ahead is not None and ahead.contents == contents:
             return
         self._drop_ahead(buffer)
-        self._ahead[buffer] = Ahead(contents, self._copy(fetch.shards, fetch.bank, buffer, self._freed.get(buffer)))
+        self._ahead[buffer] = Ahead(contents, self._copy(fetch, buffer, self._freed.get(buffer)))
 
     def _take_ahead(self, buffer: int, fetch: Fetch) -> object:
         ahead = self._ahead.get(buffer)
@@ -166,15 +196,14 @@ class Ring:
             self.statistics.ahead_wasted += 1
             self._abandon(ahead.filled)
 
-    def _copy(self, shards: Sequence[torch.Tensor], bank: BankSpec, buffer: int, after: object) -> object:
+    def _copy(self, fetch: Fetch, buffer: int, after: object) -> object:
         self.statistics.copies += 1
-        self.statistics.copied_bytes += sum(shard.numel() for shard in shards)
-        return self._start_copy(shards, bank, self._buffers[buffer], after)
+        self.statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
+        self.statistics.link_bytes += sum(source.nbytes for source in fetch.sources if source.over_link)
+        return self._start_copy(fetch.sources, self._buffers[buffer], fetch.bank.name, after)
 
-    def _start_copy(
-        self, shards: Sequence[torch.Tensor], bank: BankSpec, memory: torch.Tensor, after: object
-    ) -> object:
-        """Copy `shards` into `memory` once `after` has happened, later than all copies before; gives "it is full"."""
+    def _start_copy(self, sources: Sequence[Source], memory: torch.Tensor, label: str, after: object) -> object:
+        """Copy `sources` into `memory` once `after` has happened, later than all copies before; gives "it is full"."""
         raise NotImplementedError
 
     def _wait(self, filled: object) -> None:
@@ -194,19 +223,29 @@ class Ring:
         raise NotImplementedError
 
 
+def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:
+    with torch.inference_mode(False):  # inference tensors could not be written outside that mode
+        return [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+
+
 class CpuRing(Ring):
     """Slots in ordinary memory, filled by a copy thread. Computation on a CPU is over when its call returns."""
 
-    def __init__(self, slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False) -> None:
-        super().__init__(slots, slot_bytes, device, link, debug)
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        link: Link,
+        debug: bool = False,
+        home: Home = _THIS_PROCESS,
+    ) -> None:
+        super().__init__(slots, slot_bytes, device, link, debug, home)
         self._copies = CopyThread(link)
         self._pending: list[PendingCopy] = []
 
-    def _start_copy(
-        self, shards: Sequence[torch.Tensor], bank: BankSpec, memory: torch.Tensor, after: object
-    ) -> PendingCopy:
-        (shard,) = shards
-        copy = self._copies.submit(PendingCopy(shard, memory, bank.name))
+    def _start_copy(self, sources: Sequence[Source], memory: torch.Tensor, label: str, after: object) -> PendingCopy:
+        copy = self._copies.submit(PendingCopy(sources, memory, label))
         self._pending.append(copy)
         return copy
 
@@ -236,22 +275,32 @@ class CpuRing(Ring):
 class CudaRing(Ring):
     """Slots in device memory, filled on a copy stream of their own; events order it against the compute stream."""
 
-    def __init__(self, slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False) -> None:
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        link: Link,
+        debug: bool = False,
+        home: Home = _THIS_PROCESS,
+    ) -> None:
         if link.is_emulated:
             raise OptionError(f"link is {link}, which exists for device cpu only; the device is {device}")
-        super().__init__(slots, slot_bytes, device, link, debug)
+        super().__init__(slots, slot_bytes, device, link, debug, home)
         self._stream = torch.cuda.Stream(device)
         # Before the first copy: the allocator may hand out memory that the current stream has not finished with.
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def _start_copy(
-        self, shards: Sequence[torch.Tensor], bank: BankSpec, memory: torch.Tensor, after: object
+        self, sources: Sequence[Source], memory: torch.Tensor, label: str, after: object
     ) -> torch.cuda.Event:
-        (shard,) = shards
         with torch.cuda.stream(self._stream):
             if isinstance(after, torch.cuda.Event):
                 self._stream.wait_event(after)
-            memory.narrow(0, 0, shard.numel()).copy_(shard, non_blocking=True)
+            for source in sources:
+                for piece in source.pieces:
+                    part = memory.narrow(0, piece.slot_offset_bytes, piece.nbytes)
+                    part.copy_(source.memory.narrow(0, piece.source_offset_bytes, piece.nbytes), non_blocking=True)
             filled = torch.cuda.Event()
             filled.record(self._stream)
         return filled
@@ -280,9 +329,14 @@ class CudaRing(Ring):
             stream.synchronize()
 
 
-def make_ring(slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False) -> Ring:
-    """The ring for `device`. Raises InputError where the device is not there or no ring exists for its kind."""
+def make_ring(
+    slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False, home: Home = _THIS_PROCESS
+) -> Ring:
+    """The ring for `device`, filled from banks that rest in `home`.
+
+    Raises InputError where the device is not there or no ring exists for its kind.
+    """
     kinds: dict[str, type[Ring]] = {"cpu": CpuRing, "cuda": CudaRing}
     if device.type not in kinds:
         raise InputError(f"device is {device}; experts stream to {' or '.join(kinds)}")
-    return kinds[device.type](slots, slot_bytes, device, link, debug)
+    return kinds[device.type](slots, slot_bytes, device, link, debug, home)

@@ -13,6 +13,7 @@ from backend_helper import (
     TOP_K,
     WIDTH,
     BatchedBlock,
+    DenseBlock,
     Stack,
     capture,
     fingerprint,
@@ -207,3 +208,47 @@ def test_layers_that_share_a_routing_decision_are_blocks_of_their_own() -> None:
         found = find_blocks(captured.module.graph)
         assert [match.record.name for match in found.matches] == ["blocks.0", "blocks.1", "blocks.2"]
         assert found.refusals == ()
+
+
+class Branches(nn.Module):
+    """Every layer but the first runs in one of two branches, which both read its bank."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DenseBlock(seed=layer) for layer in range(3))
+        self.first = first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first:
+            x = self.blocks[0](x, x)
+        for block in self.blocks[1:]:
+
+            def once(x: torch.Tensor, block: nn.Module = block) -> torch.Tensor:
+                result: torch.Tensor = block(x, x)
+                return result
+
+            def half(x: torch.Tensor, block: nn.Module = block) -> torch.Tensor:
+                result: torch.Tensor = block(x, x) * 0.5
+                return result
+
+            x = torch.cond(x.sum() > 0, once, half, (x,))
+        return x
+
+
+@pytest.mark.parametrize(("first", "strategy"), [(True, "asyncep"), (False, "synchronous")])
+def test_a_bank_that_is_read_in_a_branch_is_in_the_plan(first: bool, strategy: str) -> None:
+    model = Branches(first)
+    with torch.no_grad():
+        expected = model(tokens())
+        moepass.offload_experts(model)
+        with moepass.record_compilations() as compilations:
+            compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+            assert torch.equal(compiled(tokens()), expected)
+    plan = compilations[0].plan
+    assert plan.strategy == strategy
+    assert [bank.name for bank in plan.banks] == [f"blocks.{layer}" for layer in range(0 if first else 1, 3)]
+    assert [refusal.where for refusal in plan.refusals] == ["blocks.1", "blocks.2"]
+    assert {refusal.reason for refusal in plan.refusals} == {
+        "it is read inside a branch or loop of the graph, where no block is looked for: gathered synchronously"
+    }
+    assert ("synchronously" in plan.reason) != first

@@ -388,6 +388,45 @@ def test_dropout_in_training_mode_is_refused(lower: str) -> None:
         _compiled(model, lower)(tokens())
 
 
+class Jitter(nn.Module):
+    """Noise on the router's input in training mode, as mixtral has it; in a branch or not."""
+
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def noisy(x: torch.Tensor) -> torch.Tensor:
+            return x * torch.empty_like(x).uniform_(0.9, 1.1)
+
+        if not self.training:
+            return x.clone()
+        return torch.cond(x.sum() > 0, noisy, torch.clone, (x,)) if self.branch else noisy(x)
+
+
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_noise_in_training_mode_is_refused(lower: str, branch: bool) -> None:
+    model = nn.Sequential(Jitter(branch), nn.Linear(32, 32)).train()
+    with torch.no_grad():
+        with pytest.raises(Exception, match=r"InputError: .* draws random numbers .* call model\.eval\(\) first"):
+            _compiled(model, lower)(tokens())
+        model.eval()
+        torch.testing.assert_close(_compiled(model, lower)(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_training_mode_that_draws_nothing_gives_what_the_plain_model_gives(lower: str) -> None:
+    """Nothing tells a graph's modules in training mode apart, and nothing is wrong: gradients are off, noise is refused."""
+    models = [nn.Sequential(nn.BatchNorm1d(32), Stack("dense_bmm", depth=2), nn.Dropout(0.0)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, model = (model.train() for model in models)
+    moepass.offload_experts(model)
+    with torch.no_grad():
+        torch.testing.assert_close(_compiled(model, lower)(tokens()), plain(tokens()))
+    torch.testing.assert_close(model[0].running_mean, plain[0].running_mean)
+
+
 def test_the_ring_waits_out_the_previous_run_of_another_graph() -> None:
     """Two graphs of one model in turn: each starts on slots that the other one has left."""
     model = Stack("batched_mm", depth=3)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from backend_helper import DenseBlock, tokens
+from torch import nn
+from torch.fx import Graph, GraphModule
 
 import moepass
 from moepass.models.tiny import tiny_inputs, tiny_model
+from moepass.passes.lower import LOWERINGS
 
 
 def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -51,3 +57,99 @@ def test_a_constant_in_a_segment(no_grad: None) -> None:
     compiled = torch.compile(forward, backend="asyncep", options={"lower": "eager"})
     x = torch.randn(4, 3)
     assert torch.equal(compiled(x), forward(x))
+
+
+# Copies that Inductor takes for nothing and removes, one after the other in different places.
+COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "times ones": lambda value: value * torch.ones_like(value),
+    "plus zeros": lambda value: value + torch.zeros_like(value),
+    "clone of a view": lambda value: value.transpose(1, 2).clone(),
+    "two clones": lambda value: value.permute(1, 0, 2).clone().permute(1, 0, 2).clone(),
+}
+
+
+class TwoBlocks(nn.Module):
+    """Two blocks, and the chance to do something with a tensor in front of both."""
+
+    def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = DenseBlock(seed=0), DenseBlock(seed=1)
+        self.copy = copy
+
+
+class CopiesWeights(TwoBlocks):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = self.copy(self.a.up)
+        return self.b(self.a(x, x), x), weight
+
+
+class CopiesState(TwoBlocks):
+    """A copy of a buffer is taken in front of the blocks; the buffer is updated behind them."""
+
+    state: torch.Tensor
+
+    def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor], blocks: bool) -> None:
+        super().__init__(copy)
+        self.blocks = blocks
+        self.register_buffer("state", torch.arange(4 * 6 * 32.0).reshape(4, 6, 32))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self.copy(self.state)
+        y = self.b(self.a(x, x), x) if self.blocks else x.relu()
+        self.state.copy_(self.state * 0.5 + y)
+        return y, before
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_weights_survives_the_slot_that_it_was_made_from(name: str, no_grad: None) -> None:
+    model = CopiesWeights(COPIES[name])
+    expected = COPIES[name](model.a.up).clone()
+    moepass.offload_experts(model, slots=1)
+    _, weight = torch.compile(model, backend="asyncep", options={"debug": True})(tokens())
+    assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_a_buffer_survives_its_update(name: str, blocks: bool, no_grad: None) -> None:
+    model, plain = CopiesState(COPIES[name], blocks), CopiesState(COPIES[name], blocks)
+    if blocks:
+        moepass.offload_experts(model)
+    compiled = torch.compile(model, backend="asyncep")
+    for _ in range(2):
+        assert torch.equal(compiled(tokens())[1], plain(tokens())[1])
+        torch.testing.assert_close(model.state, plain.state)
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_a_view_stays_a_view(lower: str, no_grad: None) -> None:
+    """Only what was fresh memory before is copied: an output that shows an input goes on showing it."""
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[1:].transpose(0, 1), x.relu()
+
+    x = torch.randn(4, 3)
+    view, _ = torch.compile(forward, backend="asyncep", options={"lower": lower})(x)
+    x[2, 1] = 7
+    assert view[1, 1] == 7
+
+
+def _show(x: torch.Tensor) -> torch.Tensor:
+    """Stands for an operator that nobody knows to give a view."""
+    return x.view(-1)
+
+
+def test_an_operator_that_hides_that_it_gives_a_view() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    shown = graph.call_function(_show, (x,))
+    declared = graph.call_function(torch.ops.aten.view.default, (x, [-1]))
+    graph.output((shown, declared))
+    for node in (x, shown, declared):
+        node.meta["val"] = torch.empty(2, 2)
+    run = LOWERINGS["eager"](GraphModule({}, graph))
+    value = torch.ones(2, 2)
+    copied, view = run(value)
+    value.zero_()
+    assert copied.tolist() == [1, 1, 1, 1]
+    assert view.tolist() == [0, 0, 0, 0]

@@ -26,15 +26,22 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 def test_a_report_says_what_was_moved(form: str) -> None:
     model = Stack(form, depth=3, bias=True)
     weights = {name: value.clone() for name, value in model.named_parameters()}
-    report = moepass.offload_experts(model, slots=4)
+    report = moepass.offload_experts(model, slots=2)
     assert report.home == "host"
     assert report.layers == ("blocks.0", "blocks.1", "blocks.2")
     assert report.home_bytes == report.store.home_bytes == sum(bank.spec.nbytes for bank in report.store.banks)
-    assert report.ring_bytes == 4 * report.store.banks[0].spec.nbytes
+    assert report.ring_bytes == 2 * report.store.banks[0].spec.nbytes
     assert find_store(report.store.number) is report.store
     for name, value in weights.items():
         part = model.get_submodule(name.rpartition(".")[0])
         assert torch.equal(getattr(part, name.rpartition(".")[2]), value), name
+
+
+def test_a_ring_has_no_more_slots_than_there_are_banks() -> None:
+    model = Stack(depth=2)
+    report = moepass.offload_experts(model, slots=10**12)
+    largest = max(bank.spec.nbytes for bank in report.store.banks)
+    assert report.ring_bytes == report.store.ring().device_bytes == 2 * largest
 
 
 def test_the_experts_leave_the_model() -> None:

@@ -27,6 +27,11 @@ def test_every_option_is_taken() -> None:
     assert parse_options(given) == Options("eager", ("verify",), True, "folder")
 
 
+@pytest.mark.parametrize("folder", ["folder", b"folder", Path("folder")])
+def test_every_kind_of_path_names_the_same_folder(folder: object) -> None:
+    assert parse_options({"dump": folder}).dump == "folder"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -63,7 +68,7 @@ def _run(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, list[moe
     ("options", "message"),
     [
         ({"lowr": 1}, "OptionError: option 'lowr' is unknown"),
-        ({"disable": ["nope"]}, "OptionError: disable: no pass is called nope; the passes are detect, rewrite, plan"),
+        ({"disable": ["nope"]}, "OptionError: disable: no pass is called nope; the passes are localise, detect, rewrite, plan"),
         (
             {"disable": ["schedule"]},
             "OptionError: pass verify needs scheduled, which schedule provides: do not disable it",

@@ -14,6 +14,7 @@ from backend_helper import (
     DenseBlock,
     Stack,
     capture,
+    count,
     fingerprint,
     slot_order,
     streamed,
@@ -24,6 +25,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import moepass
+from moepass.passes.graph import mutates
 from moepass.passes.ir import Plan
 from moepass.passes.lower import lower_segments
 from moepass.passes.pipeline import compile_graph
@@ -188,6 +190,15 @@ def test_updates_of_buffers_survive(offloaded: bool, lower: str) -> None:
             torch.testing.assert_close(compiled(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
     assert model.calls.item() == plain.calls.item() == 3
     torch.testing.assert_close(model.mean, plain.mean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_no_segment_writes_into_its_inputs(offloaded: bool) -> None:
+    """What is written to stands between segments, so that an output that Inductor lets show an input is still right."""
+    captured = (streamed if offloaded else capture)(Counting(), tokens(), torch.tensor([[0, 1]] * 6))
+    top = up_to("partition", captured.module).module
+    assert count(top, torch.ops.aten.copy_.default) == 2
+    assert not any(mutates(node) for segment in _segments(top).values() for node in segment.graph.nodes)
 
 
 def test_new_sizes_run_through_a_dynamic_partition() -> None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from backend_helper import (
     BLOCKS,
+    EXPERTS,
     BatchedBlock,
+    DenseBlock,
     Stack,
     capture,
     count,
@@ -19,6 +21,7 @@ from backend_helper import (
 )
 from torch import nn
 
+import moepass
 from moepass.passes.ir import acquire, gather, prefetch, release
 from moepass.passes.pipeline import PASSES
 from moepass.passes.protocol import PassContext, PassError, PlanError
@@ -145,3 +148,80 @@ def test_a_plan_of_another_graph_is_an_error() -> None:
     two = up_to("plan", streamed(Stack(depth=2), tokens()).module)
     with pytest.raises(PassError, match=r"the plan schedules banks \[0, 1, 2\], the graph gathers \[0, 1\]"):
         schedule(two.module, three.plan, PassContext())
+
+
+class UpFront(nn.Module):
+    """All weights are taken, as views, before the first of them is used; `order` is that of the first uses."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DenseBlock(gated=False, seed=layer) for layer in range(3))
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = [(block.up.transpose(-2, -1), torch.unsafe_chunk(block.down, 1)[0]) for block in self.blocks]
+        for up, down in (weights[layer] for layer in self.order):
+            x = torch.bmm(torch.bmm(x.expand(EXPERTS, -1, -1), up).relu(), down.transpose(-2, -1)).sum(0).tanh()
+        return x
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_weights_taken_up_front_are_acquired_where_they_are_first_read(order: tuple[int, ...], slots: int) -> None:
+    model = UpFront(order)
+    with torch.no_grad():
+        expected = model(tokens())
+        report = moepass.offload_experts(model, slots=slots)
+        compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+        with moepass.record_compilations() as compilations:
+            for _ in range(2):
+                assert torch.equal(compiled(tokens()), expected)
+    plan = compilations[0].plan
+    assert plan.slots == min(slots, 3)
+    assert [stay.bank for stay in plan.residencies] == list(order)
+    assert report.store.slots == slots
+
+
+def test_an_update_with_weights_is_a_read_and_keeps_its_place() -> None:
+    """`copy_` gives a view of what it wrote to, but it reads the weights."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = DenseBlock(seed=0), DenseBlock(seed=1)
+            self.register_buffer("kept", torch.zeros_like(self.a.up))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.b(self.a(x, x), x)
+            self.kept.copy_(self.a.up)
+            return y
+
+    model = Keeps()
+    weight = model.a.up.clone()
+    moepass.offload_experts(model, slots=2)
+    with torch.no_grad():
+        torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})(tokens())
+    assert torch.equal(model.kept, weight)
+
+
+def test_results_of_an_operator_with_several_stay_with_it() -> None:
+    """The last read of a bank may give several tensors: the release stands behind their getitems."""
+
+    class Largest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = DenseBlock(seed=0), DenseBlock(seed=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.a.up
+            values, places = weight.sum(1).max(-1)
+            y = self.b(self.a(x, x), x)
+            values, places = weight.max(-1)
+            return y + values.sum() + places.sum()
+
+    model = Largest()
+    with torch.no_grad():
+        expected = model(tokens())
+        moepass.offload_experts(model, slots=2)
+        compiled = torch.compile(model, backend="asyncep", options={"debug": True})
+        torch.testing.assert_close(compiled(tokens()), expected)

@@ -231,3 +231,15 @@ def test_many_threads_wait_for_their_own_copies() -> None:
     for worker in workers:
         worker.join()
     assert results == dict.fromkeys(range(4), True)
+
+
+def test_a_ring_grows_between_runs_and_never_shrinks() -> None:
+    ring, bank, large = _ring(slots=1), _bank(), _bank(1, count=100_000, value=3.0)
+    ring.acquire(ring.prefetch([bank.shard], bank.spec, 0, None), bank.spec, 0)
+    ring.reserve(2, large.spec.nbytes)
+    assert (ring.slots, ring.device_bytes) == (2, 2 * large.spec.nbytes)
+    for number, slot in ((bank, 0), (large, 1)):
+        (up, _) = ring.acquire(ring.prefetch([number.shard], number.spec, slot, None), number.spec, slot)
+        assert torch.equal(up, number.views(number.shard)[0])
+    ring.reserve(1, 100)
+    assert (ring.slots, ring.device_bytes) == (2, 2 * large.spec.nbytes)

@@ -1,0 +1,50 @@
+"""Which rank owns which experts: the one formula for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from moepass.models.errors import InputError
+
+
+def shard_bounds(experts: int, ranks: int) -> tuple[int, ...]:
+    """`ranks + 1` bounds: rank r owns the experts [bounds[r], bounds[r + 1]).
+
+    Shards are contiguous and differ by one expert at most; where `experts < ranks` some are empty.
+    Raises InputError where either number is below 1.
+    """
+    if experts < 1 or ranks < 1:
+        raise InputError(f"cannot spread {experts} experts over {ranks} ranks; both must be 1 or more")
+    return tuple(rank * experts // ranks for rank in range(ranks + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertPlacement:
+    """The experts of one layer on the ranks of one group, seen from `rank`. Raises InputError."""
+
+    experts: int
+    ranks: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        shard_bounds(self.experts, self.ranks)
+        if not 0 <= self.rank < self.ranks:
+            raise InputError(f"rank {self.rank} is not one of {self.ranks} ranks; it must be in 0..{self.ranks - 1}")
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Experts of each rank."""
+        bounds = shard_bounds(self.experts, self.ranks)
+        return tuple(stop - start for start, stop in itertools.pairwise(bounds))
+
+    @property
+    def owned(self) -> range:
+        """The global ids of this rank's experts; may be empty."""
+        bounds = shard_bounds(self.experts, self.ranks)
+        return range(bounds[self.rank], bounds[self.rank + 1])
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The rank of each expert."""
+        return tuple(rank for rank, size in enumerate(self.shard_sizes) for _ in range(size))

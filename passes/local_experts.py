@@ -1,0 +1,276 @@
+"""Write the local form of a parallel block into a graph: this rank's own tokens through all experts.
+
+The local form keeps what the model computes (its activation function, its biases, the order of its weighted sum) and
+leaves out what only parallelism needed (regrouping by rank, masks for the experts of other ranks). Nodes are appended
+at the graph's insertion point, each with its fake value.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes, view_source
+from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+
+aten = torch.ops.aten
+
+
+class LocalForm:
+    """Writes the local form of one block. `complete` maps each local expert tensor to the one with all experts."""
+
+    def __init__(self, graph: Graph, block: ParallelBlock, complete: dict[Node, Node]) -> None:
+        self.graph = graph
+        self.block = block
+        self.complete = complete
+        self.fake_mode = fake_value(block.sink).fake_mode
+        # The products that were written, and which product of the block each of them is.
+        self.products: dict[Node, int] = {}
+        self.written: list[Node] = []
+        self._region = set(block.region)
+        self._row_ids: Node | None = None
+
+    def write(self) -> Node:
+        """The value that takes the place of the block's sink. Raises NotThisForm."""
+        sources = self.block.sources
+        if self.block.form == "all_to_all":
+            return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
+        if self.block.form == "all_to_all_capacity":
+            return self._slots_by_counts(sources["rows"], self._flat(sources["counts"]))
+        return self._weighted_sum(sources["hidden"], sources["ids"], sources["weights"])
+
+    def _emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A call of `target`, with its fake value."""
+        node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = map_nodes((args, kwargs), fake_value)
+        self.written.append(node)
+        if "nn_module_stack" in self.block.down.node.meta:
+            node.meta["nn_module_stack"] = self.block.down.node.meta["nn_module_stack"]
+        try:
+            with self.fake_mode:
+                node.meta["val"] = target(*fake_args, **fake_kwargs)
+        except Exception as error:  # whatever an operator says to arguments that do not fit it
+            raise NotThisForm(f"its local form cannot be written: {str(error).splitlines()[0]}") from error
+        return node
+
+    def _flat(self, counts: Node) -> Node:
+        return counts if fake_value(counts).dim() == 1 else self._emit(aten.view.default, counts, [-1])
+
+    # -------------------------------------------------------------------------------------------------- by form
+
+    def _rows_by_counts(self, rows: Node, counts: Node) -> Node:
+        """Rows sorted by expert, as many as `counts` says: the order in which the AllToAll was given them."""
+        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        return self._experts(rows, ends, lambda: self._expert_of_each_row(rows, counts))
+
+    def _expert_of_each_row(self, rows: Node, counts: Node) -> Node:
+        every = self._emit(aten.arange.default, self.block.experts, device=fake_value(rows).device)
+        chosen = self._emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
+        return self._emit(aten.index_select.default, every, 0, chosen)
+
+    def _slots_by_counts(self, slots: Node, counts: Node) -> Node:
+        """Slots of a fixed number for each expert, the first `counts` of them filled; empty ones give zeros."""
+        experts, value = self.block.experts, fake_value(slots)
+        capacity = int(value.shape[0]) // experts
+        device = value.device
+        # A count beyond the capacity means that all slots are filled, no more.
+        counts = self._emit(aten.clamp.default, counts, 0, capacity)
+        position = self._emit(aten.arange.default, capacity, device=device)
+        empty = self._emit(aten.ge.Tensor, position, self._emit(aten.unsqueeze.default, counts, -1))
+        every = self._emit(aten.unsqueeze.default, self._emit(aten.arange.default, experts, device=device), -1)
+        nobody = self._emit(aten.scalar_tensor.default, experts, dtype=torch.int64, device=device)
+        ids = self._emit(aten.view.default, self._emit(aten.where.self, empty, nobody, every), [-1])
+        sorted_ids, order = self._sorted(ids)
+        rows = self._emit(aten.index.Tensor, slots, [order])
+        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        outputs = self._experts(rows, ends, lambda: self._emit(aten.clamp.default, sorted_ids, None, experts - 1))
+        unused = self._emit(aten.unsqueeze.default, self._emit(aten.eq.Scalar, sorted_ids, experts), -1)
+        outputs = self._emit(aten.masked_fill.Scalar, outputs, unused, 0.0)
+        return self._emit(aten.index.Tensor, outputs, [self._inverse(order)])
+
+    def _weighted_sum(self, hidden: Node, ids: Node, weights: Node) -> Node:
+        """The arithmetic, and the order of the sum, of `grouped_mm_experts_forward` of transformers."""
+        experts, top_k = self.block.experts, int(fake_value(ids).shape[1])
+        sorted_ids, order = self._sorted(self._emit(aten.view.default, ids, [-1]))
+        token = self._emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
+        rows = self._emit(aten.index.Tensor, hidden, [token])
+        counts = self._emit(aten.new_zeros.default, sorted_ids, [experts])
+        ones = self._emit(aten.ones_like.default, sorted_ids)
+        counts = self._emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
+        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        outputs = self._experts(rows, ends, lambda: sorted_ids)
+        of_rows = self._emit(aten.index.Tensor, self._emit(aten.view.default, weights, [-1]), [order])
+        weighed = self._emit(aten.mul.Tensor, outputs, self._emit(aten.unsqueeze.default, of_rows, -1))
+        placed = self._emit(aten.index.Tensor, weighed, [self._inverse(order)])
+        tokens = self._size(fake_value(hidden).shape[0])
+        by_token = self._emit(aten.view.default, placed, [tokens, top_k, self.block.down.outer])
+        total = self._emit(aten.sum.dim_IntList, by_token, [1])
+        wanted = fake_value(self.block.sink).dtype
+        return total if fake_value(total).dtype == wanted else self._emit(aten._to_copy.default, total, dtype=wanted)
+
+    def _size(self, size: Any) -> Any:
+        """A size as a number or as a node, which is computed from the symbols that enter the graph.
+
+        Not read off a tensor: the executor would have to leave a segment for that.
+        """
+        if not isinstance(size, torch.SymInt):
+            return size
+        known = {str(fake_value(node)): node for node in self.graph.nodes if isinstance(fake_value(node), torch.SymInt)}
+        return self._expression(size.node.expr, known)
+
+    def _expression(self, expression: Any, known: dict[str, Node]) -> Any:
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            return known.get(str(expression)) or self._symbol(str(expression))
+        operators = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+        if expression.func not in operators:
+            raise NotThisForm(f"a size of it is {expression}, which only the graph itself can compute")
+        terms = [self._expression(term, known) for term in expression.args]
+        return functools.reduce(lambda left, right: self._emit(operators[expression.func], left, right), terms)
+
+    def _symbol(self, name: str) -> Node:
+        for node in graph_inputs(self.graph):
+            value = fake_value(node)
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if str(size) == name:
+                    return self._emit(aten.sym_size.int, node, dim)
+        raise NotThisForm(f"a size of it, {name}, is known only while the graph runs")
+
+    def _sorted(self, ids: Node) -> tuple[Node, Node]:
+        both = self._emit(aten.sort.stable, ids, stable=True)
+        return self._emit(operator.getitem, both, 0), self._emit(operator.getitem, both, 1)
+
+    def _inverse(self, order: Node) -> Node:
+        places = self._emit(
+            aten.arange.default, self._size(fake_value(order).shape[0]), device=fake_value(order).device
+        )
+        return self._emit(aten.index_put.default, self._emit(aten.empty_like.default, order), [order], places)
+
+    # ------------------------------------------------------------------------------------------------ the experts
+
+    def _experts(self, rows: Node, ends: Node, expert_of_row: Callable[[], Node]) -> Node:
+        """The block's experts, its activation function and biases included, on rows sorted by expert."""
+        *ups, down = self.block.products
+        self._expert_of_row = expert_of_row
+        values = {up.node: self._product(number, rows, ends) for number, up in enumerate(ups)}
+        for up in ups:
+            values[up.node] = self._biased(up.node, values[up.node], values)
+        activations = self._translate(down.activations, values)
+        result = self._product(len(ups), activations, ends)
+        return self._biased(down.node, result, {})
+
+    def _product(self, number: int, rows: Node, ends: Node) -> Node:
+        product = self.block.products[number]
+        names = [argument.name for argument in product.node.target._schema.arguments]  # type: ignore[union-attr]
+        given = {**dict(zip(names, product.node.args, strict=False)), **product.node.kwargs}
+        weight = self._weight(next(value for name, value in given.items() if name in ("mat2", "weight")))
+        # Both operators take rows, weights and offsets in this order; whatever else they were given stays.
+        extra = {name: value for name, value in given.items() if name not in names[:3] and value is not None}
+        node = self._emit(product.node.target, rows, weight, ends, **extra)  # type: ignore[arg-type]
+        self.products[node] = number
+        return node
+
+    def _weight(self, operand: Any) -> Node:
+        """The operand of a product, with all experts: the same views of the complete tensor."""
+        if operand in self.complete:
+            return self.complete[operand]
+        if not isinstance(operand, Node) or not is_view(operand) or len(operand.all_input_nodes) != 1:
+            raise NotThisForm(
+                f"its expert weights are computed in the graph (by {getattr(operand, 'target', operand)})"
+            )
+        source = self._weight(operand.all_input_nodes[0])
+        args, kwargs = map_nodes((operand.args, operand.kwargs), lambda used: source)
+        return self._emit(operand.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _biased(self, before: Node, value: Node, values: dict[Node, Node]) -> Node:
+        """`value` with the bias that the block adds right after the product `before`, if it adds one.
+
+        Where the activation function is still to be translated, `values` learns what stands for the sum.
+        """
+        for user in before.users:
+            if is_call(user, aten.add.Tensor):
+                other = next((argument for argument in user.args if argument is not before), None)
+                bias = self._bias(other)
+                if bias is not None:
+                    total = self._emit(aten.add.Tensor, value, bias)
+                    values[user] = total
+                    return total
+        return value
+
+    def _bias(self, other: Any) -> Node | None:
+        """Rows of an expert tensor, one for each row by its expert."""
+        if not is_call(other, aten.index.Tensor, aten.index_select.default):
+            return None
+        source = view_source(other.args[0])
+        if source not in self.complete:
+            return None
+        ids = self._ids_of_rows()
+        if is_call(other, aten.index.Tensor):
+            return self._emit(aten.index.Tensor, self.complete[source], [ids])
+        return self._emit(aten.index_select.default, self.complete[source], 0, ids)
+
+    def _ids_of_rows(self) -> Node:
+        if self._row_ids is None:
+            self._row_ids = self._expert_of_row()
+        return self._row_ids
+
+    def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
+        """`node`, a value between the products, for the rows of the local form; `values` maps what is known."""
+        if node in values:
+            return values[node]
+        if node.op == "get_attr":
+            return node
+        if node.op != "call_function" or not node.all_input_nodes:
+            if node.op == "call_function":
+                return self._copy(node, values)
+            raise NotThisForm(f"its activation function reads {node.name}, which is no product of it")
+        if is_call(node, aten.masked_fill.Scalar) and not self._from_products(node.args[1], values):
+            return self._translate(node.args[0], values)  # type: ignore[arg-type]
+        if is_call(node, aten.where.self) and not self._from_products(node.args[0], values):
+            kept = [value for value in node.args[1:] if self._from_products(value, values)]
+            if len(kept) == 1:
+                return self._translate(kept[0], values)  # type: ignore[arg-type]
+        return self._copy(node, values)
+
+    def _copy(self, node: Node, values: dict[Node, Node]) -> Node:
+        args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._translate(used, values))
+        values[node] = self._emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        return values[node]
+
+    def _from_products(self, node: object, values: dict[Node, Node]) -> bool:
+        pending, seen = [node], set()
+        while pending:
+            current = pending.pop()
+            if not isinstance(current, Node) or current in seen:
+                continue
+            if current in values:
+                return True
+            seen.add(current)
+            if current in self._region:
+                pending.extend(current.all_input_nodes)
+        return False
+
+
+def expert_tensors(block: ParallelBlock) -> Sequence[Node]:
+    """The local expert tensors that the block reads: weights, and biases [experts of this rank, ...]."""
+    own = len(block.own_experts)
+    found = dict.fromkeys(product.weights for product in block.products)
+    for node in block.region:
+        for used in node.all_input_nodes:
+            value = fake_value(used)
+            if (
+                used.op == "placeholder"
+                and isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.dim() >= 2
+                and value.shape[0] == own
+            ):
+                found.setdefault(used)
+    return tuple(found)

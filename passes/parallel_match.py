@@ -1,0 +1,448 @@
+"""Find blocks of expert parallelism: local expert products between the collectives that bring tokens and take results.
+
+Contract
+    in    a functional ATen inference graph; the process groups that it talks to, as (rank, ranks) by name
+    out   typed records that hold both ends of a block; a refusal for every block of products that stands between
+          collectives and fits none of the forms. Nothing is edited.
+
+Pseudo-code
+    for each block of local expert products:
+        look for the collective that its result goes into, through nodes of this block only
+        an AllToAll: the AllToAll of rows before it, the exchange of counts beside that, and everything in between
+        an AllReduce or a ReduceScatter: the tokens, their expert ids and their weights before it
+        nothing: the block is local, and none of our business
+
+What is found here is a guess about meaning: `passes/mock_ranks.py` runs the block against mock peers, and the guess is
+taken only if it gives the same results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moepass.models.expert_placement import shard_bounds
+from moepass.passes.collectives import Collective, collective_of, collectives_of
+from moepass.passes.detect import BlockMatch, ExpertProduct, find_blocks
+from moepass.passes.graph import fake_value, is_call, is_view, module_path, positions
+from moepass.passes.ir import Refusal
+from moepass.passes.protocol import Group
+
+aten = torch.ops.aten
+
+# [Empirical] The largest block of the forms that we know has about 80 nodes; a walk that meets more has left the block.
+MOST_NODES = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelBlock:
+    """A block of expert parallelism.
+
+    `sources` are the values that the local form of the block starts from, by role:
+        all_to_all, all_to_all_capacity   `rows`, sorted by expert, and `counts`, rows by expert over all ranks
+        all_gather, all_reduce            `hidden`, `ids`, `weights`
+    `sink` is the value that the local form gives. `region` is what lies between, in host order.
+    `bounds` says which experts each rank holds.
+    """
+
+    form: str
+    name: str
+    group_name: str
+    group: Group
+    bounds: tuple[int, ...]
+    products: tuple[ExpertProduct, ...]
+    sources: Mapping[str, Node]
+    sink: Node
+    exchanges: tuple[Collective, ...]
+    region: tuple[Node, ...]
+
+    @property
+    def experts(self) -> int:
+        """Over all ranks."""
+        return self.bounds[-1]
+
+    @property
+    def own_experts(self) -> range:
+        return range(self.bounds[self.group.rank], self.bounds[self.group.rank + 1])
+
+    @property
+    def down(self) -> ExpertProduct:
+        return self.products[-1]
+
+
+class NotThisForm(Exception):  # noqa: N818  control flow inside this module: why a block does not fit
+    pass
+
+
+def find_parallel_blocks(
+    graph: Graph, groups: Mapping[str, Group]
+) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
+    """Every block whose tokens or results cross ranks, in host order, and refusals for those that fit no form."""
+    if not any(True for _ in collectives_of(graph)):
+        return (), ()
+    place = positions(graph)
+    blocks: list[ParallelBlock] = []
+    refusals: list[Refusal] = []
+    for match in find_blocks(graph).matches:
+        combine = _first_collective_after(match, place)
+        if combine is None:
+            continue
+        try:
+            block = _match(match, combine, groups, place)
+            _check_bounds(block.bounds)
+            blocks.append(block)
+        except NotThisForm as error:
+            down = match.products[-1].node
+            reason = f"{error}; its collectives stay"
+            refusals.append(Refusal(down.name, reason, module_path(down) or match.record.name))
+    return tuple(blocks), tuple(refusals)
+
+
+def _match(
+    match: BlockMatch, combine: Collective, groups: Mapping[str, Group], place: dict[Node, int]
+) -> ParallelBlock:
+    if combine.group_name not in groups:
+        raise NotThisForm(f"process group {combine.group_name!r} is unknown here")
+    if match.record.form != "grouped_mm":
+        raise NotThisForm(f"expert parallelism with {match.record.form} products is not a form that moepass knows")
+    if any(not product.weights.op == "placeholder" for product in match.products):
+        raise NotThisForm("its local expert weights are no inputs of the graph")
+    group = groups[combine.group_name]
+    if combine.kind == "all_to_all":
+        return _match_all_to_all(match, combine, group, place)
+    if combine.kind in ("all_reduce", "reduce_scatter"):
+        return _match_partial_sums(match, combine, group, place)
+    raise NotThisForm(f"its result goes into {combine.kind}")
+
+
+def _first_collective_after(match: BlockMatch, place: dict[Node, int]) -> Collective | None:
+    """The collective that the block's result reaches first, through row-wise nodes; None where it is a local block."""
+    down = match.products[-1]
+    width = down.outer
+    pending, seen = [down.node], {down.node}
+    found: list[Collective] = []
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            collective = collective_of(user)
+            if collective is not None:
+                if collective.input is node:
+                    found.append(collective)
+            elif _keeps_features(user, width) and len(seen) < MOST_NODES:
+                pending.append(user)
+    return min(found, key=lambda collective: place[collective.node], default=None)
+
+
+def _keeps_features(node: Node, width: int) -> bool:
+    """Nodes between an expert's output and the collective move, mask, weigh and add rows; they do not mix features."""
+    mixing = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten.mean, aten.pow, aten.embedding)
+    if node.op != "call_function" or getattr(node.target, "overloadpacket", None) in mixing:
+        return False
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and _is(value.shape[-1], width)
+
+
+def _is(size: Any, number: int) -> bool:
+    return isinstance(size, int) and size == number
+
+
+# ---------------------------------------------------------------------------------------------- AllToAll there and back
+
+
+def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int]) -> ParallelBlock:
+    region, exchanges, leaves = _walk_back(
+        combine.result,
+        place,
+        stop_at_inputs_of=lambda found: (
+            found.kind == "all_to_all" and found.group_name == combine.group_name and found != combine
+        ),
+    )
+    exchanges.remove(combine)
+    dispatches = [exchange for exchange in exchanges if exchange.is_float]
+    counts = [exchange for exchange in exchanges if not exchange.is_float]
+    if len(dispatches) != 1 or len(counts) != 1:
+        raise NotThisForm(
+            f"{len(dispatches)} exchanges of rows and {len(counts)} of counts stand before its products, where one of "
+            "each was expected"
+        )
+    (dispatch,), (count,) = dispatches, counts
+    rows, counted = dispatch.input, count.input
+    if fake_value(rows).dim() != 2 or not _is(fake_value(rows).shape[1], match.record.hidden):
+        raise NotThisForm("what the AllToAll before it carries are no rows of tokens")
+    bounds = _bounds_from_counts(count, group, match.record.experts)
+    if dispatch.send != combine.receive or dispatch.receive != combine.send:
+        raise NotThisForm("the AllToAll after it is not the reverse of the one before it")
+    static = all(isinstance(size, int) for size in dispatch.send)
+    _check_leaves(leaves - {rows, counted}, match)
+    return ParallelBlock(
+        "all_to_all_capacity" if static else "all_to_all",
+        match.record.name,
+        combine.group_name,
+        group,
+        bounds,
+        match.products,
+        {"rows": rows, "counts": counted},
+        combine.result,
+        (count, dispatch, combine),
+        tuple(region),
+    )
+
+
+def _bounds_from_counts(count: Collective, group: Group, own: int) -> tuple[int, ...]:
+    """Which experts each rank holds, from how the counts are sent: as many counts to a rank as it has experts."""
+    value = fake_value(count.input)
+    if len(count.send) != group.ranks or not all(isinstance(size, int) for size in (*count.send, *count.receive)):
+        raise NotThisForm("the sizes in which counts are exchanged are not constants, one for each rank")
+    if not all(isinstance(size, int) for size in value.shape):
+        raise NotThisForm("the number of counts that are exchanged is not a constant")
+    per_entry = value.numel() // max(1, int(value.shape[0]))
+    bounds = [0]
+    for size in count.send:
+        assert isinstance(size, int)
+        bounds.append(bounds[-1] + size * per_entry)
+    if bounds[-1] != value.numel():
+        raise NotThisForm(f"{value.numel()} counts are exchanged in parts of {list(count.send)}")
+    if bounds[group.rank + 1] - bounds[group.rank] != own:
+        raise NotThisForm(
+            f"this rank holds {own} experts, but is sent the counts of {bounds[group.rank + 1] - bounds[group.rank]}"
+        )
+    return tuple(bounds)
+
+
+def _check_bounds(bounds: tuple[int, ...]) -> None:
+    """Every rank must come to the same decision, and one without experts does not see what experts compute."""
+    for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if start == stop:
+            raise NotThisForm(f"rank {rank} holds none of its {bounds[-1]} experts, so it cannot see what they do")
+
+
+# --------------------------------------------------------------------- partial sums: AllReduce, AllGather/ReduceScatter
+
+
+def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int]) -> ParallelBlock:
+    if combine.reduction != "sum":
+        raise NotThisForm(f"its results are combined by {combine.reduction!r}, not by a sum")
+    gathered = combine.kind == "reduce_scatter"
+    sources = {
+        "hidden": _origin(match.products[0].activations, _is_row_move, gathered),
+        "ids": _origin(_sort_key(match), _is_id_arithmetic, gathered),
+        "weights": _origin(_row_weights(match), _is_row_move, gathered),
+    }
+    tokens = fake_value(sources["hidden"])
+    for role in ("ids", "weights"):
+        value = fake_value(sources[role])
+        if value.dim() != 2 or str(value.shape[0]) != str(tokens.shape[0]) or not isinstance(value.shape[1], int):
+            raise NotThisForm(f"no {role} of shape [tokens, k] were found for it (but {tuple(value.shape)})")
+    if fake_value(sources["ids"]).shape[1] != fake_value(sources["weights"]).shape[1]:
+        raise NotThisForm("its expert ids and weights differ in shape")
+    sink = _own_part(combine.result, tokens.shape[0]) if gathered else combine.result
+    region, exchanges, leaves = _walk_back(sink, place, stop_at=frozenset(sources.values()))
+    stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
+    kinds = sorted({exchange.kind for exchange in exchanges})
+    # Ranks that always bring equally many tokens need no agreement (the AllReduce) on the largest number.
+    known = [["all_gather", "reduce_scatter"], ["all_gather", "all_reduce", "reduce_scatter"]]
+    if stray or kinds not in (known if gathered else [["all_reduce"]]):
+        raise NotThisForm(f"collectives {kinds} stand in it, which is no form that moepass knows")
+    _check_leaves(leaves - set(sources.values()), match)
+    bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
+    return ParallelBlock(
+        "all_gather" if gathered else "all_reduce",
+        match.record.name,
+        combine.group_name,
+        group,
+        bounds,
+        match.products,
+        sources,
+        sink,
+        tuple(exchanges),
+        tuple(region),
+    )
+
+
+def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
+    """Which experts each rank holds: contiguous shards of all the experts that the router chooses from."""
+    scores = ids.args[0] if is_call(ids, operator.getitem) else None
+    experts = own * group.ranks
+    if is_call(scores, aten.topk.default):
+        experts = int(fake_value(scores.args[0]).shape[-1])  # type: ignore[union-attr]
+    bounds = shard_bounds(experts, group.ranks)
+    expected = bounds[group.rank + 1] - bounds[group.rank]
+    if own != expected:
+        raise NotThisForm(f"rank {group.rank} of {group.ranks} holds {own} of {experts} experts, not {expected}")
+    return bounds
+
+
+def _origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
+    """Where a value comes from, before it was moved, masked, padded and gathered for this block."""
+    while True:
+        if gathered and (collective := _waited_for(node)) is not None and collective.kind == "all_gather":
+            node = collective.input
+            if is_call(node, aten.constant_pad_nd.default):
+                node = node.all_input_nodes[0]
+            continue
+        source = passes_through(node)
+        if source is None:
+            return node
+        node = source
+
+
+def _waited_for(node: Node) -> Collective | None:
+    while str(node.target) == "_c10d_functional.wait_tensor.default":
+        node = node.all_input_nodes[0]
+    return collective_of(node)
+
+
+def _is_row_move(node: Node) -> Node | None:
+    """The value whose rows `node` selects, masks or views."""
+    if is_call(node, aten.index.Tensor, aten.index_select.default, aten.masked_fill.Scalar):
+        return _node(node.args[0])
+    if is_call(node, aten.where.self) and _is_scalar_constant(node.args[1]):
+        return _node(node.args[2])
+    if is_call(node, aten.clone.default) or (is_view(node) and not is_call(node, operator.getitem)):
+        return _node(node.args[0])
+    return None
+
+
+def _is_id_arithmetic(node: Node) -> Node | None:
+    """The ids that `node` shifts, wraps, masks or views, to turn global ids into this rank's."""
+    value = fake_value(node)
+    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+        return None
+    if is_call(node, aten.where.self):
+        candidates = [argument for argument in node.args[1:] if not _is_scalar_constant(argument)]
+        return _node(candidates[0]) if len(candidates) == 1 else None
+    arithmetic = (
+        aten.sub.Tensor, aten.add.Tensor, aten.sub.Scalar, aten.add.Scalar, aten.remainder.Scalar,
+        aten.masked_fill.Scalar, aten.clamp.default, aten.clone.default, aten._to_copy.default, aten.view.default,
+        aten.reshape.default, aten._unsafe_view.default,
+    )  # fmt: skip
+    return _node(node.args[0]) if is_call(node, *arithmetic) else None
+
+
+def _is_scalar_constant(argument: object) -> bool:
+    return is_call(argument, aten.scalar_tensor.default, aten.full.default) or isinstance(argument, (int, float))
+
+
+def _node(argument: object) -> Node | None:
+    return argument if isinstance(argument, Node) else None
+
+
+def _sort_key(match: BlockMatch) -> Node:
+    """What the rows were sorted by: the ids behind the offsets of the products."""
+    for node in _ancestors(match.products[0].key):
+        if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
+            key = node.args[0]
+            assert isinstance(key, Node)
+            return key
+    for node in _ancestors(match.products[0].activations):
+        if is_call(node, aten.sort.stable, aten.sort.default):
+            key = node.args[0]
+            assert isinstance(key, Node)
+            return key
+    raise NotThisForm("its rows are not sorted by expert")
+
+
+def _row_weights(match: BlockMatch) -> Node:
+    """What the expert outputs are multiplied by, row by row."""
+    pending, seen = [match.products[-1].node], set()
+    while pending and len(seen) < MOST_NODES:
+        node = pending.pop(0)
+        for user in node.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if is_call(user, aten.mul.Tensor):
+                others = [argument for argument in user.args if argument is not node]
+                if len(others) == 1 and isinstance(others[0], Node) and _is(fake_value(others[0]).shape[-1], 1):
+                    return others[0]
+            pending.append(user)
+    raise NotThisForm("its results are not weighed row by row")
+
+
+def _own_part(result: Node, tokens: Any) -> Node:
+    """The rows of this rank: behind the slice that takes the padding off, if there is one."""
+    if str(fake_value(result).shape[0]) == str(tokens):
+        return result
+    if len(result.users) == 1:
+        (user,) = result.users
+        if is_call(user, aten.slice.Tensor) and str(fake_value(user).shape[0]) == str(tokens):
+            return user
+    raise NotThisForm("the rows that the ReduceScatter gives back are not cut to this rank's tokens")
+
+
+# ------------------------------------------------------------------------------------------------------------- walking
+
+
+def _walk_back(
+    root: Node,
+    place: dict[Node, int],
+    *,
+    stop_at_inputs_of: Callable[[Collective], bool] = lambda found: False,
+    stop_at: frozenset[Node] = frozenset(),
+) -> tuple[list[Node], list[Collective], set[Node]]:
+    """Everything that `root` is computed from: nodes in host order, the collectives among them, and where it begins.
+
+    Does not go beyond `stop_at`, inputs of the graph, constants, and the inputs of collectives that
+    `stop_at_inputs_of` names (their split sizes are followed).
+    """
+    leaves: set[Node] = set()
+    stops = set(stop_at)
+    heap = [(-place[root], root)]
+    queued = {root}
+    region: list[Node] = []
+    exchanges: list[Collective] = []
+    while heap:
+        _, node = heapq.heappop(heap)
+        if node in stops or node.op in ("placeholder", "get_attr"):
+            leaves.add(node)
+            continue
+        region.append(node)
+        if len(region) > MOST_NODES:
+            raise NotThisForm("what it is computed from cannot be told apart from the rest of the model")
+        inputs = list(node.all_input_nodes)
+        collective = collective_of(node)
+        if collective is not None:
+            exchanges.append(collective)
+            if stop_at_inputs_of(collective):
+                stops.add(collective.input)
+        for used in inputs:
+            if used not in queued:
+                queued.add(used)
+                heapq.heappush(heap, (-place[used], used))
+    region.reverse()
+    exchanges.reverse()
+    return region, exchanges, leaves
+
+
+def _check_leaves(leaves: set[Node], match: BlockMatch) -> None:
+    """Beside its sources a block may begin with expert weights, sizes and constants: values that are known here."""
+    own = match.record.experts
+    for leaf in leaves:
+        value = fake_value(leaf)
+        if leaf.op == "get_attr" or not isinstance(value, torch.Tensor):
+            continue
+        if value.is_floating_point() and value.dim() >= 2 and _is(value.shape[0], own):
+            continue
+        raise NotThisForm(f"it depends on input {leaf.name}, whose values are not known when the graph is compiled")
+
+
+def _ancestors(node: Node) -> Iterable[Node]:
+    """Nearest first."""
+    pending, seen = [node], {node}
+    while pending and len(seen) < MOST_NODES:
+        current = pending.pop(0)
+        yield current
+        for used in current.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                pending.append(used)

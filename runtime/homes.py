@@ -1,0 +1,24 @@
+"""What a ring must know of the place where banks rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moepass.passes.ir import BankSpec
+from moepass.runtime.sources import Source, whole
+
+
+class Home:
+    """Where the banks of a model rest between two stays in a slot.
+
+    This one is home `host`: complete banks in memory of this process, which nobody can take away.
+    """
+
+    def check(self) -> None:
+        """Raise where banks can no longer be read. Called before every run; must cost next to nothing."""
+
+    def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
+        """Where `bank` is copied from, in the order in which a copy takes slices; `shards` came with the graph."""
+        return tuple(whole(shard) for shard in shards)

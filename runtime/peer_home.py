@@ -1,0 +1,128 @@
+"""Home `peer`: every rank keeps 1/N of each bank in shared memory, and copies what it lacks whenever it wants."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from moepass.models.expert_placement import shard_bounds
+from moepass.passes.ir import BankSpec
+from moepass.passes.shards import expert_range, shard_layout, shard_pieces
+from moepass.runtime.banks import Bank, describe_bank, write_parts
+from moepass.runtime.homes import Home
+from moepass.runtime.peers import PeerGroup
+from moepass.runtime.rendezvous import PeerError
+from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment
+from moepass.runtime.sources import Source
+
+# [Empirical] Numbers of each expert that go into a digest, along each of its dimensions. Any training, however short,
+# changes nearly all of them.
+_SAMPLES = 8
+
+
+class PeerHome(Home):
+    """Shards on all ranks of a group: transport `pull`."""
+
+    def __init__(self, group: PeerGroup) -> None:
+        self.group = group
+        self._spread: dict[int, tuple[Source, ...]] = {}
+
+    def check(self) -> None:
+        """Raises PeerError where a rank is gone."""
+        self.group.check_alive()
+
+    def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
+        """The shards of all ranks. Raises PeerError where they were never brought together."""
+        if bank.index not in self._spread:
+            raise PeerError(f"bank {bank.name} is not complete, because offload_experts failed; start all ranks again")
+        return self._spread[bank.index]
+
+    def connect(self, spread: Mapping[int, tuple[Source, ...]]) -> None:
+        """From now on banks are complete: `spread` says by index where each of them lies."""
+        self._spread = dict(spread)
+
+
+class PeerPacker:
+    """Spreads the banks of a model over the ranks of `group`: `agree`, then `pack` each bank, then `connect`."""
+
+    def __init__(self, group: PeerGroup) -> None:
+        self.home = PeerHome(group)
+        self.group = group
+        self._specs: list[BankSpec] = []
+        self._segment: SharedSegment | None = None
+
+    def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Make sure that all ranks have the same banks, given as name and tensors [experts, ...]; changes nothing.
+
+        Raises PeerError where ranks differ or are missing, SharedMemoryError where the machine has no shared memory.
+        """
+        specs: list[BankSpec] = []
+        for index, (name, tensors) in enumerate(banks.items()):
+            experts = next(iter(tensors.values())).shape[0]
+            bounds = shard_bounds(experts, self.group.size)
+            specs.append(describe_bank(index, name, tensors, home="peer", expert_bounds=bounds))
+        self.agree_on(specs, [weights_digest(tensors) for tensors in banks.values()])
+
+    def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
+        """As `agree`, for banks that are described already; `digests` is a word for each that all ranks must share."""
+        self._specs = list(specs)
+        self.group.agree(self._specs, digests)
+        with self.group.rendezvous.telling_failures():
+            self._segment = self.group.make_segment(self._places(self.group.rank)[-1] - PAGE_BYTES)
+
+    def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
+        """Bank `index` with this rank's experts in shared memory; it cannot be read before `connect`."""
+        experts = expert_range(self._specs[index], self.group.rank)
+        return self.pack_part(index, [tensor.detach()[experts.start : experts.stop] for tensor in tensors.values()])
+
+    def pack_part(self, index: int, parts: Sequence[torch.Tensor]) -> Bank:
+        """As `pack`, from this rank's part of each tensor, [experts of this rank, ...]."""
+        assert self._segment is not None, "agree comes first"
+        spec, rank = self._specs[index], self.group.rank
+        with self.group.rendezvous.telling_failures():
+            shard = self._segment.map(self._places(rank)[index], shard_layout(spec, rank).nbytes)
+            write_parts(spec, rank, parts, shard)
+        return Bank(spec, shard)
+
+    def connect(self, banks: Sequence[Bank]) -> None:
+        """Make `banks` complete, by the shards of all other ranks. Raises PeerError where ranks are gone or late."""
+        self.home.connect(self.spread(banks))
+
+    def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
+        """Where the shards of each bank lie, by its index, once every rank has mapped them. Raises as `connect`."""
+        shards = {self.group.rank: [bank.shard for bank in banks]}
+        for rank, segment in self.group.share().items():
+            with self.group.rendezvous.telling_failures():
+                layouts = [shard_layout(spec, rank) for spec in self._specs]
+                places = self._places(rank)
+                shards[rank] = [segment.map(place, at.nbytes) for place, at in zip(places, layouts, strict=False)]
+        self.group.settle()
+        # Every rank begins at another one, so that no shard is read by all at once; its own comes last.
+        order = [(self.group.rank + 1 + step) % self.group.size for step in range(self.group.size)]
+        return {
+            spec.index: tuple(
+                Source(shards[rank][number], shard_pieces(spec, rank), over_link=rank != self.group.rank)
+                for rank in order
+            )
+            for number, spec in enumerate(self._specs)
+        }
+
+    def _places(self, rank: int) -> list[int]:
+        """Where each bank's shard begins in the segment of `rank`, and after them the end of the segment."""
+        places = [PAGE_BYTES]
+        for spec in self._specs:
+            places.append(places[-1] + -(-shard_layout(spec, rank).nbytes // PAGE_BYTES) * PAGE_BYTES)
+        return places
+
+
+def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A word that is equal for equal weights, of a sample from every expert: different checkpoints differ in it."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors.values():
+        steps = [slice(None)] + [slice(None, None, max(1, size // _SAMPLES)) for size in tensor.shape[1:]]
+        # Not contiguous(), which leaves dimensions of size 1 with any stride.
+        sample = tensor.detach()[tuple(steps)].clone(memory_format=torch.contiguous_format).cpu()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,110 @@
+"""How ranks exchange small records through a store of torch.distributed: every wait ends, with a reason."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import msgspec
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from moepass.models.errors import MoepassError
+
+T = TypeVar("T")
+
+# [Empirical] The pause between two looks into the store, growing: a meeting of ranks that come together is over in a
+# few milliseconds, and a long wait costs the store's server nothing to speak of.
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
+_FAILURE = "failure"
+
+
+class PeerError(MoepassError, RuntimeError):
+    """Another rank is gone, did not come, or does not fit this one."""
+
+
+class Rendezvous:
+    """One meeting of `size` ranks of which this is `rank`; records are dataclasses, encoded by msgspec.
+
+    Every rank opens its meetings in the same order: they are told apart by a number, counted in the store itself.
+    No single wait takes longer than `timeout_s`. All methods raise PeerError where the store is gone.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, title: str) -> None:
+        """`title` is what ranks must do to come here, as it stands in the error of those that waited in vain."""
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self.title = title
+        with _store_errors():
+            number = store.add(f"moepass/meetings/{rank}", 1)
+        self._store = PrefixStore(f"moepass/{number}", store)
+
+    def publish(self, what: str, record: object) -> None:
+        """Let the other ranks read `record` as this rank's `what`."""
+        with _store_errors():
+            self._store.set(_key(what, self.rank), msgspec.json.encode(record).decode())
+
+    def read_all(self, what: str, kind: type[T], check: Callable[[], None]) -> Iterator[tuple[int, T]]:
+        """What each of the others published as `what`, with its rank, in the order of ranks.
+
+        `check` is called while waiting and may raise. Raises PeerError naming the ranks that did not publish within
+        `timeout_s`, and as soon as a rank says that it failed.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        for rank in self._others():
+            self._wait(what, rank, deadline, check)
+            with _store_errors():
+                text = self._store.get(_key(what, rank))
+            try:
+                record = msgspec.json.decode(text, type=kind)
+            except msgspec.DecodeError as error:
+                raise PeerError(f"rank {rank} sent no {what} that this version of moepass reads: {error}") from error
+            yield rank, record
+
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """An exception inside the block is told to the ranks that wait for this one, and raised on."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, PeerError):  # the others find out for themselves
+                with _store_errors():
+                    self._store.set(_FAILURE, f"rank {self.rank} failed: {type(error).__name__}: {error}")
+            raise
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _wait(self, what: str, rank: int, deadline: float, check: Callable[[], None]) -> None:
+        pause = _FIRST_PAUSE_S
+        while not self._is_there(_key(what, rank)):
+            check()
+            if self._is_there(_FAILURE):
+                with _store_errors():
+                    raise PeerError(self._store.get(_FAILURE).decode())
+            if time.monotonic() > deadline:
+                missing = [str(other) for other in self._others() if not self._is_there(_key(what, other))]
+                ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
+                raise PeerError(f"{ranks} did not publish a {what} within {self.timeout_s:g} s; {self.title}")
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_S)
+
+    def _is_there(self, key: str) -> bool:
+        with _store_errors():
+            return bool(self._store.check([key]))
+
+
+def _key(what: str, rank: int) -> str:
+    return f"{what}/{rank}"
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except DistError as error:
+        text = str(error).splitlines()[0]
+        raise PeerError(f"the store of torch.distributed is gone, and with it most likely rank 0: {text}") from error

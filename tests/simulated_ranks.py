@@ -1,0 +1,175 @@
+"""Graphs of all ranks, captured and run in this one process.
+
+Capturing uses torch's fake process group, which lets one process be any rank. Running is lockstep: each rank's graph is
+interpreted on real numbers up to its next collective, and once all ranks stand at one, it is carried out among them.
+Unlike the mock peers of `passes/mock_ranks.py` this knows nothing of experts or of any contract.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule, Node
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.passes.collectives import WAIT, Collective, collective_of
+from moepass.passes.graph import map_nodes
+from moepass.passes.ir import BankSpec, gather
+from moepass.passes.lower import decompositions
+from moepass.passes.protocol import Group
+
+
+@contextlib.contextmanager
+def pretend_rank(rank: int, ranks: int) -> Iterator[str]:
+    """This process is `rank` of `ranks`, with nobody to talk to; gives the name of the group."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield dist.group.WORLD.group_name  # type: ignore[union-attr]
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """One rank's graph, and the real values of its inputs but the hidden states."""
+
+    module: GraphModule
+    inputs: tuple[Any, ...]
+    groups: dict[str, Group]
+
+
+def capture(
+    config: StackConfig, form: str, rank: int, ranks: int, tokens: int, *, dynamic: bool = True, lower: str = "eager"
+) -> Captured:
+    """The ATen graph of `build_stack(config, form)` on `rank`, with fake values, and its real inputs."""
+    found: list[Captured] = []
+    torch._dynamo.reset()
+    with pretend_rank(rank, ranks) as name, torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        model = build_stack(config, form)
+
+        def keep(module: GraphModule, inputs: Sequence[Any]) -> Any:
+            def run(values: list[Any]) -> Any:
+                found.append(Captured(module, tuple(values), {name: Group(rank, ranks)}))
+                # What the fake group answers is of no use to anybody.
+                return [torch.empty(0)]
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        backend = aot_autograd(fw_compiler=keep, inference_compiler=keep, decompositions=decompositions(lower))
+        torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(hidden_states(config, tokens, rank))
+    (captured,) = found
+    return captured
+
+
+def hidden_states(config: StackConfig, tokens: int, rank: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(tokens, config.hidden, generator=generator).to(config.dtype)
+
+
+def with_tokens(captured: Captured, hidden: torch.Tensor) -> list[Any]:
+    """The graph's inputs, with `hidden` [tokens, H] for the hidden states that it was captured with."""
+    old = next(value for value in captured.inputs if isinstance(value, torch.Tensor) and _is_hidden(value, hidden))
+    return [
+        hidden if value is old else len(hidden) if isinstance(value, int) and value == len(old) else value
+        for value in captured.inputs
+    ]
+
+
+def _is_hidden(value: torch.Tensor, hidden: torch.Tensor) -> bool:
+    return value.dim() == 2 and value.shape[1] == hidden.shape[1] and not isinstance(value, torch.nn.Parameter)
+
+
+def run_ranks(modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    """The outputs of every rank's graph. Raises whatever a rank raises, and AssertionError where ranks disagree."""
+    runs = [_steps(module, values) for module, values in zip(modules, inputs, strict=True)]
+    outputs: list[Any] = [None] * len(runs)
+    answers: list[Any] = [None] * len(runs)
+    while True:
+        asked: list[Any] = []
+        for rank, run in enumerate(runs):
+            try:
+                asked.append(run.send(answers[rank]))
+            except StopIteration as done:
+                outputs[rank] = done.value
+        if not asked:
+            return outputs
+        assert len(asked) == len(runs), "some ranks wait for others that are done"
+        answers = _carry_out(asked)
+
+
+def _steps(module: GraphModule, inputs: Sequence[Any]) -> Iterator[Any]:
+    values: dict[Node, Any] = {}
+    given = iter(inputs)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = getattr(module, str(node.target))
+        elif node.op == "output":
+            return map_nodes(node.args[0], values.__getitem__)
+        elif (collective := collective_of(node)) is not None:
+            sizes = [
+                [values[size] if isinstance(size, Node) else size for size in part]
+                for part in (collective.send, collective.receive)
+            ]
+            values[node] = yield collective, values[collective.input], *sizes
+        elif node.target is WAIT:
+            values[node] = values[node.args[0]]  # type: ignore[index]
+        else:
+            args, kwargs = map_nodes((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    raise AssertionError("a graph ends with its output")
+
+
+def _carry_out(asked: list[tuple[Collective, torch.Tensor, list[int], list[int]]]) -> list[torch.Tensor]:
+    kinds = {collective.kind for collective, *_ in asked}
+    assert len(kinds) == 1, f"ranks stand at different collectives: {kinds}"
+    (kind,) = kinds
+    sent = [value for _, value, *_ in asked]
+    ranks = len(asked)
+    if kind == "all_gather":
+        assert len({value.shape for value in sent}) == 1
+        return [torch.cat(sent)] * ranks
+    if kind == "all_to_all":
+        for _, value, send, _ in asked:
+            assert sum(send) == len(value), f"{send} of {len(value)} rows"
+        parts = [value.split(send) for _, value, send, _ in asked]
+        for rank, (_, _, _, receive) in enumerate(asked):
+            assert receive == [len(parts[source][rank]) for source in range(ranks)], "ranks disagree on sizes"
+        return [torch.cat([parts[source][rank] for source in range(ranks)]) for rank in range(ranks)]
+    stacked = torch.stack(sent)
+    reduced = stacked.amax(0) if asked[0][0].reduction == "max" else stacked.sum(0)
+    if kind == "all_reduce":
+        return [reduced] * ranks
+    return list(reduced.chunk(ranks))
+
+
+def run_local(
+    module: GraphModule, inputs: Sequence[Any], banks: Sequence[BankSpec], complete: dict[str, list[torch.Tensor]]
+) -> Any:
+    """The output of a graph without collectives, its gathers answered with the `complete` tensors of each bank."""
+    graph = module.graph
+    values: dict[Node, Any] = {}
+    given = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = getattr(module, str(node.target))
+        elif node.op == "output":
+            return map_nodes(node.args[0], values.__getitem__)
+        elif node.target is gather:
+            values[node] = complete[next(bank.name for bank in banks if bank.index == node.kwargs["bank"])]
+        else:
+            assert collective_of(node) is None, f"{node.name} is a collective"
+            args, kwargs = map_nodes((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    raise AssertionError("a graph ends with its output")

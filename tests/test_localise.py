@@ -1,0 +1,265 @@
+"""Expert parallelism taken out of captured graphs: right for every form, and refused where it would not be right."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
+from torch.fx import GraphModule
+
+from moepass.models.expert_parallel import EP_FORMS
+from moepass.models.expert_placement import shard_bounds
+from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.passes.collectives import KINDS, collectives_of
+from moepass.passes.graph import copy_graph_module, fake_value
+from moepass.passes.ir import Plan
+from moepass.passes.localise import localise
+from moepass.passes.protocol import PassContext, PassResult, run_passes
+
+# What must be gone from a graph of which every block was taken.
+HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
+
+
+def _localised(captured: Captured) -> PassResult:
+    return run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+
+
+def _complete(config: StackConfig) -> dict[str, list[torch.Tensor]]:
+    """The complete tensors of every layer's bank."""
+    model = build_stack(config)
+    return {
+        f"moe.{layer}.experts": [moe.experts.gate_up_proj, moe.experts.down_proj] for layer, moe in enumerate(model.moe)
+    }
+
+
+def _remains(module: GraphModule) -> list[str]:
+    found = [collective.kind for collective in collectives_of(module.graph)]
+    for node in module.graph.nodes:
+        value = fake_value(node)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        sizes = [size for item in values if isinstance(item, torch.Tensor) for size in item.shape]
+        if str(node.target).startswith(HOST_SYNCS):
+            found.append(node.name)
+        found += [
+            f"{node.name} {size}"
+            for size in sizes
+            if isinstance(size, torch.SymInt)
+            and any(size.node.shape_env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
+        ]
+    return found
+
+
+CONFIGS = {
+    "even": (2, StackConfig(layers=2)),
+    "uneven": (3, StackConfig(layers=1, experts=7, top_k=3)),
+    "top-1": (2, StackConfig(layers=1, top_k=1)),
+    "top-8": (2, StackConfig(layers=1, experts=8, top_k=8)),
+    "four ranks": (4, StackConfig(layers=1, experts=9, top_k=2, skew=3.0)),
+}
+
+
+def _capture_modes(case: str) -> list[Any]:
+    """Every way to capture for the first case, the most general one for the others; the rest is slow."""
+    modes = itertools.product((torch.float32, torch.bfloat16), (True, False), ("eager", "inductor"))
+    quick = (torch.float32, True, "inductor")
+    return [
+        pytest.param(case, *mode, marks=() if case == "uneven" or mode == quick else pytest.mark.slow) for mode in modes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "dynamic", "lower"), [mode for case in CONFIGS for mode in _capture_modes(case)]
+)
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_every_form_becomes_local_and_stays_right(
+    form: str, case: str, dtype: torch.dtype, dynamic: bool, lower: str
+) -> None:
+    ranks, config = CONFIGS[case]
+    config = dataclasses.replace(config, dtype=dtype, max_tokens=12)
+    captured = [capture(config, form, rank, ranks, 12, dynamic=dynamic, lower=lower) for rank in range(ranks)]
+    shared = 0 if form == "all_reduce" else None
+    for tokens in (12, 5) if dynamic else (12,):
+        hidden = [hidden_states(config, tokens, shared if shared is not None else rank) for rank in range(ranks)]
+        inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
+        expected = run_ranks([one.module for one in captured], inputs)
+        for rank, one in enumerate(captured):
+            result = _localised(one)
+            assert not result.refusals
+            assert len(result.plan.banks) == config.layers
+            assert _remains(result.module) == []
+            (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
+            tolerance = 1e-5 if dtype is torch.float32 else 5e-2
+            torch.testing.assert_close(output, expected[rank][0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype: torch.dtype) -> None:
+    config = StackConfig(layers=3, experts=6, top_k=2, dtype=dtype, max_tokens=12)
+    one = capture(config, form, 1, 2, 12)
+    result = _localised(one)
+    for tokens, seed in ((12, 1), (7, 2), (2, 3)):
+        hidden = hidden_states(config, tokens, 1, seed)
+        (output,) = run_local(result.module, with_tokens(one, hidden), result.plan.banks, _complete(config))
+        with torch.no_grad():
+            assert torch.equal(output, build_stack(config)(hidden))
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.0])
+def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
+    config = StackConfig(layers=1, experts=6, top_k=2, skew=2.0, max_tokens=12, capacity_factor=factor)
+    captured = [capture(config, "all_to_all_capacity", rank, 2, 12) for rank in range(2)]
+    hidden = [hidden_states(config, 12, rank) for rank in range(2)]
+    inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
+    expected = run_ranks([one.module for one in captured], inputs)
+    with torch.no_grad():
+        assert not torch.equal(expected[0][0], build_stack(config)(hidden[0])), "nothing was dropped"
+    for rank, one in enumerate(captured):
+        result = _localised(one)
+        assert not result.refusals
+        (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
+        torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -> None:
+    config = StackConfig(layers=1, experts=3, top_k=1, max_tokens=12)
+    for rank in range(4):
+        result = _localised(capture(config, form, rank, 4, 12))
+        assert not result.plan.banks
+        if shard_bounds(3, 4)[rank] != shard_bounds(3, 4)[rank + 1]:
+            (refusal,) = result.refusals
+            assert "rank 0 holds none of its 3 experts" in refusal.reason
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_an_unknown_group_is_a_reason_to_refuse(form: str) -> None:
+    one = capture(StackConfig(layers=1, max_tokens=12), form, 0, 2, 12)
+    result = _localised(dataclasses.replace(one, groups={}))
+    (refusal,) = result.refusals
+    assert "process group" in refusal.reason
+    assert [node.name for node in result.module.graph.nodes] == [node.name for node in one.module.graph.nodes]
+
+
+def test_a_graph_without_collectives_is_left_alone() -> None:
+    one = capture(StackConfig(layers=1), "local", 0, 2, 12)
+    result = _localised(one)
+    assert result.module is one.module
+    assert not result.refusals
+
+
+# -------------------------------------------------------------------------------------------------------- mutations
+
+
+@functools.cache
+def _ranks_of(form: str, experts: int) -> tuple[StackConfig, tuple[Captured, ...]]:
+    config = StackConfig(layers=1, hidden=16, width=16, experts=experts, top_k=2, max_tokens=9)
+    return config, tuple(capture(config, form, rank, 2, 9) for rank in range(2))
+
+
+SWAPS = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.sub.Tensor,
+    torch.ops.aten.mul.Tensor: torch.ops.aten.add.Tensor,
+    torch.ops.aten.sub.Tensor: torch.ops.aten.add.Tensor,
+    torch.ops.aten.ge.Scalar: torch.ops.aten.gt.Scalar,
+    torch.ops.aten.ge.Tensor: torch.ops.aten.gt.Tensor,
+    torch.ops.aten.lt.Scalar: torch.ops.aten.le.Scalar,
+    torch.ops.aten.silu.default: torch.ops.aten.relu.default,
+    torch.ops.aten.floor_divide.default: torch.ops.aten.remainder.Scalar,
+    torch.ops.aten.bitwise_or.Tensor: torch.ops.aten.bitwise_and.Tensor,
+}
+
+
+def _mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
+    """The graph with one node changed; None where this change does not apply to that node."""
+    changed = copy_graph_module(module)
+    nodes = [node for node in changed.graph.nodes if node.op == "call_function"]
+    node = nodes[place % len(nodes)]
+    if how == 0 and node.target in SWAPS:
+        node.target = SWAPS[node.target]
+        if node.target is torch.ops.aten.remainder.Scalar:
+            node.kwargs = {}
+    elif how == 1 and any(isinstance(argument, int) and not isinstance(argument, bool) for argument in node.args):
+        index = next(i for i, argument in enumerate(node.args) if isinstance(argument, int))
+        node.update_arg(index, node.args[index] + 1)
+    elif how == 2 and len(node.args) > 1 and all(isinstance(argument, torch.fx.Node) for argument in node.args[:2]):
+        node.args = (node.args[1], node.args[0], *node.args[2:])
+    elif how == 3 and isinstance(fake_value(node), torch.Tensor) and node.users:
+        twin = [
+            other
+            for other in nodes[: place % len(nodes)]
+            if isinstance(fake_value(other), torch.Tensor)
+            and str(fake_value(other).shape) == str(fake_value(node).shape)
+            and fake_value(other).dtype == fake_value(node).dtype
+        ]
+        if not twin:
+            return None
+        node.replace_all_uses_with(twin[-1])
+    elif how == 4 and node.target in KINDS and isinstance(node.args[1], list):
+        node.update_arg(1, list(reversed(node.args[1])))
+    elif how == 5 and isinstance(node.target, operator.__mul__.__class__):
+        node.args = tuple(reversed(node.args))
+    else:
+        return None
+    changed.recompile()
+    return changed
+
+
+def _behaviour(modules: list[GraphModule], inputs: list[list[Any]]) -> list[Any] | None:
+    """What the ranks compute; None where they fail, or where their result is no number."""
+    try:
+        outputs = [output for (output,) in run_ranks(modules, inputs)]
+    except Exception:  # a mutant may fail in any way; then there is nothing to preserve
+        return None
+    return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None
+
+
+def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
+    config, captured = _ranks_of(form, experts)
+    mutants = [_mutate(one.module, place, how) for one in captured]
+    if any(mutant is None for mutant in mutants):
+        return "no mutant"
+    outcomes = [
+        _localised(dataclasses.replace(one, module=mutant)) for one, mutant in zip(captured, mutants, strict=True)
+    ]
+    if not all(outcome.plan.banks for outcome in outcomes):
+        return "refused"
+    for seed in range(2):
+        hidden = [hidden_states(config, 9, 0 if form == "all_reduce" else rank, seed) for rank in range(2)]
+        inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
+        expected = _behaviour(list(mutants), inputs)  # type: ignore[arg-type]
+        if expected is None:
+            return "meaningless"
+        for rank, outcome in enumerate(outcomes):
+            (output,) = run_local(outcome.module, inputs[rank], outcome.plan.banks, _complete(config))
+            torch.testing.assert_close(output, expected[rank], rtol=1e-4, atol=1e-4)
+    return "right"
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    form=st.sampled_from(list(EP_FORMS)),
+    experts=st.sampled_from([4, 5]),
+    place=st.integers(0, 120),
+    how=st.integers(0, 4),
+)
+def test_a_mutated_graph_is_taken_rightly_or_refused(form: str, experts: int, place: int, how: int) -> None:
+    _check_mutant(form, experts, place, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_every_single_mutation_is_taken_rightly_or_refused(form: str) -> None:
+    outcomes = [
+        _check_mutant(form, experts, place, how) for experts in (4, 5) for place in range(120) for how in range(5)
+    ]
+    assert outcomes.count("refused") > 30
+    assert outcomes.count("right") > 5

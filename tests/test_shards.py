@@ -1,0 +1,119 @@
+"""The layout of shards: put together, they are the bank that packing it whole gives."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.models.errors import InputError
+from moepass.models.expert_placement import shard_bounds
+from moepass.passes.ir import BankSpec
+from moepass.passes.shards import ALIGNMENT_BYTES, Piece, expert_range, pack_layout, shard_layout, shard_pieces
+from moepass.runtime.banks import describe_bank, write_parts
+from moepass.runtime.sources import Source, read_range, whole
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8]
+CPU = torch.device("cpu")
+
+
+@st.composite
+def tensors_and_bounds(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], tuple[int, ...]]:
+    experts = draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    tensors = {}
+    for index in range(draw(st.integers(1, 4))):
+        # Biases [E, d], matrices, and transposed ones, of which the memory is not contiguous.
+        shape = (experts, *draw(st.lists(st.integers(1, 40), min_size=1, max_size=2)))
+        dtype = draw(st.sampled_from(DTYPES))
+        raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8)
+        tensor = raw.view(dtype)
+        tensors[f"tensor{index}"] = tensor.transpose(1, 2) if len(shape) == 3 and draw(st.booleans()) else tensor
+    cuts = draw(st.lists(st.integers(0, experts), max_size=4))
+    return tensors, (0, *sorted(cuts), experts)
+
+
+def _packed(spec: BankSpec, rank: int, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    shard = torch.zeros(shard_layout(spec, rank).nbytes, dtype=torch.uint8)
+    experts = expert_range(spec, rank)
+    write_parts(spec, rank, [tensor[experts.start : experts.stop] for tensor in tensors.values()], shard)
+    return shard
+
+
+@settings(max_examples=150, deadline=None)
+@given(tensors_and_bounds())
+def test_all_shards_together_are_the_bank(drawn: tuple[dict[str, torch.Tensor], tuple[int, ...]]) -> None:
+    tensors, bounds = drawn
+    complete = describe_bank(0, "layer", tensors, home="host")
+    expected = _packed(complete, 0, tensors)
+    assert expected.numel() == complete.nbytes
+    spec = describe_bank(0, "layer", tensors, home="peer", expert_bounds=bounds)
+    assert (spec.tensors, spec.nbytes) == (complete.tensors, complete.nbytes)
+    sources = [
+        Source(_packed(spec, rank, tensors), shard_pieces(spec, rank), over_link=False)
+        for rank in range(len(bounds) - 1)
+    ]
+    slot = torch.zeros(spec.nbytes, dtype=torch.uint8)
+    for source in sources:
+        for piece in source.pieces:
+            part = source.memory[piece.source_offset_bytes : piece.source_offset_bytes + piece.nbytes]
+            assert part.numel() == piece.nbytes
+            slot[piece.slot_offset_bytes : piece.slot_offset_bytes + piece.nbytes] = part
+    assert torch.equal(slot, expected)
+    # No byte comes twice, and none is missing: the pieces are as many bytes as the tensors.
+    assert sum(source.nbytes for source in sources) == sum(tensor.nbytes for tensor in tensors.values())
+    for index, tensor in enumerate(spec.tensors):
+        memory = read_range(sources, tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes, CPU)
+        raw = tensors[tensor.name].clone(memory_format=torch.contiguous_format).view(torch.uint8).reshape(-1)
+        assert torch.equal(memory, raw), index
+
+
+@settings(max_examples=50, deadline=None)
+@given(tensors_and_bounds())
+def test_shards_are_aligned_and_as_large_as_their_experts(
+    drawn: tuple[dict[str, torch.Tensor], tuple[int, ...]],
+) -> None:
+    tensors, bounds = drawn
+    spec = describe_bank(0, "layer", tensors, home="peer", expert_bounds=bounds)
+    for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        assert expert_range(spec, rank) == range(start, stop)
+        layout = shard_layout(spec, rank)
+        assert all(tensor.offset_bytes % ALIGNMENT_BYTES == 0 for tensor in layout.tensors)
+        assert all(tensor.shape[0] == stop - start for tensor in layout.tensors)
+        assert layout.nbytes % ALIGNMENT_BYTES == 0
+        if start == stop:
+            assert (layout.nbytes, shard_pieces(spec, rank)) == (0, ())
+
+
+def test_a_bank_without_bounds_is_one_shard() -> None:
+    tensors = {"up": torch.randn(3, 4, 5), "bias": torch.randn(3, 7)}
+    spec = describe_bank(2, "layer", tensors, home="host")
+    assert shard_layout(spec, 0) == pack_layout((key, tuple(t.shape), t.dtype) for key, t in tensors.items())
+    assert shard_pieces(spec, 0) == (Piece(0, 0, 240), Piece(256, 256, 84))
+    (source,) = (whole(_packed(spec, 0, tensors)),)
+    assert source.nbytes == spec.nbytes
+
+
+def test_uneven_shards_by_hand() -> None:
+    spec = describe_bank(0, "layer", {"up": torch.zeros(3, 1, 100), "bias": torch.zeros(3, 1)}, home="peer",
+                         expert_bounds=shard_bounds(3, 2))  # fmt: skip
+    assert spec.expert_bounds == (0, 1, 3)
+    assert shard_pieces(spec, 0) == (Piece(0, 0, 400), Piece(512, 1280, 4))
+    assert shard_pieces(spec, 1) == (Piece(0, 400, 800), Piece(1024, 1284, 8))
+
+
+@pytest.mark.parametrize("bounds", [(0, 2), (1, 3), (0, 2, 1, 3), (0, 4), (3,)])
+def test_bounds_that_do_not_fit_are_an_error(bounds: tuple[int, ...]) -> None:
+    spec = describe_bank(0, "layers.0", {"up": torch.zeros(3, 4)}, home="peer", expert_bounds=bounds)
+    with pytest.raises(InputError, match=r"bank layers\.0 has 3 experts; the bounds \[.*\] must rise from 0 to that"):
+        shard_pieces(spec, 0)
+
+
+def test_a_rank_that_is_none_is_an_error() -> None:
+    spec = describe_bank(0, "layers.0", {"up": torch.zeros(3, 4)}, home="peer", expert_bounds=(0, 1, 3))
+    for rank in (-1, 2):
+        with pytest.raises(InputError, match=rf"shards of ranks 0\.\.1; there is none of rank {rank}"):
+            shard_layout(spec, rank)
