@@ -2,12 +2,15 @@
 
 torch.compile(model, backend="asyncep")        the backend
 moepass.offload_experts(model)                 experts rest in host memory and stream while layers compute
+moepass.load_pretrained(path)                  the same from a checkpoint, each rank reading its own experts alone
 moepass.record_compilations()                  the plans behind a compiled model
+moepass.register_transformers()                DistributedConfig(..., ep_implementation="asyncep")
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
     from moepass.models.errors import CheckpointError, InputError, MoepassError, OptionError
     from moepass.options import Options
     from moepass.passes.ir import Plan
+    from moepass.runtime.loading import load_pretrained, offload_report
     from moepass.runtime.offload import OffloadReport, offload_experts
+    from moepass.runtime.transformers_ep import register_transformers
 
 __version__ = "0.1.0"
 
@@ -28,8 +33,11 @@ __all__ = [
     "OptionError",
     "Options",
     "Plan",
+    "load_pretrained",
     "offload_experts",
+    "offload_report",
     "record_compilations",
+    "register_transformers",
 ]
 
 # Imported on first use: `moepass --help` must not wait for torch.
@@ -42,8 +50,11 @@ _HOME_OF = {
     "OptionError": "moepass.models.errors",
     "Options": "moepass.options",
     "Plan": "moepass.passes.ir",
+    "load_pretrained": "moepass.runtime.loading",
     "offload_experts": "moepass.runtime.offload",
+    "offload_report": "moepass.runtime.loading",
     "record_compilations": "moepass.backend",
+    "register_transformers": "moepass.runtime.transformers_ep",
 }
 
 
@@ -51,3 +62,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'moepass' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+# Who imported transformers first need not ask for it. Later imports of transformers are not watched.
+if "transformers.distributed.expert_parallel" in sys.modules:
+    __getattr__("register_transformers")()

@@ -5,15 +5,12 @@ Nothing heavy is imported before a command runs: `moepass --help` must not wait 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -21,6 +18,7 @@ from typer.core import TyperGroup
 
 from moepass import __version__
 from moepass.models.errors import InputError, MoepassError, OptionError
+from moepass.streams import READER_LEFT, check_output, check_standard_output, open_output, process_streams
 
 if TYPE_CHECKING:
     from moepass.backend import Compilation
@@ -44,15 +42,20 @@ class _Format(str, enum.Enum):
 class _Commands(TyperGroup):
     """Errors that moepass raises on purpose end as one line, without a traceback; all others keep theirs."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def main(self, *arguments: Any, **keywords: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            return super().main(*arguments, **keywords)
+        except SystemExit as end:
+            # Both typer and rich end the process where the reader of a pipe has left.
+            if isinstance(end.__context__, BrokenPipeError):
+                raise SystemExit(READER_LEFT) from None
+            raise
         except Exception as error:
             ours = _on_purpose(error)
             if ours is None:
                 raise
             typer.echo(f"moepass: error: {' '.join(str(ours).split())}", err=True)
-            raise typer.Exit(2 if isinstance(ours, OptionError) else 1) from error
+            raise SystemExit(2 if isinstance(ours, OptionError) else 1) from error
 
 
 def _on_purpose(error: BaseException) -> MoepassError | None:
@@ -74,7 +77,8 @@ app = typer.Typer(
 
 
 def main() -> None:
-    app()
+    with process_streams():
+        app()
 
 
 def _show_version(wanted: bool) -> None:
@@ -144,7 +148,7 @@ def score(
     """
     # The whole input is checked before anything is loaded, and long before anything is written.
     lines = read_lines(input)
-    target = _check_output(output)
+    target = check_output(output)
     candidates = parse_labels(labels)
     _set_threads(threads)
 
@@ -157,7 +161,7 @@ def score(
         prepared = scorer.labels(candidates if candidates is not None else scorer.prompt.labels)
         prompts = [scorer.encode(line.text, prepared, f"line {line.number}") for line in lines]
         results = zip(lines, scorer.score_prompts(prompts, prepared, batch_size), strict=True)
-        with _open_output(target) as sink:
+        with open_output(output, target) as sink:
             for line, result in _progress(results, len(lines)):
                 sink.write(msgspec.json.encode(_answer(line, result)) + b"\n")
     _note_refusals(compilations)
@@ -184,6 +188,7 @@ def explain(
     """
     from rich.console import Console
 
+    check_standard_output()
     with Console(stderr=True).status("planning ..."):
         from moepass.explain import explain_model, print_explanation
         from moepass.models.checkpoints import resolve_model
@@ -207,6 +212,7 @@ def demo(
     threads: _Threads = None,
 ) -> None:
     """Compile the embedded model, stream its experts, and compare every prediction with plain PyTorch."""
+    check_standard_output()
     _set_threads(threads)
     from moepass.demo import run_demo
 
@@ -319,51 +325,6 @@ def _answer(line: Line, result: Score) -> dict[str, Any]:
     # Seven digits are what a 32-bit logit carries.
     probabilities = {label: float(f"{value:.7g}") for label, value in result.probabilities.items()}
     return {"label": result.label, "probabilities": probabilities, "mass": float(f"{result.mass:.7g}"), **further}
-
-
-def _check_output(output: str) -> Path | None:
-    """Where to write, None for standard output. Raises InputError where that cannot work."""
-    if output == "-":
-        return None
-    target = Path(output).resolve()  # a link is written through, not replaced
-    if target.is_dir():
-        raise InputError(f"output {output!r} is a folder; give the name of a file")
-    if not target.parent.is_dir():
-        raise InputError(f"output {output!r}: the folder {target.parent} does not exist")
-    if not os.access(target.parent, os.W_OK):
-        raise InputError(f"output {output!r}: the folder {target.parent} cannot be written to")
-    return target
-
-
-@contextlib.contextmanager
-def _open_output(target: Path | None) -> Iterator[BinaryIO]:
-    """A file appears under its name complete or not at all: it is written beside it and renamed at the end."""
-    if target is None:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    if target.exists() and not target.is_file():  # a pipe or a device keeps its place
-        with target.open("wb") as opened:
-            yield opened
-        return
-    number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    try:
-        with os.fdopen(number, "wb") as opened:
-            yield opened
-        os.chmod(name, _usual_mode(target))
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _usual_mode(target: Path) -> int:
-    if target.exists():
-        return target.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 def _progress(results: Iterable[tuple[Line, Score]], total: int) -> Iterator[tuple[Line, Score]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -73,7 +74,7 @@ def group_names(graph: Graph) -> set[str]:
     return {collective.group_name for collective in collectives_of(graph)}
 
 
-def _arguments(node: Node) -> dict[str, object]:
+def _arguments(node: Node) -> dict[str, Any]:
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 

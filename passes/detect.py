@@ -304,7 +304,7 @@ def _check_group(group: list[ExpertProduct]) -> BlockMatch | Refusal:
 def _bank_of(source: Node) -> int | None:
     complete = _gather_of(source)
     if complete is not None:
-        return int(complete.kwargs["bank"])  # type: ignore[call-overload, no-any-return]
+        return int(complete.kwargs["bank"])  # type: ignore[arg-type]
     return bank_arguments(source).bank if is_call(source, BANK_TENSOR) else None
 
 
@@ -371,9 +371,7 @@ def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Ref
 def _inner_reads(module: GraphModule) -> list[Refusal]:
     """One refusal for each bank that a graph inside `module` reads. Raises PlanError for one that lies in shards."""
     _, *inner = graphs_within(module)
-    reads = {
-        bank_arguments(node).bank: node for graph in inner for node in graph.nodes if is_call(node, BANK_TENSOR)
-    }
+    reads = {bank_arguments(node).bank: node for graph in inner for node in graph.nodes if is_call(node, BANK_TENSOR)}
     refusals = []
     for _, node in sorted(reads.items()):
         read = bank_arguments(node)

@@ -34,10 +34,23 @@ class LocalForm:
         self.products: dict[Node, int] = {}
         self.written: list[Node] = []
         self._region = set(block.region)
-        self._row_ids: Node | None = None
+        self._translated: set[Node] = set()
+        # The experts alone: their rows, sorted, where each expert's rows end, and which expert each row has.
+        self.rows: Node
+        self.ends: Node
+        self.outputs: Node
+        self.row_ids: Node | None = None
 
     def write(self) -> Node:
         """The value that takes the place of the block's sink. Raises NotThisForm."""
+        result = self._write()
+        for node in self._region - self._translated:
+            if _is_cast(node) and fake_value(node).dtype != fake_value(self.block.sink).dtype:
+                # The mock run is in float64 and would not see it.
+                raise NotThisForm(f"it computes in {fake_value(node).dtype} between, which its local form would not")
+        return result
+
+    def _write(self) -> Node:
         sources = self.block.sources
         if self.block.form == "all_to_all":
             return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
@@ -158,13 +171,15 @@ class LocalForm:
     def _experts(self, rows: Node, ends: Node, expert_of_row: Callable[[], Node]) -> Node:
         """The block's experts, its activation function and biases included, on rows sorted by expert."""
         *ups, down = self.block.products
+        self.rows, self.ends = rows, ends
         self._expert_of_row = expert_of_row
         values = {up.node: self._product(number, rows, ends) for number, up in enumerate(ups)}
         for up in ups:
             values[up.node] = self._biased(up.node, values[up.node], values)
         activations = self._translate(down.activations, values)
         result = self._product(len(ups), activations, ends)
-        return self._biased(down.node, result, {})
+        self.outputs = self._biased(down.node, result, {})
+        return self.outputs
 
     def _product(self, number: int, rows: Node, ends: Node) -> Node:
         product = self.block.products[number]
@@ -217,9 +232,9 @@ class LocalForm:
         return self._emit(aten.index_select.default, self.complete[source], 0, ids)
 
     def _ids_of_rows(self) -> Node:
-        if self._row_ids is None:
-            self._row_ids = self._expert_of_row()
-        return self._row_ids
+        if self.row_ids is None:
+            self.row_ids = self._expert_of_row()
+        return self.row_ids
 
     def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
         """`node`, a value between the products, for the rows of the local form; `values` maps what is known."""
@@ -241,6 +256,7 @@ class LocalForm:
 
     def _copy(self, node: Node, values: dict[Node, Node]) -> Node:
         args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._translate(used, values))
+        self._translated.add(node)
         values[node] = self._emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
         return values[node]
 
@@ -256,6 +272,15 @@ class LocalForm:
             if current in self._region:
                 pending.extend(current.all_input_nodes)
         return False
+
+
+def _is_cast(node: Node) -> bool:
+    """One floating type into another."""
+    value = fake_value(node)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or len(node.all_input_nodes) != 1:
+        return False
+    source = fake_value(node.all_input_nodes[0])
+    return isinstance(source, torch.Tensor) and source.is_floating_point() and source.dtype != value.dtype
 
 
 def expert_tensors(block: ParallelBlock) -> Sequence[Node]:

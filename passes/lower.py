@@ -38,9 +38,9 @@ class LoweredSegment(torch.nn.Module):
     """A lowered segment in the top-level graph: called with its inputs, gives a tuple.
 
     The schedule was made for a graph in which a copy is a copy: `w * ones_like(w)` outlives the slot of `w`, and a copy
-    of a buffer outlives the buffer's update. Inductor removes such copies, in passes and in lowerings of many operators,
-    and then an output is an input, or a view of one. So every output that `segment` computes as fresh memory is
-    compared with the inputs when the segment has run, and copied where it shares a storage with one.
+    of a buffer outlives the buffer's update. Inductor removes such copies, in its passes and while it lowers, and then
+    an output is an input, or a view of one. So every output that `segment` computes as fresh memory is compared with
+    the inputs when the segment has run, and copied where it shares a storage with one.
 
     This is complete, whatever the lowering did. Memory that is alive when a segment begins can reach what comes after
     it only through an output, and an output that shows an input has that input's storage. The copy comes in time,

@@ -114,6 +114,31 @@ class _Run:
         }
         self.own_products = {product.node: number for number, product in enumerate(block.products)}
 
+    def local_form(self, sources: Mapping[Node, Any], result: Node) -> torch.Tensor:
+        """What the local form gives for this rank's own `sources`."""
+        outputs: torch.Tensor = self.evaluate(self.local.written, dict(sources), _no_collectives)[result]
+        return outputs
+
+    def experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The experts alone, activation function and biases included, on `rows` sorted by expert, `counts` [E] of each.
+
+        As the local form has them, for any number of rows: whoever brings them.
+        """
+        local = self.local
+        values: dict[Node, Any] = {local.rows: rows, local.ends: counts.cumsum(0, dtype=torch.int32)}
+        if local.row_ids is not None:
+            values[local.row_ids] = torch.arange(len(counts)).repeat_interleave(counts)
+        needed: set[Node] = set()
+        pending = [local.outputs]
+        while pending:
+            node = pending.pop()
+            if node not in needed and node not in values:
+                needed.add(node)
+                pending.extend(node.all_input_nodes)
+        nodes = [node for node in local.written if node in needed]
+        outputs: torch.Tensor = self.evaluate(nodes, values, _no_collectives)[local.outputs]
+        return outputs
+
     # ------------------------------------------------------------------------------------------------------ numbers
 
     def shape(self, node: Node) -> list[int]:
@@ -259,7 +284,7 @@ def _check_exchange(run: _Run, result: Node) -> None:
         for _ in range(block.group.ranks)
     ]
     counts_exchange, dispatch, combine = block.exchanges
-    expected = [_expert_outputs(run, result, part) for part in peers]
+    expected = [_expert_outputs(run, part) for part in peers]
 
     def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         if collective.node is counts_exchange.node:
@@ -275,11 +300,12 @@ def _check_exchange(run: _Run, result: Node) -> None:
             return torch.cat([part.rows for part in peers])
         if collective.node is combine.node:
             _demand(_equal(sent, torch.cat(expected)), "it sends back other outputs than its experts' for the rows")
-            return _expert_outputs(run, result, own)
+            return _expert_outputs(run, own)
         raise ContractBroken(f"it needs an answer to {collective.kind}")
 
     values = {rows_node: own.rows, counts_node: own.counts.view(run.shape(counts_node))}
     run.evaluate(block.region, values, answer)
+    _demand(_equal(run.local_form(values, result), _expert_outputs(run, own)), "its local form gives something else")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,30 +343,15 @@ class _Rows:
         return [int(self.counts[start:stop].sum()) for start, stop in itertools.pairwise(bounds)]
 
 
-def _expert_outputs(run: _Run, result: Node, part: _Rows) -> torch.Tensor:
-    """What the experts give for `part`, by the local form: each row's output in its place."""
-    block, rows, counts = run.block, part.rows, part.counts
-    size = run.shape(block.sources["rows"])[0]
-    if part.capacity is not None:
-        # The local form knows slots of all experts; the ones of others stay empty.
-        inside = slice(part.experts.start * part.capacity, part.experts.stop * part.capacity)
-        slots = torch.zeros(size, rows.shape[1], dtype=torch.float64)
-        slots[inside] = rows
-        return _local_result(run, result, {"rows": slots, "counts": counts})[inside]
-    # It also knows as many rows as this rank has, no matter whose; the rest goes to the last expert.
-    filled = F.pad(rows, (0, 0, 0, size - len(rows)))
-    counts = counts.clone()
-    counts[-1] += size - len(rows)
-    return _local_result(run, result, {"rows": filled, "counts": counts})[: len(rows)]
-
-
-def _local_result(run: _Run, result: Node, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    values = {run.block.sources[role]: value for role, value in sources.items() if role != "counts"}
-    if "counts" in sources:
-        counts = run.block.sources["counts"]
-        values[counts] = sources["counts"].view(run.shape(counts))
-    outputs: torch.Tensor = run.evaluate(run.local.written, values, _no_collectives)[result]
-    return outputs
+def _expert_outputs(run: _Run, part: _Rows) -> torch.Tensor:
+    """What the experts give for `part`: each row's output in its place, zeros for slots that are not filled."""
+    if part.capacity is None:
+        return run.experts(part.rows, part.counts)
+    filled = torch.arange(part.capacity) < part.counts[part.experts.start : part.experts.stop].unsqueeze(-1)
+    outputs = run.experts(part.rows[filled.view(-1)], part.counts)
+    slots = torch.zeros(len(part.rows), outputs.shape[1], dtype=torch.float64)
+    slots[filled.view(-1)] = outputs
+    return slots
 
 
 # ------------------------------------------------------------------------------------------------------- partial sums
@@ -361,12 +372,12 @@ def _check_partial_sums(run: _Run, result: Node) -> None:
 
     def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         if collective.node is combine.node:
-            partial = [batch.outputs(run, result, block.own_experts) for batch in batches]
+            partial = [batch.outputs(run, block.own_experts) for batch in batches]
             parts = sent.split(most)
             _demand(len(parts) == len(batches), f"it adds up {len(sent)} rows, not those of all tokens")
             for part, wanted in zip(parts, partial, strict=True):
                 _demand(_equal(part[: len(wanted)], wanted), "it does not add exactly its own experts' part")
-            total = own.outputs(run, result, range(block.experts))
+            total = own.outputs(run, range(block.experts))
             return F.pad(total, (0, 0, 0, most - tokens), value=math.nan)
         if collective.kind == "all_reduce" and gathered:
             _demand(collective.reduction == "max" and sent.numel() == 1, "it reduces something unknown")
@@ -378,8 +389,7 @@ def _check_partial_sums(run: _Run, result: Node) -> None:
 
     values: dict[Node, Any] = {node: getattr(own, role) for role, node in block.sources.items()}
     found = run.evaluate(block.region, values, answer)
-    local = own.outputs(run, result, range(block.experts))
-    _demand(_equal(found[block.sink], local), "its result is another one")
+    _demand(_equal(run.local_form(values, result), found[block.sink]), "its local form gives something else")
 
 
 def _gather(sent: torch.Tensor, batches: Sequence[_Tokens], own_rank: int, most: int) -> torch.Tensor:
@@ -409,20 +419,15 @@ class _Tokens:
         ids = run.scenario.own(run.generator, tokens * top_k, run.block.experts).view(tokens, top_k).contiguous()
         return _Tokens(run.rows(tokens, run.block.products[0].inner), ids, run.rows(tokens, top_k))
 
-    def outputs(self, run: _Run, result: Node, experts: range) -> torch.Tensor:
-        """The weighted sum over those of each token's experts that are among `experts`, by the local form.
-
-        The local form knows as many tokens as this rank has, so others go through it part by part.
-        """
-        inside = (self.ids >= experts.start) & (self.ids < experts.stop)
-        weights = self.weights.masked_fill(~inside, 0.0)
-        size = run.shape(run.block.sources["ids"])[0]
-        parts = []
-        for hidden, ids, part_weights in zip(*(v.split(size) for v in (self.hidden, self.ids, weights)), strict=True):
-            short = (0, 0, 0, size - len(ids))
-            full = {"hidden": F.pad(hidden, short), "ids": F.pad(ids, short), "weights": F.pad(part_weights, short)}
-            parts.append(_local_result(run, result, full)[: len(ids)])
-        return torch.cat(parts)
+    def outputs(self, run: _Run, experts: range) -> torch.Tensor:
+        """The weighted sum over those of each token's experts that are among `experts`."""
+        top_k = self.ids.shape[1]
+        ids, order = self.ids.reshape(-1).sort(stable=True)
+        rows = run.experts(self.hidden[order // top_k], torch.bincount(ids, minlength=run.block.experts))
+        inside = (ids >= experts.start) & (ids < experts.stop)
+        weighed = rows * (self.weights.reshape(-1)[order] * inside).unsqueeze(-1)
+        total = torch.zeros(len(self.hidden), rows.shape[1], dtype=torch.float64)
+        return total.index_add(0, order // top_k, weighed)
 
 
 def _demand(holds: bool, otherwise: str) -> None:

@@ -182,7 +182,8 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
     bounds = _bounds_from_counts(count, group, match.record.experts)
     if dispatch.send != combine.receive or dispatch.receive != combine.send:
         raise NotThisForm("the AllToAll after it is not the reverse of the one before it")
-    static = all(isinstance(size, int) for size in dispatch.send)
+    # Without tokens what a rank sends is constant too: nothing.
+    static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
     _check_leaves(leaves - {rows, counted}, match)
     return ParallelBlock(
         "all_to_all_capacity" if static else "all_to_all",
@@ -274,7 +275,7 @@ def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
     scores = ids.args[0] if is_call(ids, operator.getitem) else None
     experts = own * group.ranks
     if is_call(scores, aten.topk.default):
-        experts = int(fake_value(scores.args[0]).shape[-1])  # type: ignore[union-attr]
+        experts = int(fake_value(scores.args[0]).shape[-1])  # type: ignore[union-attr, arg-type]
     bounds = shard_bounds(experts, group.ranks)
     expected = bounds[group.rank + 1] - bounds[group.rank]
     if own != expected:
@@ -283,8 +284,14 @@ def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
 
 
 def _origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
-    """Where a value comes from, before it was moved, masked, padded and gathered for this block."""
+    """Where a value comes from, before it was moved, masked, padded and gathered for this block.
+
+    A block takes rows [tokens, .]; the model may have brought them into that form right in front of it.
+    """
+    rows = node
     while True:
+        if fake_value(node).dim() == 2:
+            rows = node
         if gathered and (collective := _waited_for(node)) is not None and collective.kind == "all_gather":
             node = collective.input
             if is_call(node, aten.constant_pad_nd.default):
@@ -292,7 +299,7 @@ def _origin(node: Node, passes_through: Callable[[Node], Node | None], gathered:
             continue
         source = passes_through(node)
         if source is None:
-            return node
+            return rows
         node = source
 
 
@@ -354,7 +361,7 @@ def _sort_key(match: BlockMatch) -> Node:
 
 def _row_weights(match: BlockMatch) -> Node:
     """What the expert outputs are multiplied by, row by row."""
-    pending, seen = [match.products[-1].node], set()
+    pending, seen = [match.products[-1].node], set[Node]()
     while pending and len(seen) < MOST_NODES:
         node = pending.pop(0)
         for user in node.users:

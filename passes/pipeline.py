@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
+from moepass.passes.complete_shards import complete_shards
 from moepass.passes.detect import detect
 from moepass.passes.ir import Plan
 from moepass.passes.localise import localise
@@ -16,6 +17,7 @@ from moepass.passes.verify import verify
 
 PASSES: tuple[Pass, ...] = (
     localise,  # first: what crosses ranks becomes local, and everything after it sees local blocks only
+    complete_shards,  # beside localise, for models that ask for complete experts: detect must see their gathers
     detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
     plan,  # needs the gathers in their final number and order

@@ -28,10 +28,15 @@ from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.ring import Ring
 from moepass.runtime.sources import Source
 
+_MEETING = (
+    "every rank of the group must run its compiled model once, and take the same blocks: one whose plan has a refusal "
+    "that the others' have not stays behind"
+)
+
 
 def process_groups(names: Iterable[str]) -> dict[str, Group]:
     """This rank's place in each of the process groups with these names; those that do not exist here are left out."""
-    known = {group.group_name: group for group in c10d._world.pg_map}
+    known = {str(group.group_name): group for group in c10d._world.pg_map}
     return {name: Group(known[name].rank(), known[name].size()) for name in names if name in known}
 
 
@@ -122,7 +127,7 @@ class AdoptedBanks:
     def _meet(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> list[BankSpec]:
         first = len(self.store.banks)
         specs = [dataclasses.replace(bank, index=first + number) for number, bank in enumerate(banks)]
-        peers = PeerGroup.of(self._group(), self.options.timeout_s)
+        peers = PeerGroup.of(self._group(), self.options.timeout_s, _MEETING)
         packer = PeerPacker(peers)
         # Ranks hold different experts, so their weights have no digest in common.
         packer.agree_on(specs, ["" for _ in specs])

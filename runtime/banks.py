@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -14,6 +15,7 @@ import torch
 from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import ALIGNMENT_BYTES, pack_layout, shard_layout
+from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.homes import Home
 from moepass.runtime.link import Link
 from moepass.runtime.ring import Ring, make_ring
@@ -48,7 +50,8 @@ def pack_bank(index: int, name: str, tensors: Mapping[str, torch.Tensor], *, hom
     spec = describe_bank(index, name, tensors, home=home)
     bank_device = next(iter(tensors.values())).device
     home_device = bank_device if bank_device.type == "meta" else torch.device("cpu")
-    shard = torch.empty(spec.nbytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
+    with torch.inference_mode(False):  # inference tensors have no version counter, which tells of changes in place
+        shard = torch.empty(spec.nbytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
     write_parts(spec, 0, list(tensors.values()), shard)
     return Bank(spec, shard)
 
@@ -61,6 +64,8 @@ def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard:
 
 _store_numbers = itertools.count()
 _stores: weakref.WeakValueDictionary[int, BankStore] = weakref.WeakValueDictionary()
+# The number of the store and the index of the bank whose shard lies at an address, for banks of stores that are alive.
+_banks_at: dict[int, tuple[int, int]] = {}
 
 
 class BankStore:
@@ -80,9 +85,13 @@ class BankStore:
         self.home = home
         self.banks: list[Bank] = []
         self._ring: Ring | None = None
-        self._lock = threading.Lock()
-        self._eager: tuple[int, tuple[torch.Tensor, ...]] | None = None
+        self._lock = threading.RLock()
+        self._eager: tuple[object, tuple[torch.Tensor, ...]] | None = None
+        self._has_warned = False
+        self._addresses: list[int] = []
         _stores[self.number] = self
+        weakref.finalize(self, _forget_banks, self.number, self._addresses)
+        renew_after_fork(self)
 
     def __reduce__(self) -> NoReturn:
         # Reached by copy.deepcopy, copy.copy and pickle.
@@ -90,6 +99,16 @@ class BankStore:
             "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; "
             "copy or save the model before offload_experts"
         )
+
+    def after_fork(self) -> None:
+        self._lock = threading.RLock()
+
+    def add(self, bank: Bank) -> None:
+        """Take `bank`, whose index is the number of banks so far; compiled graphs then know it by its shard."""
+        self.banks.append(bank)
+        if has_address(bank.shard):
+            self._addresses.append(bank.shard.data_ptr())
+            _banks_at[bank.shard.data_ptr()] = (self.number, len(self.banks) - 1)
 
     @property
     def home_bytes(self) -> int:
@@ -126,13 +145,30 @@ class BankStore:
 
         Raises PeerError where a rank that holds a part of it is gone.
         """
+        shard = self.banks[bank].shard
+        key = None if shard.is_inference() else (bank, shard.data_ptr(), shard._version)
         last = self._eager
-        if last is not None and last[0] == bank:
+        if last is not None and last[0] == key is not None:
             return last[1]
+        self._warn_of_uncompiled_code(bank)
         self._eager = last = None  # before the copy, so that at most one bank is held
-        tensors = self.banks[bank].views(self._read(bank, 0, self.banks[bank].spec.nbytes))
-        self._eager = (bank, tensors)
+        with torch.inference_mode(False):  # what is held serves calls with gradients too
+            tensors = self.banks[bank].views(self._read(bank, 0, self.banks[bank].spec.nbytes))
+        self._eager = (key, tensors)
         return tensors
+
+    def _warn_of_uncompiled_code(self, bank: int) -> None:
+        if self._has_warned or not _is_called_by_compiled_model():
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the experts of {self.banks[bank].spec.name} are copied without overlap, because Dynamo runs this part of "
+            "the compiled model uncompiled. Either it compiled the same code more often than "
+            f"torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) allows: raise that limit "
+            "(TORCH_LOGS=recompiles names the reasons). Or there is a part that it cannot compile "
+            "(TORCH_LOGS=graph_breaks)",
+            stacklevel=2,
+        )
 
     def read_tensor(self, bank: int, index: int) -> torch.Tensor:
         """One tensor of a complete bank on the compute device, in memory of its own.
@@ -149,11 +185,36 @@ class BankStore:
         return read_range(sources, start, stop, self.device)
 
 
+def _is_called_by_compiled_model() -> bool:
+    """True in code that Dynamo looked at and left as it is; false in a call of the model that was not compiled."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def has_address(shard: torch.Tensor) -> bool:
+    """False for shards that are told apart by nothing: those without a byte, and those on meta."""
+    return shard.device.type != "meta" and shard.numel() > 0
+
+
+def _forget_banks(store: int, addresses: list[int]) -> None:
+    for address in addresses:
+        # The memory may belong to another store by now.
+        if _banks_at.get(address, (None,))[0] == store:
+            del _banks_at[address]
+
+
+def find_bank(shard: torch.Tensor) -> tuple[BankStore, int] | None:
+    """The store and the index of the bank that `shard` is the resting part of; None where it is of no living store."""
+    number, bank = _banks_at.get(shard.data_ptr(), (-1, 0)) if has_address(shard) else (-1, 0)
+    store = _stores.get(number)
+    return None if store is None else (store, bank)
+
+
 def find_store(number: int) -> BankStore:
     """The store with that number. Raises KeyError where its model is gone."""
     return _stores[number]
 
 
 __all__ = [
-    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_store", "pack_bank", "write_parts",
+    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_bank", "find_store", "has_address", "pack_bank",
+    "write_parts",
 ]  # fmt: skip

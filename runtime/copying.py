@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import queue
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from moepass.models.errors import MoepassError
+from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.link import Link
 from moepass.runtime.sources import Source, whole
 
@@ -38,14 +40,35 @@ class PendingCopy:
         self.finished = threading.Event()
         self.error: BaseException | None = None
         self.abandoned = threading.Event()
+        self._process = os.getpid()
+
+    @property
+    def _is_inherited(self) -> bool:
+        """A forked child has this object, but not the thread that works on it; its events may be locked for ever."""
+        return os.getpid() != self._process
 
     def abandon(self) -> None:
         """Nobody needs the bytes any more; `finished` follows soon."""
-        self.abandoned.set()
+        if not self._is_inherited:
+            self.abandoned.set()
+
+    def end(self) -> None:
+        """Block until nothing is written to the slot any more, whatever became of the copy."""
+        if not self._is_inherited:
+            self.finished.wait()
 
     def wait(self) -> None:
-        """Block until the slot is full. Raises CopyError where the copy failed."""
-        self.finished.wait()
+        """Block until the slot is full. Raises CopyError where the copy failed.
+
+        In a forked child a copy that the parent had not finished is made here and now.
+        """
+        if self._is_inherited and not self.finished.is_set():
+            try:
+                _perform(self, Link())
+            except Exception as error:
+                self.error = error
+        else:
+            self.end()
         if self.error is not None:
             raise CopyError(f"bank {self.label} could not be copied into its slot: {self.error}") from self.error
 
@@ -53,17 +76,34 @@ class PendingCopy:
 class CopyThread:
     """Copies in the order of `submit`, on a thread of its own that ends with this object."""
 
+    _queue: queue.SimpleQueue[PendingCopy | None]
+    _thread: threading.Thread | None
+
     def __init__(self, link: Link) -> None:
         self.link = link
-        self._queue: queue.SimpleQueue[PendingCopy | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._queue, link), name="moepass-copy", daemon=True)
+        self._starting = threading.Lock()
+        self._start()
+        renew_after_fork(self)
+
+    def _start(self) -> None:
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._queue, self.link), name="moepass-copy", daemon=True)
         self._thread.start()
         # The thread must not keep its owner alive, so it knows only the queue.
-        weakref.finalize(self, self._queue.put, None)
+        self._stop = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, copy: PendingCopy) -> PendingCopy:
+        with self._starting:
+            if self._thread is None:
+                self._start()
         self._queue.put(copy)
         return copy
+
+    def after_fork(self) -> None:
+        """The thread stayed with the parent; the next copy starts another one, with a queue that nobody has locked."""
+        self._stop.detach()
+        self._starting = threading.Lock()
+        self._thread = None
 
 
 def _run(copies: queue.SimpleQueue[PendingCopy | None], link: Link) -> None:

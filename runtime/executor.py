@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import weakref
@@ -15,8 +16,9 @@ from moepass.models.errors import InputError, MoepassError
 from moepass.passes.detect import bank_arguments
 from moepass.passes.graph import copy_graph_module, graph_inputs, is_call
 from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, acquire, prefetch, release
-from moepass.runtime.banks import BankStore, find_store
+from moepass.runtime.banks import BankStore, find_bank, find_store
 from moepass.runtime.copying import CopyError
+from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.ring import Ring
 
 
@@ -62,6 +64,9 @@ class ReadTensor(torch.nn.Module):
         self.weak_store = weakref.ref(store)
 
     def forward(self, shard: torch.Tensor, store: int, bank: int, bank_name: str, index: int, *_: Any) -> torch.Tensor:
+        known = find_bank(shard)
+        if known is not None:
+            return known[0].read_tensor(known[1], index)
         return alive(self.weak_store).read_tensor(bank, index)
 
 
@@ -100,11 +105,30 @@ _executor_numbers = itertools.count()
 _BINDINGS: dict[Any, type[RingOperation]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
 
 
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The graph, bound to a ring and to banks; None where nothing is streamed."""
+
+    graph_module: GraphModule
+    ring: weakref.ref[Ring] | None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.ring is None or self.ring() is not None
+
+
+# The banks of a run: for each bank of the plan the number of its store, and its index there.
+Banks = tuple[tuple[int, int], ...]
+
+
 class Executor:
     """A compiled graph: call it with the graph's inputs as a list (boxed).
 
     `graph_module` is the schedule as straight-line Python: print it with `print_readable()`, or run it. Runs that share
     a ring take turns, so threads may call one executor, or several of one model, at the same time.
+
+    One executor serves all layers and models that are alike, each with the ring of its own model: whose banks a run
+    reads is told by the shards among its inputs. `graph_module` and `ring` are those that it was compiled for.
     """
 
     _boxed_call = True
@@ -115,47 +139,92 @@ class Executor:
         self._number = next(_executor_numbers)
         self._lock = threading.Lock()
         self._adopt = adopt
-        self._ring = None if ring is None else weakref.ref(ring)
-        self.graph_module = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring)
+        self._top = top
+        self._is_debug = ring is not None and ring.debug
+        names = [node.name for node in graph_inputs(top.graph)]
+        streamed = {stay.bank: stay.shards[0] for stay in plan.residencies if stay.shards and not adopt}
+        self._streamed = tuple(streamed)
+        self._shards = tuple(names.index(name) for name in streamed.values())
+        bound = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring)
+        self._own = Schedule(bound, None if ring is None else weakref.ref(ring))
+        self._others: dict[Banks, Schedule] = {}
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    @property
+    def graph_module(self) -> GraphModule:
+        return self._own.graph_module
 
     @property
     def ring(self) -> Ring | None:
         """The ring, which belongs to the model; None where nothing is streamed. Raises InputError once it is gone."""
-        return None if self._ring is None else alive(self._ring)
+        return None if self._own.ring is None else alive(self._own.ring)
 
     def __call__(self, inputs: list[Any]) -> Any:
         arguments = tuple(inputs)
         inputs.clear()  # the boxed convention: the caller's references end here
         if self._adopt is not None:
             self._adopt_banks(arguments)
-        ring = self.ring
-        if ring is None:
-            return self.graph_module(*arguments)
-        with ring.lock:
-            try:
-                ring.begin_run(self._number, self.plan.slots)
-                return self.graph_module(*arguments)
-            except BaseException:
-                ring.reset()
-                raise
+        schedule = self._schedule_for(arguments)
+        if schedule.ring is None:
+            return schedule.graph_module(*arguments)
+        with alive(schedule.ring).run(self._number, self.plan.slots):
+            return schedule.graph_module(*arguments)
+
+    def _schedule_for(self, arguments: Sequence[Any]) -> Schedule:
+        found = [find_bank(arguments[place]) for place in self._shards if place < len(arguments)]
+        known = [bank for bank in found if bank is not None]
+        if not known or len(known) < len(self._streamed):
+            return self._own
+        banks = tuple((store.number, index) for store, index in known)
+        schedule = self._others.get(banks)
+        return schedule if schedule is not None else self._bind_for(banks, known)
+
+    def _bind_for(self, banks: Banks, known: Sequence[tuple[BankStore, int]]) -> Schedule:
+        """The schedule for these banks, which come for the first time. Raises InputError where they share no ring."""
+        store = known[0][0]
+        if any(other is not store for other, _ in known):
+            raise InputError(
+                "one graph reads the banks of several offload_experts calls; offload the whole model with one call"
+            )
+        ring = store.ring(self._is_debug)
+        ring.reserve(self.plan.slots, 0)
+        names = ", ".join(store.banks[index].spec.name for _, index in known)
+        specs = {
+            planned: dataclasses.replace(self.plan.bank(planned), index=index, name=store.banks[index].spec.name)
+            for planned, (_, index) in zip(self._streamed, known, strict=True)
+        }
+        with self._lock:
+            self._others = {key: schedule for key, schedule in self._others.items() if schedule.is_alive}
+            if self._own.ring is not None and self._own.ring() is ring and _are_planned(specs):
+                self._others[banks] = self._own
+            elif banks not in self._others:
+                bound = bind(self._top, specs, ring, f"compiled for another layer; here for {names}")
+                self._others[banks] = Schedule(bound, weakref.ref(ring))
+            return self._others[banks]
 
     def _adopt_banks(self, arguments: Sequence[Any]) -> None:
         with self._lock:
             if self._adopt is None:
                 return
-            names = [node.name for node in graph_inputs(self.graph_module.graph)]
+            names = [node.name for node in graph_inputs(self._top.graph)]
             given = dict(zip(names, arguments, strict=True))
             shards = {stay.bank: [given[name] for name in stay.shards] for stay in self.plan.residencies}
             ring, banks = self._adopt([self.plan.bank(index) for index in shards], list(shards.values()))
-            self.graph_module = bind(self.graph_module, dict(zip(shards, banks, strict=True)), ring)
-            self._ring = weakref.ref(ring)
+            self._own = Schedule(bind(self._top, dict(zip(shards, banks, strict=True)), ring), weakref.ref(ring))
             self._adopt = None
 
 
-def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None) -> GraphModule:
+def _are_planned(specs: Mapping[int, BankSpec]) -> bool:
+    return all(planned == spec.index for planned, spec in specs.items())
+
+
+def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None, remark: str = "") -> GraphModule:
     """Replace the slot operations of `top` by calls of `ring`, and give every segment call its place in the model.
 
-    `banks` are those of the graph, by the index that they have in it.
+    `banks` are those of the graph, by the index that they have in it. `remark` goes with the place.
 
     Bank tensors that are still read one by one, from shards of several ranks, become calls of their store.
     """
@@ -175,7 +244,7 @@ def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None) -> 
             bound.add_module(name, ReadTensor(find_store(bank_arguments(node).store)))
             node.op, node.target = "call_module", name
         elif node.op == "call_module":
-            layers = str(node.meta.get("moepass_layers", ""))
+            layers = "; ".join(filter(None, (str(node.meta.get("moepass_layers", "")), remark)))
             located = f"{node.target}_at_{position}"
             bound.add_module(located, Located(bound.get_submodule(node.target), node.target, layers))
             node.target = located

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.utils import parametrize
 
 from moepass.models.errors import InputError, OptionError, one_of
-from moepass.passes.ir import BANK_TENSOR, TensorSpec
+from moepass.runtime.banked_modules import BankedParameter, bank_parameters, move_as_a_whole
 from moepass.runtime.banks import Bank, BankStore, pack_bank
 from moepass.runtime.homes import Home
 from moepass.runtime.link import parse_link
@@ -33,95 +33,37 @@ class OffloadReport:
     ring_bytes: int
 
 
-class BankedParameter(nn.Module):
-    """The parametrization of one expert tensor: gives the tensor of the complete bank whenever the model reads it.
-
-    In a captured graph it leaves one `moepass::bank_tensor`, which the compiler turns into a prefetched gather. In
-    eager mode it is a synchronous gather.
-    """
-
-    shard: torch.Tensor
-
-    def __init__(self, store: BankStore, bank: int, index: int) -> None:
-        super().__init__()
-        self.register_buffer("shard", store.banks[bank].shard, persistent=False)
-        self.store = store
-        self.bank = bank
-        self.index = index
-        spec = store.banks[bank].spec
-        tensor: TensorSpec = spec.tensors[index]
-        # Constants of the captured graph; a tuple, so that Dynamo need not look into the store.
-        self.arguments: tuple[Any, ...] = (
-            store.number, bank, spec.name, index, tensor.name, tensor.offset_bytes,
-            list(tensor.shape), tensor.torch_dtype, store.device,
-        )  # fmt: skip
-        if spec.expert_bounds:
-            self.arguments += (spec.home, list(spec.expert_bounds), spec.nbytes)
-
-    def forward(self, original: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            read: torch.Tensor = BANK_TENSOR(self.shard, *self.arguments)
-            return read
-        if self.training and torch.is_grad_enabled():
-            raise InputError(
-                "offloaded experts are for inference, but the model is in training mode with gradients on; call "
-                "model.eval(), and run it under torch.no_grad() or torch.inference_mode()"
-            )
-        return self.store.gather_now(self.bank)[self.index]
-
-    def right_inverse(self, weights: torch.Tensor) -> torch.Tensor:
-        """What stays behind in the module: nothing."""
-        return weights.new_empty(0)
-
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        # Banks rest where they are, so model.to(...) may only do what fits them. Tried on no bytes at all.
-        spec = self.store.banks[self.bank].spec.tensors[self.index]
-        probe = fn(torch.empty(0, dtype=spec.torch_dtype))
-        if probe.dtype != spec.torch_dtype or probe.device not in (torch.device("cpu"), self.store.device):
-            raise InputError(
-                f"offloaded experts stay {spec.torch_dtype} for {self.store.device}, but the model is being moved to "
-                f"{probe.dtype} on {probe.device}; convert and place the model before offload_experts"
-            )
-        return self
-
-
-def _bank_property(name: str) -> property:
-    """In place of the property of `parametrize`, whose closure keeps the module alive for as long as its class lives.
-
-    Compiled code keeps the class alive, and with it would keep every bank of a model that is long gone.
-    """
-
-    def read(self: nn.Module) -> torch.Tensor:
-        tensor: torch.Tensor = self.parametrizations[name]()  # type: ignore[index, operator]
-        return tensor
-
-    def write(self: nn.Module, value: object) -> None:
-        raise InputError(f"`{name}` was offloaded and rests in a bank; change expert weights before offload_experts")
-
-    return property(read, write)
-
-
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of `module` that form a bank: empty unless it holds at least two expert matrices [experts, ., .].
+    """The parameters of `module` that form a bank: empty unless it holds two expert matrices [experts, ., .] that fit.
 
-    Told by shape, not by class: an up projection [E, a, b] and a down projection whose widths fit it, with every
-    further parameter whose first dimension is E (biases).
+    Told by shape, not by class: all matrices have one first dimension E, and two of them, an up and a down projection,
+    have a width in common. Whatever else has the first dimension E comes along: biases, scales, adapters.
     """
-    own = {name: value for name, value in module.named_parameters(recurse=False) if value.dim() >= 1}
-    matrices = {name: value for name, value in own.items() if value.dim() == 3 and value.is_floating_point()}
-    experts = {value.shape[0] for value in matrices.values()}
-    if len(matrices) < 2 or len(experts) != 1 or experts == {1}:
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    own = {name: value for name, value in own.items() if value.dim() >= 1 and value.is_floating_point()}
+    matrices = [value for value in own.values() if value.dim() == 3]
+    experts = {value.shape[0] for value in matrices}
+    if len(experts) != 1 or experts == {1}:
         return {}
     (count,) = experts
-    widths = [set(value.shape[1:]) for value in matrices.values()]
-    if not set.intersection(*widths):
+    widths = [{width for width in value.shape[1:] if width > 1} for value in matrices]
+    if all(one.isdisjoint(other) for one, other in itertools.combinations(widths, 2)):
         return {}
-    return {name: value for name, value in own.items() if value.shape[0] == count and value.is_floating_point()}
+    return {name: value for name, value in own.items() if value.shape[0] == count}
 
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of `model` that hold expert banks, by path, in the model's order."""
     return {path: module for path, module in model.named_modules() if expert_parameters(module)}
+
+
+def _in_banks(found: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
+    """The modules of each bank, by the path of the first: more than one where they share all of its parameters."""
+    banks: dict[tuple[tuple[str, int], ...], tuple[str, list[nn.Module]]] = {}
+    for path, module in found.items():
+        shared = tuple((name, id(value)) for name, value in expert_parameters(module).items())
+        banks.setdefault(shared, (path, []))[1].append(module)
+    return dict(banks.values())
 
 
 class Packer(Protocol):
@@ -170,14 +112,16 @@ def offload_experts(
 
     Compiled with backend "asyncep" the gathers are prefetched through a ring of `slots` slots. `device` defaults to
     the device of the model's other parameters; `link="emulate:BYTES_PER_S"` makes transfers take that long (CPU only).
-    The model is changed in place; afterwards its state_dict no longer holds the experts.
+    The model is changed in place. Its parameters are not: a model that shares them keeps them. Layers that share all
+    parameters of their experts share a bank. The state_dict holds the experts as before, as views of the banks, and
+    load_state_dict writes into them.
 
     home="host": complete banks in memory of this process.
     home="peer": each rank of `group` (default: all ranks of torch.distributed, which must be initialised) keeps 1/N of
     every bank in shared memory and copies the rest from the others when it needs it; an emulated link counts these
-    bytes only. All ranks call this, each with the complete model. They wait for each other here, each time for
-    `timeout_s` at most, and never again: afterwards ranks run as many steps as they like, when they like. Not on CUDA
-    yet.
+    bytes only. No rank has a complete state_dict then, so to take one is an error. All ranks call this, each with the
+    complete model. They wait for each other here, each time for `timeout_s` at most, and never again: afterwards ranks
+    run as many steps as they like, when they like. Not on CUDA yet.
 
     Raises OptionError (unknown home, slots below 1, a malformed link or timeout) and InputError (no experts, a missing
     device, no process group). For home="peer" also PeerError where ranks are missing or differ in what they bring, and
@@ -190,26 +134,35 @@ def offload_experts(
     found = find_expert_modules(model)
     if not found:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())
-        raise InputError(
-            f"{type(model).__name__} has no expert weights to offload: "
-            + ("they were offloaded before" if banked else "no module holds matrices of shape [experts, ., .]")
+        reason = (
+            "they were offloaded before"
+            if banked
+            else "no module holds two matrices [experts, ., .] with a width in common, as an up and a down projection "
+            "have, or one holds matrices with different numbers of experts"
         )
+        raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
     compute_device = resolve_device(model, device)
     parsed_link = parse_link(link)
     packer = _packer(home, compute_device, group, timeout_s)
-    packer.agree({path: expert_parameters(module) for path, module in found.items()})
+    banks = _in_banks(found)
     store = BankStore(compute_device, slots, parsed_link, packer.home)
-    for index, (path, module) in enumerate(found.items()):
-        parameters = expert_parameters(module)
-        store.banks.append(packer.pack(index, path, parameters))
-        for position, name in enumerate(parameters):
-            parameters[name].requires_grad_(False)
-            parametrization = BankedParameter(store, index, position)
-            parametrization.train(module.training)
-            parametrize.register_parametrization(module, name, parametrization, unsafe=True)
-            setattr(type(module), name, _bank_property(name))
-    packer.connect(store.banks)
-    return OffloadReport(store, home, tuple(found), store.home_bytes, store.ring_bytes)
+    with torch.inference_mode(False), torch.no_grad():
+        packer.agree({path: expert_parameters(modules[0]) for path, modules in banks.items()})
+        for index, (path, modules) in enumerate(banks.items()):
+            _bank(store, packer, index, path, modules)
+        move_as_a_whole(model)
+        packer.connect(store.banks)
+    return OffloadReport(store, home, tuple(banks), store.home_bytes, store.ring_bytes)
+
+
+def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequence[nn.Module]) -> None:
+    """Move the parameters that `modules` share to the home, as bank `index`; the modules let go of them."""
+    parameters = expert_parameters(modules[0])
+    store.add(packer.pack(index, path, parameters))
+    for module in modules:
+        bank_parameters(
+            module, {name: BankedParameter(store, index, position) for position, name in enumerate(parameters)}
+        )
 
 
 def _packer(home: str, device: torch.device, group: ProcessGroup | None, timeout_s: float) -> Packer:
@@ -237,8 +190,8 @@ def check_device(device: torch.device | str) -> torch.device:
     """Raises InputError where `device` is no device, or one that this machine does not have."""
     try:
         resolved = torch.device(device)
-    except RuntimeError:
-        raise InputError(f"device is {str(device)!r}; it must be cpu, cuda or cuda:INDEX") from None
+    except (RuntimeError, TypeError):
+        raise InputError(f"device is {device!r}; it must be cpu, cuda or cuda:INDEX") from None
     if resolved.type not in ("cpu", "cuda", "meta"):
         raise InputError(f"device is {str(device)!r}; experts stream to cpu or cuda")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -248,3 +201,9 @@ def check_device(device: torch.device | str) -> torch.device:
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return resolved
+
+
+__all__ = [
+    "HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer", "check_device", "expert_parameters",
+    "find_expert_modules", "offload_experts", "resolve_device",
+]  # fmt: skip

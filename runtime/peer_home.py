@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moepass.models.expert_placement import shard_bounds
+from moepass.models.unread_tensors import UnreadTensor
+from moepass.models.weight_recipes import recipe_digest
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import expert_range, shard_layout, shard_pieces
 from moepass.runtime.banks import Bank, describe_bank, write_parts
@@ -118,9 +120,15 @@ class PeerPacker:
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A word that is equal for equal weights, of a sample from every expert: different checkpoints differ in it."""
+    """A word that is equal for equal weights, of a sample from every expert: different checkpoints differ in it.
+
+    Of weights that are not read yet it says only what they are made of: a rank reads no experts of others.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors.values():
+        if isinstance(tensor, UnreadTensor):
+            digest.update(recipe_digest(tensor.recipe).encode())
+            continue
         steps = [slice(None)] + [slice(None, None, max(1, size // _SAMPLES)) for size in tensor.shape[1:]]
         # Not contiguous(), which leaves dimensions of size 1 with any stride.
         sample = tensor.detach()[tuple(steps)].clone(memory_format=torch.contiguous_format).cpu()

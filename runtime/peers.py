@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT_S = 60.0
 _BANKS, _SHARDS, _MAPPED = "list of banks", "segment of shards", "note that all is mapped"
 # The first byte of a segment, which is zero at first: whether its rank has said goodbye.
 _LEFT = 1
-_TITLE = "every rank of the group must call offload_experts(home='peer'), and with the same group"
+OFFLOADING = "every rank of the group must call offload_experts(home='peer'), and with the same group"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,10 @@ class PeerGroup:
     process without exit handlers, such as a forked worker of multiprocessing, must call `leave` to end quietly.)
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Waits for nobody. Every rank makes its groups on `store` in the same order.
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, title: str = OFFLOADING
+    ) -> None:
+        """Waits for nobody. Every rank makes its groups on `store` in the same order; `title` says how.
 
         Raises OptionError for a timeout that is no positive number, PeerError where the store is gone.
         """
@@ -69,7 +71,7 @@ class PeerGroup:
             raise OptionError(f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0")
         self.rank = rank
         self.size = size
-        self.rendezvous = Rendezvous(store, rank, size, float(timeout_s), _TITLE)
+        self.rendezvous = Rendezvous(store, rank, size, float(timeout_s), title)
         self._watch = ProcessWatch()
         self._processes: dict[int, ProcessIdentity] = {}
         self._states: dict[int, torch.Tensor] = {}
@@ -77,7 +79,9 @@ class PeerGroup:
         self._leave: weakref.finalize[[torch.Tensor, int], PeerGroup] | None = None
 
     @staticmethod
-    def of(group: ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> PeerGroup:
+    def of(
+        group: ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S, title: str = OFFLOADING
+    ) -> PeerGroup:
         """The ranks of `group`, by default all. Raises InputError where torch.distributed is not initialised, or where
         this process is not in the group, and what the constructor raises.
         """
@@ -90,7 +94,7 @@ class PeerGroup:
             group = c10d._get_default_group()
         if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
             raise InputError(f"group is {group!r}, which is no process group that this process belongs to")
-        return PeerGroup(c10d._get_process_group_store(group), group.rank(), group.size(), timeout_s)
+        return PeerGroup(c10d._get_process_group_store(group), group.rank(), group.size(), timeout_s, title)
 
     def agree(self, banks: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """Wait until every rank has come here with the same banks, `digests` of which are one word each.

@@ -1,15 +1,16 @@
 """The ring: a fixed set of slots on the compute device, and the operations that a schedule uses on them.
 
-`prefetch`, `acquire` and `release` mean what `moepass.passes.ir` says. A ring serves one run at a time: whoever runs a
-graph holds `lock`, so threads that call compiled graphs of one model take turns.
+`prefetch`, `acquire` and `release` mean what `moepass.passes.ir` says. A ring serves one run at a time: `run` holds its
+lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already must not wait for
+itself, nor may it overwrite the slots of its own run; it gets an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
@@ -20,11 +21,17 @@ from moepass.runtime.homes import Home
 from moepass.runtime.learned_order import Fetch, LearnedOrder
 from moepass.runtime.link import Link
 from moepass.runtime.sources import Source
+from moepass.runtime.turns import Turns
 
 # All bits set is a NaN in every floating type that experts come in: fp32, bf16, fp16, fp8 e4m3fn and e5m2.
 POISON_BYTE = 0xFF
 
 _THIS_PROCESS = Home()
+_REENTERED = (
+    "another run of this model is under way in this thread: a custom operator, a hook or a signal handler called the "
+    "model while it ran, and its experts stream through one ring, which serves one run at a time; call the model after "
+    "that run, or a second model that was offloaded by itself"
+)
 
 
 @dataclasses.dataclass
@@ -84,7 +91,8 @@ class Ring:
         self.link = link
         self.home = home
         self.debug = debug
-        self.lock = threading.RLock()
+        self._turns = Turns(_REENTERED)
+        self._is_quiet = True
         self.statistics = RingStatistics()
         self._buffers = _buffers(slots, slot_bytes, device)
         self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
@@ -102,11 +110,15 @@ class Ring:
         return sum(buffer.numel() for buffer in self._buffers)
 
     def reserve(self, slots: int, slot_bytes: int) -> None:
-        """Make the ring larger where it is smaller than that: between two runs, which then begin with empty slots."""
-        with self.lock:
+        """Make the ring larger where it is smaller than that: between two runs, which then begin with empty slots.
+
+        Raises InputError inside a run of the same thread.
+        """
+        with self._turns.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
             if slots <= self.slots and slot_bytes <= largest:
                 return
+            self._turns.check()
             slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
             self.reset()
             # The old ones go first: for a moment both would be too much.
@@ -114,6 +126,25 @@ class Ring:
             self._buffers.clear()
             self._buffers = _buffers(slots, slot_bytes, self.device)
             self._forget_runs()
+
+    @contextlib.contextmanager
+    def run(self, graph: Hashable, slots: int) -> Iterator[None]:
+        """A run of `graph`, which uses `slots` slots, once no other thread is in one; an exception leaves a quiet ring.
+
+        Raises InputError where this thread is in a run already, and what `begin_run` raises.
+        """
+        with self._turns.take():
+            try:
+                # Not quiet: after a second interrupt, or in a child that was forked while another thread was in a run.
+                if not self._is_quiet:
+                    self.reset()
+                self._is_quiet = False
+                self.begin_run(graph, slots)
+                yield
+                self._is_quiet = True
+            except BaseException:
+                self.reset()
+                raise
 
     def begin_run(self, graph: Hashable, slots: int) -> None:
         """A run of `graph` begins, which uses `slots` slots. Raises what `Home.check` of the banks' home raises."""
@@ -163,6 +194,7 @@ class Ring:
         self._ahead.clear()
         self._order.forget_last()
         self._forget_runs()
+        self._is_quiet = True
 
     def _forget_runs(self) -> None:
         self._buffer_of = list(range(self.slots))
@@ -268,7 +300,7 @@ class CpuRing(Ring):
         for copy in self._pending:
             copy.abandon()
         for copy in self._pending:
-            copy.finished.wait()
+            copy.end()
         self._pending.clear()
 
 

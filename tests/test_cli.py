@@ -336,18 +336,6 @@ def test_process_truncated_weights(checkpoint: Path, tmp_path: Path) -> None:
     assert "is truncated or no safetensors file" in finished.stderr
 
 
-def test_process_closed_pipe_is_quiet(checkpoint: Path) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-c", "from moepass.cli import main; main()", "score", str(checkpoint), *QUICK]
-    finished = subprocess.run(
-        command, input=_lines(RECORDS), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120
-    )
-    os.close(writer)
-    assert finished.returncode == 1
-    assert finished.stderr == ""
-
-
 def test_demo_refuses_more_texts_than_there_are() -> None:
     _assert_one_line(_run("demo", "--texts", "999999"), "texts is 999999, but only")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,9 +32,7 @@ def _score(checkpoint: Path, *more: str) -> list[str]:
 def _shell(command: list[str], redirection: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """`command` in a shell, with a redirection that subprocess has no word for."""
     words = ["sh", "-c", f'exec "$@" {redirection}', "sh", *command]
-    return subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120, **{"input": TEXTS, **options}
-    )
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, **{"input": TEXTS, **options})
 
 
 def _assert_one_line(finished: subprocess.CompletedProcess[str], message: str) -> None:
@@ -44,10 +43,10 @@ def _assert_one_line(finished: subprocess.CompletedProcess[str], message: str) -
 
 
 @FULL
-@pytest.mark.parametrize("command", [["score"], ["explain", "--format", "json"], ["explain"], ["--version"], ["--help"]])
-def test_a_full_disk_under_standard_output(command: list[str], checkpoint: Path) -> None:
-    words = {"score": _score(checkpoint), "explain": [*COMMAND, "explain", str(checkpoint), *command[1:]]}
-    finished = _shell(words.get(command[0], [*COMMAND, *command]), "> /dev/full")
+@pytest.mark.parametrize("command", ["score", "explain", "--version", "--help"])
+def test_a_full_disk_under_standard_output(command: str, checkpoint: Path) -> None:
+    words = {"score": _score(checkpoint), "explain": [*COMMAND, "explain", str(checkpoint)]}
+    finished = _shell(words.get(command, [*COMMAND, command]), "> /dev/full")
     _assert_one_line(finished, "standard output cannot be written: No space left on device")
 
 
@@ -77,9 +76,8 @@ def test_standard_input_that_is_closed(tmp_path: Path) -> None:
     _assert_one_line(finished, "input '-' cannot be read: Bad file descriptor")
 
 
-@pytest.mark.parametrize("length", [240, 255])
-def test_long_names_are_written(length: int, checkpoint: Path, tmp_path: Path) -> None:
-    target = tmp_path / ("x" * length)
+def test_the_longest_name_is_written(checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / ("x" * 255)
     assert _shell(_score(checkpoint, "--output", str(target)), "").returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
 
@@ -123,16 +121,22 @@ def test_a_reader_that_left_ends_it_quietly_as_it_ends_other_tools(command: str,
     assert (finished.returncode, finished.stderr) == (128 + signal.SIGPIPE, "")
 
 
+def _half_written(folder: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # the first one only shows that the folder can be written to
+        return any(path.stat().st_size for path in folder.glob(".*.part"))
+    return False
+
+
 def test_a_request_to_terminate_leaves_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(TEXTS * 50_000)  # far more than is scored until the signal comes
+    source.write_text(TEXTS * 10_000)  # far more than is scored until the signal comes
     target.write_text("old")
     command = _score(checkpoint, "--input", str(source), "--output", str(target))
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 100
-        while len(list(tmp_path.iterdir())) < 3 and process.poll() is None and time.monotonic() < deadline:
+        while not _half_written(tmp_path) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert process.poll() is None
+        assert _half_written(tmp_path)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (128 + signal.SIGTERM, "")

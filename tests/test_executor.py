@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -285,6 +286,96 @@ def test_threads_with_two_models_and_two_shapes_get_their_own_results() -> None:
     assert right == [True] * 32
 
 
+@contextlib.contextmanager
+def _calling(model: Stack, call: Callable[[], object]) -> Iterator[None]:
+    """Layer 1 of `model` calls `call` while it runs, through an operator that the compiler cannot look into."""
+    library = torch.library.Library("moepass_tests", "FRAGMENT")
+    library.define("call(Tensor x) -> Tensor")
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        call()
+        return x.clone()
+
+    library.impl("call", run, "CPU")
+    torch.library.register_fake("moepass_tests::call", lambda x: x.clone(), lib=library)
+
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = torch.ops.moepass_tests.call(x)
+            return result
+
+    model.linears[1] = nn.Sequential(model.linears[1], Calls())
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@pytest.mark.parametrize("shape", [6, 9])
+def test_a_run_inside_a_run_of_the_same_thread_is_refused(shape: int) -> None:
+    """By the same graph, and by another graph of the model."""
+    model, calls = Stack("dense_bmm", depth=3), [lambda: None]
+    with torch.no_grad(), _calling(model, lambda: calls[0]()):
+        expected = {count: model(tokens(count)) for count in (6, 9)}
+        moepass.offload_experts(model, slots=1)
+        compiled = torch.compile(model, backend="asyncep", dynamic=False, options={"lower": "eager", "debug": True})
+        for count in (6, 9):
+            compiled(tokens(count))
+        calls[0] = lambda: compiled(tokens(shape))
+        with pytest.raises(SegmentError, match=r"another run of this model is under way in this thread"):
+            compiled(tokens())
+        calls[0] = lambda: None
+        for count in (6, 9, 6):
+            assert torch.equal(compiled(tokens(count)), expected[count])
+
+
+def test_a_refused_run_that_is_caught_does_not_disturb_the_outer_one() -> None:
+    model = Stack("dense_bmm", depth=3)
+    refused: list[moepass.InputError] = []
+    calls: list[Callable[[], object]] = [lambda: None]
+
+    def inner() -> None:
+        try:
+            compiled(tokens(seed=5))
+        except moepass.InputError as error:
+            refused.append(error)
+
+    with torch.no_grad(), _calling(model, lambda: calls[0]()):
+        expected = model(tokens())
+        moepass.offload_experts(model, link="emulate:5e7")
+        compiled, _ = _first_run(model, tokens())
+        calls[0] = inner
+        for _ in range(3):
+            assert torch.equal(compiled(tokens()), expected)
+    assert len(refused) == 3
+
+
+def test_a_signal_handler_that_calls_the_model_is_refused_or_comes_between_runs() -> None:
+    model = Stack("dense_bmm", depth=4)
+    with torch.no_grad():
+        expected = model(tokens())
+    moepass.offload_experts(model, link="emulate:2e7")
+    compiled, _ = _first_run(model, tokens())
+    refused: list[moepass.InputError] = []
+
+    def handler(*_: object) -> None:
+        try:
+            compiled(tokens(seed=5))
+        except moepass.InputError as error:
+            refused.append(error)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with torch.no_grad():
+            for _ in range(5):
+                signal.setitimer(signal.ITIMER_REAL, 0.005)
+                assert torch.equal(compiled(tokens()), expected)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert refused
+
+
 def _copy_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "moepass-copy"}
 
@@ -417,7 +508,7 @@ def test_noise_in_training_mode_is_refused(lower: str, branch: bool) -> None:
 
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_training_mode_that_draws_nothing_gives_what_the_plain_model_gives(lower: str) -> None:
-    """Nothing tells a graph's modules in training mode apart, and nothing is wrong: gradients are off, noise is refused."""
+    """A graph does not say that its modules are in training mode; without gradients and noise, nothing is wrong."""
     models = [nn.Sequential(nn.BatchNorm1d(32), Stack("dense_bmm", depth=2), nn.Dropout(0.0)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     plain, model = (model.train() for model in models)

@@ -49,22 +49,11 @@ def test_the_experts_leave_the_model() -> None:
     dense = sum(value.numel() for name, value in model.named_parameters() if "blocks" not in name)
     moepass.offload_experts(model)
     assert sum(value.numel() for value in model.parameters()) == dense
-    state = model.state_dict()
-    assert sum(value.numel() for value in state.values()) == dense
-    assert not any(name.endswith("shard") for name in state)
+    assert not any(name.endswith("shard") for name in model.state_dict())
     assert {name for name, value in model.named_parameters() if value.numel() == 0} == {
         f"blocks.{layer}.parametrizations.{name}.original" for layer in range(2) for name in ("up", "down")
     }
     assert not any(value.requires_grad for name, value in model.named_parameters() if "blocks" in name)
-
-
-def test_a_state_dict_of_an_offloaded_model_loads_its_dense_part() -> None:
-    source, target = Stack("dense_bmm", depth=2), Stack("dense_bmm", depth=2)
-    expected = source(tokens())
-    moepass.offload_experts(source)
-    moepass.offload_experts(target)
-    target.load_state_dict(source.state_dict())
-    assert torch.equal(target(tokens()), expected)
 
 
 @pytest.mark.parametrize("form", BLOCKS)
@@ -200,7 +189,7 @@ def test_offloading_twice_is_an_error() -> None:
 
 
 def test_a_model_without_experts_is_an_error() -> None:
-    with pytest.raises(moepass.InputError, match=r"Linear has no expert weights to offload: no module holds matrices"):
+    with pytest.raises(moepass.InputError, match=r"Linear has no expert weights to offload: no module holds two"):
         moepass.offload_experts(nn.Linear(2, 2))
 
 
@@ -215,6 +204,8 @@ def test_a_model_without_experts_is_an_error() -> None:
         ({"slots": True}, moepass.OptionError, r"slots is True"),
         ({"link": "fast"}, moepass.OptionError, r"link is 'fast'; it must be `real` or `emulate:BYTES_PER_S`"),
         ({"link": 5e9}, moepass.OptionError, r"link is 5000000000\.0; it must be"),
+        ({"device": ["cpu"]}, moepass.InputError, r"device is \['cpu'\]; it must be cpu, cuda or cuda:INDEX"),
+        ({"device": 1.5}, moepass.InputError, r"device is 1\.5; it must be cpu, cuda or cuda:INDEX"),
         ({"device": "gpu"}, moepass.InputError, r"device is 'gpu'; it must be cpu, cuda or cuda:INDEX"),
         ({"device": "xpu"}, moepass.InputError, r"device is 'xpu'; experts stream to cpu or cuda"),
         ({"device": "cuda:99"}, moepass.InputError, r"device is 'cuda:99', but this machine has \w+ CUDA devices"),
@@ -252,6 +243,114 @@ def test_a_shared_layer_becomes_one_bank() -> None:
     report = moepass.offload_experts(model)
     assert report.layers == ("blocks.0", "blocks.1")
     assert torch.equal(model(tokens()), expected)
+
+
+def _tied(depth: int = 3, *names: str) -> Stack:
+    """The last layer has parameters `names` in common with the first one."""
+    model = Stack("dense_bmm", depth=depth)
+    for name in names:
+        setattr(model.blocks[-1], name, getattr(model.blocks[0], name))
+    return model
+
+
+def test_layers_that_share_all_parameters_share_a_bank() -> None:
+    model = _tied(3, "up", "down")
+    expected = model(tokens())
+    report = moepass.offload_experts(model)
+    assert report.layers == ("blocks.0", "blocks.1")
+    assert torch.equal(model(tokens()), expected)
+    compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+    for _ in range(2):
+        assert torch.equal(compiled(tokens()), expected)
+    state = model.state_dict()
+    assert state["blocks.0.up"].data_ptr() == state["blocks.2.up"].data_ptr()
+
+
+def test_layers_that_share_some_parameters_have_banks_of_their_own() -> None:
+    model = _tied(3, "up")
+    expected = model(tokens())
+    report = moepass.offload_experts(model)
+    assert report.layers == ("blocks.0", "blocks.1", "blocks.2")
+    compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+    for run in (model, compiled, compiled):
+        assert torch.equal(run(tokens()), expected)
+
+
+def test_one_parameter_under_two_names_leaves_the_module_under_both() -> None:
+    model = Stack("dense_bmm", depth=1, split=True)
+    model.blocks[0].gate = model.blocks[0].up
+    expected = model(tokens())
+    moepass.offload_experts(model)
+    assert not any("blocks" in name and value.numel() for name, value in model.named_parameters())
+    assert torch.equal(model(tokens()), expected)
+
+
+def test_a_model_that_shares_the_parameters_keeps_them() -> None:
+    model, twin = Stack("dense_bmm", depth=2).requires_grad_(True), Stack("dense_bmm", depth=2)
+    for mine, other in zip(model.blocks, twin.blocks, strict=True):
+        other.up, other.down = mine.up, mine.down
+    expected = twin(tokens())
+    moepass.offload_experts(model)
+    assert torch.equal(twin(tokens()), expected)
+    assert twin.blocks[0].up.requires_grad
+    moepass.offload_experts(twin)
+    assert torch.equal(twin(tokens()), expected)
+
+
+def test_what_eager_mode_holds_in_inference_mode_serves_gradients_of_the_dense_part() -> None:
+    model = Stack("dense_bmm", depth=1).eval()
+    model.linears.requires_grad_(True)
+    moepass.offload_experts(model)
+    with torch.inference_mode():
+        model(tokens())
+    with torch.enable_grad():
+        model(tokens()).sum().backward()
+    assert model.linears[0].weight.grad is not None
+
+
+def test_eager_mode_sees_a_bank_that_was_changed_in_place() -> None:
+    model = Stack("dense_bmm", depth=1)
+    report = moepass.offload_experts(model)
+    model(tokens())
+    bank = report.store.banks[0]
+    bank.views(bank.shard)[0].fill_(0.5)
+    assert torch.equal(model.blocks[0].up, torch.full_like(model.blocks[0].up, 0.5))
+
+
+def test_a_model_made_in_inference_mode_is_offloaded_like_any_other() -> None:
+    with torch.inference_mode():
+        model = Stack("dense_bmm", depth=2)
+        expected = model(tokens())
+        report = moepass.offload_experts(model)
+    assert not any(bank.shard.is_inference() for bank in report.store.banks)
+    assert torch.equal(model(tokens()), expected)
+
+
+def _module(**shapes: tuple[int, ...]) -> nn.Module:
+    module = nn.Module()
+    for name, shape in shapes.items():
+        setattr(module, name, nn.Parameter(torch.zeros(shape)))
+    return module
+
+
+def test_further_parameters_of_experts_come_along() -> None:
+    lora = _module(up=(4, 64, 32), down=(4, 32, 48), a=(4, 7, 32), b=(4, 64, 7), scale=(4, 1, 1), bias=(4, 64))
+    assert set(expert_parameters(lora)) == {"up", "down", "a", "b", "scale", "bias"}
+    assert set(expert_parameters(_module(up=(4, 64, 32), down=(4, 32, 64), norm=(32,)))) == {"up", "down"}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"scale": (4, 1, 1), "shift": (4, 1, 1)},
+        {"scale": (4, 1, 1), "weight": (4, 8, 1)},
+        {"a": (4, 3, 5), "b": (4, 7, 11), "scale": (4, 1, 1)},
+        {"query": (32, 16, 64), "key": (8, 16, 64), "value": (8, 16, 64)},  # heads, not experts
+        {"mix": (1, 1, 64), "up": (1, 64, 32), "down": (1, 32, 64)},
+    ],
+)
+def test_what_only_looks_like_experts_stays(shapes: dict[str, tuple[int, ...]]) -> None:
+    assert expert_parameters(_module(**shapes)) == {}
 
 
 def test_experts_are_told_by_shape() -> None:

@@ -68,7 +68,10 @@ def _run(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, list[moe
     ("options", "message"),
     [
         ({"lowr": 1}, "OptionError: option 'lowr' is unknown"),
-        ({"disable": ["nope"]}, "OptionError: disable: no pass is called nope; the passes are localise, detect, rewrite, plan"),
+        (
+            {"disable": ["nope"]},
+            "OptionError: disable: no pass is called nope; the passes are localise, complete_shards, detect",
+        ),
         (
             {"disable": ["schedule"]},
             "OptionError: pass verify needs scheduled, which schedule provides: do not disable it",

@@ -36,7 +36,7 @@ def test_the_pipeline_is_in_an_order_that_its_contracts_allow() -> None:
         provided |= function.contract.provides
 
 
-@pytest.mark.parametrize("place", range(2, len(PASSES)))
+@pytest.mark.parametrize("place", range(3, len(PASSES)))
 def test_no_pass_runs_before_what_it_needs(place: int) -> None:
     moved = (PASSES[place], *PASSES[:place], *PASSES[place + 1 :])
     with pytest.raises(OptionError, match=f"pass {NAMES[place]} needs "):
@@ -44,8 +44,10 @@ def test_no_pass_runs_before_what_it_needs(place: int) -> None:
 
 
 def test_what_crosses_ranks_is_found_before_blocks_are() -> None:
-    with pytest.raises(OptionError, match="pass localise cannot run after blocks was provided"):
-        check_order((PASSES[1], PASSES[0], *PASSES[2:]), frozenset())
+    for name in ("localise", "complete_shards"):
+        moved = PASSES[NAMES.index(name)]
+        with pytest.raises(OptionError, match=f"pass {name} cannot run after blocks was provided"):
+            check_order((*[other for other in PASSES if other is not moved], moved), frozenset())
 
 
 def test_rewriting_after_scheduling_is_a_conflict() -> None:
@@ -64,7 +66,7 @@ def test_rewriting_after_scheduling_is_a_conflict() -> None:
         ({"detect", "rewrite", "plan", "schedule", "verify"}, "pass partition needs blocks, which detect provides"),
         (
             {"nope", "verify"},
-            "no pass is called nope; the passes are localise, detect, rewrite, plan, schedule, verify, partition",
+            "no pass is called nope; the passes are localise, complete_shards, detect, rewrite, plan, schedule, verify",
         ),
     ],
 )
@@ -95,12 +97,12 @@ def test_observers_see_every_stage_and_disabled_passes_do_not_run() -> None:
     seen: list[str] = []
     module = capture(Stack(depth=1), tokens()).module
     compile_graph(module, PassContext(disabled=frozenset({"verify"})), lambda name, module, plan: seen.append(name))
-    assert seen == ["captured", "localise", "detect", "rewrite", "plan", "schedule", "partition"]
+    assert seen == ["captured", "localise", "complete_shards", "detect", "rewrite", "plan", "schedule", "partition"]
 
 
 def test_matches_and_refusals_of_all_passes_are_collected() -> None:
     result = compile_graph(streamed(Stack(depth=2), tokens()).module, PassContext())
-    assert {match.split(":")[0] for match in result.matches} == set(NAMES) - {"localise"}  # no ranks
+    assert {match.split(":")[0] for match in result.matches} == set(NAMES) - {"localise", "complete_shards"}  # no ranks
     assert result.refusals == result.plan.refusals
 
 
@@ -185,7 +187,7 @@ def test_a_gather_without_a_value_is_caught() -> None:
 
     module = streamed(Stack(depth=1), tokens()).module
     with pytest.raises(PassError, match='lost its meta\\["val"\\]'):
-        run_passes((*PASSES[:3], _bad_pass(strip)), module, Plan(), PassContext())
+        run_passes((*PASSES[:4], _bad_pass(strip)), module, Plan(), PassContext())
 
 
 def test_a_pass_may_reorder_collectives_if_it_says_so() -> None:

@@ -1,0 +1,293 @@
+"""`load_pretrained`: a model from a checkpoint folder, its experts brought straight to their home.
+
+    plan      transformers builds the model from tensors that are not read yet (models/unread_tensors.py)
+    meet      home `peer`: all ranks have the same checkpoint
+    experts   `offload_experts` copies what belongs to this process into its banks; only that is read
+    dense     every other weight is read, once
+
+No process ever holds all experts, and nothing is held twice: a stored tensor is copied from the mapped file to its
+place in the bank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from moepass.models import checkpoints
+from moepass.models.checkpoint_files import CheckpointFiles
+from moepass.models.errors import CheckpointError, InputError, OptionError
+from moepass.models.expert_placement import shard_bounds
+from moepass.models.unread_tensors import UnreadTensor, unread
+from moepass.models.weight_recipes import UnfollowedError
+from moepass.runtime.loading_progress import Progress, shown_progress
+from moepass.runtime.offload import (
+    BankedParameter,
+    OffloadReport,
+    expert_parameters,
+    find_expert_modules,
+    offload_experts,
+)
+from moepass.runtime.peer_home import weights_digest
+from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
+from moepass.runtime.rendezvous import PeerError, Rendezvous
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CHECKPOINT = "description of its checkpoint"
+_TITLE = "every rank of the group must call load_pretrained(home='peer'), and with the same group"
+# [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
+_MADE_UP_NUMBERS = 1 << 26
+
+
+def load_pretrained(
+    path: str | Path,
+    *,
+    home: str = "host",
+    group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    slots: int = 2,
+    link: str = "real",
+    dtype: torch.dtype | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    experts_implementation: str = "grouped_mm",
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
+
+    What it computes is what `from_pretrained` and `offload_experts` would have given, but each process reads the dense
+    weights and its own experts only: all of them for home="host", those of its rank for home="peer", where all ranks
+    of `group` call this. Beyond these bytes it takes memory for one expert at most. On the CPU dense weights are views
+    of the mapped file, as they are with from_pretrained; ranks on one machine share them.
+
+    `dtype` None keeps what the checkpoint says. `device` is where the model computes, by default the CPU; `slots`,
+    `link` and `timeout_s` are those of `offload_experts`. Ranks wait `timeout_s` for each other before and after they
+    read their experts, so it must be longer than what one rank may need more than another.
+
+    On a terminal rank 0 shows a progress bar. `progress(bytes_read, bytes_in_all)` is called instead, on any rank that
+    gives it.
+
+    Raises CheckpointError where `path` is no checkpoint, or files or tensors are missing, truncated, or do not fit the
+    config; InputError where experts cannot be read one by one (quantised weights, a family whose conversion mixes
+    experts); PeerError where ranks bring different checkpoints, fail or do not come; and what `offload_experts` raises.
+    """
+    _check_options(dtype, progress)
+    meeting = PeerGroup.of(group, timeout_s, _TITLE).rendezvous if home == "peer" else None
+    rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
+    with torch.inference_mode(False), torch.no_grad():
+        with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
+            plan = _plan(path, dtype, experts_implementation)
+            own_bytes = plan.own_bytes(rank, ranks)
+            if meeting is not None:
+                _meet(meeting, plan.description())
+        with shown_progress(progress, rank == 0, own_bytes) as on_read:
+            plan.files.on_read = on_read
+            report = offload_experts(plan.model, home, device, slots, link, group, timeout_s)
+            plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
+            _read_dense(plan.model, report.store.device)
+            plan.files.close()
+    return plan.model
+
+
+def offload_report(model: nn.Module) -> OffloadReport:
+    """What rests where of a model whose experts were offloaded. Raises InputError for any other model."""
+    banked = [module for module in model.modules() if isinstance(module, BankedParameter)]
+    if not banked:
+        raise InputError(f"{type(model).__name__} has no offloaded experts; call offload_experts or load_pretrained")
+    store = banked[0].store
+    layers = tuple(bank.spec.name for bank in store.banks)
+    return OffloadReport(store, store.banks[0].spec.home, layers, store.home_bytes, store.ring_bytes)
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What all ranks must have in common, topic by topic: digests, in an order that goes from cause to effect."""
+
+    topics: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A model whose weights are not read yet, and the files that they come from."""
+
+    folder: Path
+    files: CheckpointFiles
+    model: PreTrainedModel
+
+    def experts(self) -> dict[str, UnreadTensor]:
+        """The tensors that go into banks, by name; those that modules share once."""
+        found = {
+            id(value): (f"{path}.{name}", value)
+            for path, module in find_expert_modules(self.model).items()
+            for name, value in expert_parameters(module).items()
+            if isinstance(value, UnreadTensor)
+        }
+        return dict(found.values())
+
+    def dense(self) -> dict[str, UnreadTensor]:
+        """All others, tied ones once."""
+        experts = {id(tensor) for tensor in self.experts().values()}
+        weights = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: value for name, value in weights if isinstance(value, UnreadTensor) and id(value) not in experts}
+
+    def own_bytes(self, rank: int, ranks: int) -> int:
+        """Bytes of the files that `rank` reads. Raises InputError where a rank's experts cannot be read alone."""
+        recipes = [tensor.recipe for tensor in self.dense().values()]
+        for name, tensor in self.experts().items():
+            bounds = shard_bounds(tensor.shape[0], ranks)
+            try:
+                recipes.append(tensor.recipe.rows(bounds[rank], bounds[rank + 1]))
+                tensor.recipe.rows(0, 1)
+            except UnfollowedError as error:
+                raise InputError(
+                    f"{name} of family {self.model.config.model_type!r} is made by {error.operation}, through which "
+                    "single experts cannot be read; use from_pretrained, then moepass.offload_experts"
+                ) from error
+        return sum(stored.nbytes for recipe in recipes for stored in recipe.stored())
+
+    def description(self) -> _Description:
+        """Of the weights it holds only samples of the dense ones, since no rank reads all experts."""
+        config = hashlib.blake2b((self.folder / checkpoints.CONFIG_FILE).read_bytes(), digest_size=8).hexdigest()
+        sources = [stored for tensor in self.dense().values() for stored in tensor.recipe.stored()]
+        samples = {stored.tensor.key: self.files.read(stored.tensor)[None] for stored in sources}
+        dense = weights_digest(dict(sorted(samples.items())))
+        self.files.close()
+        return _Description(
+            {
+                f"{checkpoints.CONFIG_FILE} (a digest)": config,
+                "the tensors in the checkpoint (a digest of names, types and shapes)": self.files.digest(),
+                "the dense weights in the checkpoint (a digest)": dense,
+            }
+        )
+
+
+def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str) -> _Plan:
+    """Let transformers build the model from unread tensors. Raises CheckpointError and InputError."""
+    folder = checkpoints.resolve_model(path)
+    config = checkpoints.load_config(folder)
+    _refuse_quantised(folder, config)
+    checkpoints._check_weight_files(folder)
+    files = CheckpointFiles(checkpoints._weight_files(folder))
+    _check_size(folder, files, experts_implementation)
+    model_class = checkpoints._model_class(config)
+    try:
+        with checkpoints.quiet_transformers():
+            model, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=unread(files),
+                dtype="auto" if dtype is None else dtype,
+                # Mismatches then come as records, and are refused below in one line.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **checkpoints._options(model_class, experts_implementation),
+            )
+    except InputError as error:
+        raise InputError(
+            f"{folder}: weights of family {config.model_type!r} cannot be read one by one: {error}; use "
+            "from_pretrained, then moepass.offload_experts"
+        ) from error
+    except Exception as error:  # transformers raises many kinds for one cause: the files do not fit the config
+        raise CheckpointError(f"{folder} cannot be loaded: {_cause(error)}") from error
+    checkpoints._check_loading(folder, info)
+    _name_after(model, folder)
+    model.requires_grad_(False)
+    return _Plan(folder, files, model.eval())
+
+
+def _check_options(dtype: object, progress: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"dtype is {dtype!r}; it must be a floating point type such as torch.bfloat16, or None")
+    if progress is not None and not callable(progress):
+        raise OptionError(f"progress is {progress!r}; it must be a function of (bytes_read, bytes_in_all), or None")
+
+
+def _refuse_quantised(folder: Path, config: Any) -> None:
+    for part in (config, config.get_text_config()):
+        quantised = getattr(part, "quantization_config", None)
+        if quantised:
+            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+            raise InputError(
+                f"{folder} holds {config.model_type!r} weights quantised by {method or 'an unknown method'}, of which "
+                "load_pretrained reads none; use from_pretrained, dequantised, then moepass.offload_experts"
+            )
+
+
+def _check_size(folder: Path, files: CheckpointFiles, experts_implementation: str) -> None:
+    """Raises CheckpointError where much of the model is missing, which would be made up in memory by and by."""
+    asked = sum(value.numel() for value in checkpoints.meta_model(folder, experts_implementation).parameters())
+    if files.numbers + _MADE_UP_NUMBERS < asked:
+        raise CheckpointError(
+            f"{folder} lacks weights that the config asks for: its files hold {files.numbers} numbers, but the model "
+            f"has {asked}"
+        )
+
+
+def _cause(error: Exception) -> str:
+    if "automatic conversion" in str(error):  # the report that it points to is one of the silenced warnings
+        return (
+            "the weights of single experts do not merge into one bank per layer; one of them is missing, or has "
+            "another shape than the rest"
+        )
+    return checkpoints._one_line(error)
+
+
+def _name_after(model: PreTrainedModel, folder: Path) -> None:
+    """What from_pretrained takes from a folder besides weights."""
+    from transformers import GenerationConfig
+
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        try:
+            with checkpoints.quiet_transformers():
+                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # as it may be malformed in any way
+            raise CheckpointError(
+                f"{folder / 'generation_config.json'} cannot be read: {checkpoints._one_line(error)}"
+            ) from error
+
+
+def _meet(meeting: Rendezvous, own: _Description) -> None:
+    """Wait until all ranks came with the same checkpoint. Raises PeerError, the same on every rank."""
+    meeting.publish(_CHECKPOINT, own)
+    found = dict(meeting.read_all(_CHECKPOINT, _Description, lambda: None))
+    found[meeting.rank] = own
+    first = found[0].topics
+    for rank in range(1, meeting.size):
+        for topic, value in first.items():
+            other = found[rank].topics.get(topic)
+            if other != value:
+                raise PeerError(
+                    f"ranks disagree on {topic}: {value} on rank 0, {other} on rank {rank}; give every rank the same "
+                    "checkpoint"
+                )
+
+
+def _read_dense(model: nn.Module, device: torch.device) -> None:
+    """Put numbers into every weight that has none yet; tied ones stay tied."""
+    read: dict[int, torch.Tensor] = {}
+    for tensors, name, tensor in _unread(model):
+        if id(tensor) not in read:
+            numbers = tensor.recipe.read().to(device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            read[id(tensor)] = nn.Parameter(numbers, requires_grad=False) if is_parameter else numbers
+        tensors[name] = read[id(tensor)]
+    if device.type != "cpu":
+        model.to(device)  # buffers that no checkpoint holds
+
+
+def _unread(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, UnreadTensor]]:
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if isinstance(tensor, UnreadTensor):
+                    yield tensors, name, tensor

@@ -1,0 +1,228 @@
+"""Models that run with expert parallelism, compiled: their AllToAlls are gone, and real ranks stay exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+from torch.fx import GraphModule
+
+import moepass
+from moepass.models.expert_parallel import EP_FORMS
+from moepass.models.moe_stack import MoEStack, StackConfig, build_stack
+from moepass.passes.graph import fake_value
+from moepass.runtime.executor import Executor
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
+
+FORBIDDEN = ("_c10d_functional", "aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
+
+
+def _compile(model: torch.nn.Module, **options: Any) -> Callable[..., Any]:
+    torch._dynamo.config.capture_scalar_outputs = True
+    chosen = {"lower": "eager", "debug": True, "timeout_s": 50, **options}
+    compiled: Callable[..., Any] = torch.compile(model, backend="asyncep", options=chosen, fullgraph=True)
+    return compiled
+
+
+def _hidden(config: StackConfig, tokens: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, config.hidden, generator=generator).to(config.dtype)
+
+
+def _remains(executor: Executor) -> list[str]:
+    """What ranks exchange, host syncs and sizes that only a run would tell, anywhere in the final graphs."""
+    found = []
+    for module in executor.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if str(node.target).startswith(FORBIDDEN):
+                found.append(node.name)
+            value = fake_value(node)
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                for size in item.shape if isinstance(item, torch.Tensor) else (item,):
+                    if isinstance(size, torch.SymInt):
+                        unbacked = size.node.shape_env.is_unbacked_symint
+                        found += [f"{node.name}: {size}" for symbol in size.node.expr.free_symbols if unbacked(symbol)]
+    return found
+
+
+def _stays_exact(form: str, config: StackConfig, tokens: list[list[int]]) -> None:
+    """`tokens[step][rank]` tokens in each step."""
+    rank = dist.get_rank()
+    full = build_stack(config)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = _compile(build_stack(config, form))
+        for step, counts in enumerate(tokens):
+            hidden = _hidden(config, counts[rank], 100 * step + (0 if form == "all_reduce" else rank))
+            assert torch.equal(compiled(hidden), full(hidden)), f"step {step} with {counts} tokens"
+    for compilation in compilations:
+        assert not compilation.plan.refusals, compilation.plan.refusals
+        assert [block.parallel for block in compilation.plan.blocks] == [form] * config.layers
+        assert _remains(compilation.executor) == []
+
+
+SMALL = StackConfig(layers=2, max_tokens=32)
+CASES = {
+    "even": (2, SMALL, [[16, 16], [16, 16], [7, 20], [32, 5]]),
+    "uneven bf16": (3, dataclasses.replace(SMALL, experts=7, dtype=torch.bfloat16), [[16, 9, 4], [5, 6, 32]]),
+    "top-1, one rank without tokens": (2, dataclasses.replace(SMALL, top_k=1), [[16, 0], [0, 8], [12, 8]]),
+    "top-8, all to few": (2, dataclasses.replace(SMALL, experts=9, top_k=8, skew=20.0), [[16, 9], [4, 30]]),
+    "four ranks, all to one": (4, dataclasses.replace(SMALL, experts=6, top_k=1, skew=50.0), [[8, 9, 0, 32]]),
+}
+
+
+def _cases() -> list[Any]:
+    """Every case with AllToAll, and every form with one case; the rest is slow."""
+    return [
+        pytest.param(case, form, marks=() if form == "all_to_all" or case == "even" else pytest.mark.slow)
+        for case in CASES
+        for form in EP_FORMS
+    ]
+
+
+@pytest.mark.parametrize(("case", "form"), _cases())
+def test_ranks_stay_exact_without_a_single_exchange(case: str, form: str) -> None:
+    ranks, config, tokens = CASES[case]
+    if form == "all_reduce":
+        tokens = [[counts[0]] * ranks for counts in tokens]
+    run_ranks(ranks, _stays_exact, form, config, tokens)
+
+
+def _inductor_is_close(form: str) -> float:
+    hidden = _hidden(SMALL, 24, 0 if form == "all_reduce" else dist.get_rank())
+    with torch.no_grad():
+        expected = build_stack(SMALL)(hidden)
+        difference = _compile(build_stack(SMALL, form), lower="inductor")(hidden) - expected
+    return float(difference.abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.slow) for form in EP_FORMS])
+def test_with_inductor_ranks_stay_close(form: str) -> None:
+    assert max(run_ranks(2, _inductor_is_close, form, timeout=200)) < 1e-5
+
+
+def _one_runs_alone() -> int:
+    config = dataclasses.replace(SMALL, layers=3)
+    full = build_stack(config)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = _compile(build_stack(config, "all_to_all"))
+        compiled(_hidden(config, 16, 1))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for step in range(10):
+                hidden = _hidden(config, 16, step)
+                assert torch.equal(compiled(hidden), full(hidden))
+        dist.barrier()
+    ring = compilations[0].executor.ring
+    assert ring is not None
+    return ring.statistics.copies
+
+
+def test_a_rank_runs_ten_steps_while_another_runs_none() -> None:
+    busy, idle = run_ranks(2, _one_runs_alone)
+    assert busy >= 30
+    assert idle <= 5
+
+
+def _shapes_and_models_share_one_ring() -> None:
+    full = build_stack(SMALL)
+    other = dataclasses.replace(SMALL, seed=1, experts=6)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        static = torch.compile(
+            build_stack(SMALL, "all_to_all"), backend="asyncep", dynamic=False, options={"lower": "eager"}
+        )
+        torch._dynamo.config.capture_scalar_outputs = True
+        for tokens in (8, 12, 8):
+            hidden = _hidden(SMALL, tokens, tokens)
+            assert torch.equal(static(hidden), full(hidden))
+        second = torch.compile(build_stack(other, "all_gather"), backend="asyncep", options={"lower": "eager"})
+        hidden = _hidden(other, 8, 3)
+        assert torch.equal(second(hidden), build_stack(other)(hidden))
+        assert torch.equal(static(_hidden(SMALL, 8, 8)), full(_hidden(SMALL, 8, 8)))
+    rings = {id(compilation.executor.ring) for compilation in compilations}
+    assert len(compilations) == 3
+    assert len(rings) == 1
+    ring = compilations[0].executor.ring
+    assert ring is not None
+    assert ring.device_bytes == 2 * max(bank.nbytes for c in compilations for bank in c.plan.banks)
+
+
+def test_shapes_and_models_of_one_group_share_one_ring() -> None:
+    run_ranks(2, _shapes_and_models_share_one_ring)
+
+
+def _weights_change_too_late() -> None:
+    model = build_stack(SMALL, "all_to_all")
+    compiled = _compile(model)
+    hidden = _hidden(SMALL, 8, 0)
+    with torch.no_grad():
+        compiled(hidden)
+        model.moe[1].experts.down_proj.mul_(2.0)
+        with pytest.raises(moepass.InputError, match=r"expert weights of moe\.1\.experts were changed"):
+            compiled(hidden)
+
+
+def test_weights_that_change_after_the_first_run_are_an_error_not_a_wrong_result() -> None:
+    run_ranks(2, _weights_change_too_late)
+
+
+def _other_options() -> None:
+    with torch.no_grad():
+        hidden = _hidden(SMALL, 8, 0)
+        _compile(build_stack(SMALL, "all_to_all"))(hidden)
+        with pytest.raises(moepass.InputError, match="share one ring; compile every model of that group with the same"):
+            _compile(build_stack(dataclasses.replace(SMALL, seed=1), "all_to_all"), slots=3)(hidden)
+
+
+def test_one_ring_cannot_have_two_sizes() -> None:
+    run_ranks(2, _other_options)
+
+
+def _one_rank_does_not_come() -> None:
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            _compile(build_stack(SMALL, "all_to_all"), timeout_s=1.0)(_hidden(SMALL, 8, 0))
+
+
+def test_a_rank_that_never_runs_is_named() -> None:
+    with pytest.raises(RankError, match=r"rank 1 did not publish a list of banks within 1 s; every rank of the group"):
+        run_ranks(2, _one_rank_does_not_come)
+
+
+def _ranks_bring_other_models() -> None:
+    config = dataclasses.replace(SMALL, width=32 if dist.get_rank() == 0 else 48)
+    with torch.no_grad():
+        _compile(build_stack(config, "all_to_all"))(_hidden(config, 8, 0))
+
+
+def test_ranks_with_other_shapes_get_one_error() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _ranks_bring_other_models)
+    assert str(caught.value).count("ranks disagree on the tensors of bank moe.0.experts") >= 1
+
+
+def _refused_blocks_still_run(form: str) -> None:
+    """More ranks than experts: nothing is taken, and the exchanges stay."""
+    config = dataclasses.replace(SMALL, experts=2, top_k=1)
+    hidden = _hidden(config, 8, 0 if form == "all_reduce" else dist.get_rank())
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled: Callable[..., Any] = _compile(build_stack(config, form))
+        output = compiled(hidden)
+        plain: MoEStack = build_stack(config, form)
+        assert torch.equal(output, plain(hidden))
+    (compilation,) = compilations
+    assert not compilation.plan.banks
+    if dist.get_rank() > 0:  # rank 0 has no experts, hence nothing that looks like a block
+        assert all("holds none of its 2 experts" in refusal.reason for refusal in compilation.plan.refusals)
+        assert len(compilation.plan.refusals) == config.layers
+
+
+@pytest.mark.parametrize("form", ["all_to_all", "all_reduce"])
+def test_what_is_refused_runs_as_it_came(form: str) -> None:
+    run_ranks(3, _refused_blocks_still_run, form)

@@ -1,0 +1,129 @@
+"""Complete experts that a model asks for by an operator: gathers where a block reads them, and refusals elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from backend_helper import EXPERTS, TOP_K, GroupedBlock, capture, count, tokens, up_to
+from torch import nn
+
+from moepass.passes.complete_shards import COMPLETE_EXPERTS
+from moepass.passes.ir import gather
+from moepass.runtime import complete_experts
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+class OneRank:
+    """Stands for the layers of a group of one rank, whose experts are complete."""
+
+    def complete(self, parts: Sequence[torch.Tensor], stay: bool) -> list[torch.Tensor]:
+        return [part.clone() for part in parts]
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(complete_experts, "_layers", {number: OneRank() for number in range(9)})
+
+
+class Layer(nn.Module):
+    """A block that reads what the operator gives."""
+
+    def __init__(self, number: int, *, group: str = "ranks", stay: bool = True, computed: bool = False) -> None:
+        super().__init__()
+        self.block = GroupedBlock(seed=number, bias=True)
+        self.complete = copy.copy(self.block)
+        self.complete._parameters = dict.fromkeys(self.block._parameters)
+        self.handle = torch.tensor([number])
+        self.group, self.stay, self.computed = group, stay, computed
+
+    def tensors(self) -> list[torch.Tensor]:
+        parts = [value * 2 if self.computed else value for value in self.block._parameters.values()]
+        complete: list[torch.Tensor] = COMPLETE_EXPERTS(self.handle, parts, [0, EXPERTS], self.group, self.stay)
+        return complete
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name, tensor in zip(self.block._parameters, self.tensors(), strict=True):
+            self.complete._parameters[name] = tensor  # type: ignore[assignment]
+        result: torch.Tensor = x + self.complete(x, x[:, :EXPERTS].topk(TOP_K, dim=-1).indices)
+        for name in self.block._parameters:
+            self.complete._parameters[name] = None
+        return result
+
+
+class Unread(Layer):
+    """Not a block: its weights are summed up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.tensors()[0].sum()
+
+
+class Returned(Layer):
+    def tensors(self) -> list[torch.Tensor]:
+        self.given = super().tensors()
+        return self.given
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.given[1]
+
+
+def _planned(*layers: Layer) -> Any:
+    def model(x: torch.Tensor) -> Any:
+        for layer in layers[:-1]:
+            x = layer(x)
+        return layers[-1](x)
+
+    return up_to("partition", capture(model, tokens()).module)
+
+
+def test_blocks_read_gathers_of_banks_in_shards() -> None:
+    layers = [Layer(number) for number in range(3)]
+    module = capture(nn.Sequential(*layers), tokens()).module
+    result = up_to("complete_shards", module)
+    assert count(module, COMPLETE_EXPERTS) == 3
+    assert count(result.module, COMPLETE_EXPERTS) == 0
+    assert count(result.module, gather) == 3
+    assert [bank.index for bank in result.plan.banks] == [0, 1, 2]
+    for layer, bank in zip(layers, result.plan.banks, strict=True):
+        parts = list(layer.block._parameters.values())
+        assert (bank.home, bank.group, bank.expert_bounds) == ("peer", "ranks", (0, EXPERTS))
+        assert [tensor.shape for tensor in bank.tensors] == [tuple(part.shape) for part in parts]  # type: ignore[union-attr]
+        assert [tensor.torch_dtype for tensor in bank.tensors] == [part.dtype for part in parts]  # type: ignore[union-attr]
+    plan = up_to("partition", module).plan
+    assert plan.strategy == "asyncep"
+    assert plan.refusals == ()
+    assert [block.parallel for block in plan.blocks] == ["asyncep"] * 3
+    assert [block.name for block in plan.blocks] == [bank.name for bank in plan.banks]
+    assert [len(stay.shards) for stay in plan.residencies] == [4] * 3
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        (lambda: Layer(1, stay=False), "this rank's experts lie elsewhere in every run, as under FSDP"),
+        (lambda: Layer(1, computed=True), "this rank's experts are computed in the graph"),
+        (lambda: Returned(1), "the graph returns the weights themselves"),
+        (lambda: Unread(1), "no recognised block reads it"),
+        (lambda: Layer(1, group="others"), "it spreads over group 'others', other blocks over 'ranks'"),
+    ],
+)
+def test_what_cannot_be_a_gather_stays_and_says_why(odd: Callable[[], Layer], reason: str) -> None:
+    result = _planned(Layer(0), odd())
+    plan = result.plan
+    assert any(reason in refusal.reason for refusal in plan.refusals), plan.refusals
+    (bank,) = plan.banks
+    assert (bank.index, bank.group) == (0, "ranks")
+    assert plan.strategy == "asyncep"
+    assert [stay.bank for stay in plan.residencies] == [0]
+
+
+def test_without_any_gather_nothing_is_streamed() -> None:
+    captured = capture(nn.Sequential(Layer(0, stay=False), Layer(1, stay=False)), tokens())
+    result = up_to("complete_shards", captured.module)
+    assert count(result.module, COMPLETE_EXPERTS) == 2
+    assert result.plan.banks == ()
+    assert torch.equal(captured.run(result.module)[0], captured.output)
