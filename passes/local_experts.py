@@ -2,7 +2,8 @@
 
 The local form keeps what the model computes (its activation function, its biases, the order of its weighted sum) and
 leaves out what only parallelism needed (regrouping by rank, masks for the experts of other ranks). Nodes are appended
-at the graph's insertion point, each with its fake value.
+at the graph's insertion point, each with its fake value. They are operators that Inductor does not take apart: the
+graph was decomposed when it was captured, and Inductor refuses what should have been.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.fx import Graph, Node
 from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes, view_source
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class LocalForm:
@@ -83,9 +84,9 @@ class LocalForm:
         return self._experts(rows, ends, lambda: self._expert_of_each_row(rows, counts))
 
     def _expert_of_each_row(self, rows: Node, counts: Node) -> Node:
-        every = self._emit(aten.arange.default, self.block.experts, device=fake_value(rows).device)
+        every = self._arange(self.block.experts, fake_value(rows).device)
         chosen = self._emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
-        return self._emit(aten.index_select.default, every, 0, chosen)
+        return self._emit(aten.index.Tensor, every, [chosen])
 
     def _slots_by_counts(self, slots: Node, counts: Node) -> Node:
         """Slots of a fixed number for each expert, the first `counts` of them filled; empty ones give zeros."""
@@ -93,18 +94,19 @@ class LocalForm:
         capacity = int(value.shape[0]) // experts
         device = value.device
         # A count beyond the capacity means that all slots are filled, no more.
-        counts = self._emit(aten.clamp.default, counts, 0, capacity)
-        position = self._emit(aten.arange.default, capacity, device=device)
+        counts = self._emit(aten.clamp_max.default, self._emit(aten.clamp_min.default, counts, 0), capacity)
+        position = self._arange(capacity, device)
         empty = self._emit(aten.ge.Tensor, position, self._emit(aten.unsqueeze.default, counts, -1))
-        every = self._emit(aten.unsqueeze.default, self._emit(aten.arange.default, experts, device=device), -1)
+        every = self._emit(aten.unsqueeze.default, self._arange(experts, device), -1)
         nobody = self._emit(aten.scalar_tensor.default, experts, dtype=torch.int64, device=device)
         ids = self._emit(aten.view.default, self._emit(aten.where.self, empty, nobody, every), [-1])
         sorted_ids, order = self._sorted(ids)
         rows = self._emit(aten.index.Tensor, slots, [order])
         ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
-        outputs = self._experts(rows, ends, lambda: self._emit(aten.clamp.default, sorted_ids, None, experts - 1))
+        outputs = self._experts(rows, ends, lambda: self._emit(aten.clamp_max.default, sorted_ids, experts - 1))
         unused = self._emit(aten.unsqueeze.default, self._emit(aten.eq.Scalar, sorted_ids, experts), -1)
-        outputs = self._emit(aten.masked_fill.Scalar, outputs, unused, 0.0)
+        zero = self._emit(aten.scalar_tensor.default, 0.0, dtype=fake_value(outputs).dtype, device=device)
+        outputs = self._emit(aten.where.self, unused, zero, outputs)
         return self._emit(aten.index.Tensor, outputs, [self._inverse(order)])
 
     def _weighted_sum(self, hidden: Node, ids: Node, weights: Node) -> Node:
@@ -113,8 +115,9 @@ class LocalForm:
         sorted_ids, order = self._sorted(self._emit(aten.view.default, ids, [-1]))
         token = self._emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
         rows = self._emit(aten.index.Tensor, hidden, [token])
-        counts = self._emit(aten.new_zeros.default, sorted_ids, [experts])
-        ones = self._emit(aten.ones_like.default, sorted_ids)
+        like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
+        counts = self._emit(aten.full.default, [experts], 0, **like)
+        ones = self._emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
         counts = self._emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
         ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
         outputs = self._experts(rows, ends, lambda: sorted_ids)
@@ -125,7 +128,9 @@ class LocalForm:
         by_token = self._emit(aten.view.default, placed, [tokens, top_k, self.block.down.outer])
         total = self._emit(aten.sum.dim_IntList, by_token, [1])
         wanted = fake_value(self.block.sink).dtype
-        return total if fake_value(total).dtype == wanted else self._emit(aten._to_copy.default, total, dtype=wanted)
+        if fake_value(total).dtype == wanted:
+            return total
+        return self._emit(prims.convert_element_type.default, total, wanted)
 
     def _size(self, size: Any) -> Any:
         """A size as a number or as a node, which is computed from the symbols that enter the graph.
@@ -156,14 +161,17 @@ class LocalForm:
                     return self._emit(aten.sym_size.int, node, dim)
         raise NotThisForm(f"a size of it, {name}, is known only while the graph runs")
 
+    def _arange(self, count: Any, device: torch.device) -> Node:
+        return self._emit(
+            prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+        )
+
     def _sorted(self, ids: Node) -> tuple[Node, Node]:
         both = self._emit(aten.sort.stable, ids, stable=True)
         return self._emit(operator.getitem, both, 0), self._emit(operator.getitem, both, 1)
 
     def _inverse(self, order: Node) -> Node:
-        places = self._emit(
-            aten.arange.default, self._size(fake_value(order).shape[0]), device=fake_value(order).device
-        )
+        places = self._arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
         return self._emit(aten.index_put.default, self._emit(aten.empty_like.default, order), [order], places)
 
     # ------------------------------------------------------------------------------------------------ the experts
@@ -227,9 +235,7 @@ class LocalForm:
         if source not in self.complete:
             return None
         ids = self._ids_of_rows()
-        if is_call(other, aten.index.Tensor):
-            return self._emit(aten.index.Tensor, self.complete[source], [ids])
-        return self._emit(aten.index_select.default, self.complete[source], 0, ids)
+        return self._emit(aten.index.Tensor, self.complete[source], [ids])
 
     def _ids_of_rows(self) -> Node:
         if self.row_ids is None:

@@ -197,9 +197,14 @@ def _same_collectives(before: GraphModule, after: GraphModule, contract: PassCon
 
 
 def _collectives(module: GraphModule) -> list[str]:
-    order = []
-    for submodule in [module, *[child for child in module.children() if isinstance(child, GraphModule)]]:
-        order += [str(node.target) for node in submodule.graph.nodes if "_c10d_functional" in str(node.target)]
+    order: list[str] = []
+    for node in module.graph.nodes:
+        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(called, GraphModule):
+            # Equal segments are one module: what it holds runs as often as it is called.
+            order += _collectives(called)
+        elif "_c10d_functional" in str(node.target):
+            order.append(str(node.target))
     return order
 
 
