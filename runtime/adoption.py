@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec, Plan
@@ -107,8 +108,8 @@ class AdoptedBanks:
         self.options = options
         self._group = weakref.ref(group)
         self._lock = threading.Lock()
-        # By the address of a bank's first local tensor.
-        self._known: dict[int, BankSpec] = {}
+        # By the memory of a bank's first local tensor. A reference to it, because a later model may get its address.
+        self._known: dict[StorageWeakRef, BankSpec] = {}
 
     def adopt(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> list[BankSpec]:
         """The banks as this store numbers them. `parts` are this rank's tensors [experts of this rank, ...] of each.
@@ -117,12 +118,13 @@ class AdoptedBanks:
         other banks; SharedMemoryError where the machine has none.
         """
         with self._lock:
-            addresses = [tensors[0].data_ptr() for tensors in parts]
-            fresh = [number for number, address in enumerate(addresses) if address not in self._known]
+            memories = [StorageWeakRef(tensors[0].untyped_storage()) for tensors in parts]
+            self._known = {memory: spec for memory, spec in self._known.items() if not memory.expired()}
+            fresh = [number for number, memory in enumerate(memories) if memory not in self._known]
             if fresh:
                 specs = self._meet([banks[number] for number in fresh], [parts[number] for number in fresh])
-                self._known.update({addresses[number]: spec for number, spec in zip(fresh, specs, strict=True)})
-            return [self._known[address] for address in addresses]
+                self._known.update({memories[number]: spec for number, spec in zip(fresh, specs, strict=True)})
+            return [self._known[memory] for memory in memories]
 
     def _meet(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> list[BankSpec]:
         first = len(self.store.banks)

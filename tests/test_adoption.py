@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -155,6 +156,23 @@ def _shapes_and_models_share_one_ring() -> None:
 
 def test_shapes_and_models_of_one_group_share_one_ring() -> None:
     run_ranks(2, _shapes_and_models_share_one_ring)
+
+
+def _models_one_after_the_other() -> None:
+    """The memory of a model that is gone goes to the next one, which must not get its experts."""
+    hidden = _hidden(SMALL, 8, 0)
+    for seed in range(4):
+        config = dataclasses.replace(SMALL, seed=seed)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            model = build_stack(config, "all_to_all")
+            assert torch.equal(_compile(model)(hidden), build_stack(config)(hidden)), f"seed {seed}"
+        del model
+        gc.collect()
+
+
+def test_a_model_that_follows_another_has_its_own_experts() -> None:
+    run_ranks(2, _models_one_after_the_other)
 
 
 def _weights_change_too_late() -> None:
