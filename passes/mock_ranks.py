@@ -244,7 +244,7 @@ def _rows_and_ends(product: Node) -> tuple[Node, Node]:
 
 
 def _symbol_sizes(block: ParallelBlock) -> dict[Any, int]:
-    """A size for each symbol of the sources' shapes, of which at least one row for each pair is left."""
+    """A size for each symbol of the block's shapes that is known before a run."""
     symbols: list[Any] = []
     for node in (*block.sources.values(), *block.region):
         value = fake_value(node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +105,8 @@ def run_ranks(modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]]) -
         answers = _carry_out(asked)
 
 
-def _steps(module: GraphModule, inputs: Sequence[Any]) -> Iterator[Any]:
+def _steps(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, Any] | None = None) -> Iterator[Any]:
+    """Yields each collective with what it is given; `banks` answers gathers, by the index of the bank."""
     values: dict[Node, Any] = {}
     given = iter(inputs)
     for node in module.graph.nodes:
@@ -121,6 +122,8 @@ def _steps(module: GraphModule, inputs: Sequence[Any]) -> Iterator[Any]:
                 for part in (collective.send, collective.receive)
             ]
             values[node] = yield collective, values[collective.input], *sizes
+        elif node.target is gather and banks is not None:
+            values[node] = banks[node.kwargs["bank"]]
         elif node.target is WAIT:
             values[node] = values[node.args[0]]  # type: ignore[index]
         else:
@@ -156,20 +159,8 @@ def run_local(
     module: GraphModule, inputs: Sequence[Any], banks: Sequence[BankSpec], complete: dict[str, list[torch.Tensor]]
 ) -> Any:
     """The output of a graph without collectives, its gathers answered with the `complete` tensors of each bank."""
-    graph = module.graph
-    values: dict[Node, Any] = {}
-    given = iter(inputs)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(given)
-        elif node.op == "get_attr":
-            values[node] = getattr(module, str(node.target))
-        elif node.op == "output":
-            return map_nodes(node.args[0], values.__getitem__)
-        elif node.target is gather:
-            values[node] = complete[next(bank.name for bank in banks if bank.index == node.kwargs["bank"])]
-        else:
-            assert collective_of(node) is None, f"{node.name} is a collective"
-            args, kwargs = map_nodes((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    raise AssertionError("a graph ends with its output")
+    try:
+        collective, *_ = next(_steps(module, inputs, {bank.index: complete[bank.name] for bank in banks}))
+    except StopIteration as done:
+        return done.value
+    raise AssertionError(f"{collective.node.name} is a collective")

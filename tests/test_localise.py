@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from typing import Any
 
 import pytest
@@ -205,8 +204,6 @@ def _mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
         node.replace_all_uses_with(twin[-1])
     elif how == 4 and node.target in KINDS and isinstance(node.args[1], list):
         node.update_arg(1, list(reversed(node.args[1])))
-    elif how == 5 and isinstance(node.target, operator.__mul__.__class__):
-        node.args = tuple(reversed(node.args))
     else:
         return None
     changed.recompile()
