@@ -87,9 +87,14 @@ def _is_hidden(value: torch.Tensor, hidden: torch.Tensor) -> bool:
     return value.dim() == 2 and value.shape[1] == hidden.shape[1] and not isinstance(value, torch.nn.Parameter)
 
 
-def run_ranks(modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-    """The outputs of every rank's graph. Raises whatever a rank raises, and AssertionError where ranks disagree."""
-    runs = [_steps(module, values) for module, values in zip(modules, inputs, strict=True)]
+def run_ranks(
+    modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], banks: Mapping[object, Any] | None = None
+) -> list[Any]:
+    """The outputs of every rank's graph. Raises whatever a rank raises, and AssertionError where ranks disagree.
+
+    `banks` are the complete tensors of each bank, by its index, for graphs with gathers.
+    """
+    runs = [_steps(module, values, banks) for module, values in zip(modules, inputs, strict=True)]
     outputs: list[Any] = [None] * len(runs)
     answers: list[Any] = [None] * len(runs)
     while True:
