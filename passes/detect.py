@@ -99,7 +99,7 @@ def _expert_products(graph: Graph) -> tuple[list[ExpertProduct], list[Refusal]]:
     refusals: list[Refusal] = []
     outcome: ExpertProduct | Refusal | None
     for node in graph.nodes:
-        if _is_grouped_mm(node):
+        if is_grouped_product(node):
             outcome = _grouped_product(node)
         elif is_call(node, aten.bmm.default):
             outcome = _batched_product(node)
@@ -112,7 +112,8 @@ def _expert_products(graph: Graph) -> tuple[list[ExpertProduct], list[Refusal]]:
     return products, refusals
 
 
-def _is_grouped_mm(node: Node) -> bool:
+def is_grouped_product(node: Node) -> bool:
+    """True for `rows[ends[e - 1]:ends[e]] @ weights[e]` for every e, in either of the forms that torch captures."""
     # The fallback operator exists only once transformers was imported, so it is recognised by name.
     return is_call(node, aten._grouped_mm.default) or (
         node.op == "call_function" and str(node.target) == "transformers.grouped_mm_fallback.default"

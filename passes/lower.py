@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs, view_source
+from moepass.passes.lower_experts import lower_experts
 
 Lowered = Callable[..., Any]
 
@@ -90,6 +91,20 @@ def _lower_eager(segment: GraphModule) -> torch.nn.Module:
 
 
 def _lower_inductor(segment: GraphModule) -> torch.nn.Module:
+    by_expert = lower_experts(segment, compile_with_inductor)
+    if by_expert is not None:
+        return LoweredSegment(by_expert, segment, boxed=True)
+    # Inductor edits the graph that it compiles; the partitioned one stays readable.
+    private = copy_graph_module(segment)
+    for node in graph_inputs(private.graph):
+        node.meta["val"] = _own_symbol(fake_value(node))
+    inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(private.graph)]
+    fake_mode = _fake_mode_of(segment, inputs)
+    return LoweredSegment(compile_with_inductor(private, fake_mode), segment, boxed=True)
+
+
+def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
+    """Compile a graph whose nodes have values of `fake_mode`; the graph is changed. Takes its inputs as a list."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -97,21 +112,15 @@ def _lower_inductor(segment: GraphModule) -> torch.nn.Module:
     from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
 
-    # Inductor edits the graph that it compiles; the partitioned one stays readable.
-    private = copy_graph_module(segment)
-    for node in graph_inputs(private.graph):
-        node.meta["val"] = _own_symbol(fake_value(node))
-    inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(private.graph)]
-    fake_mode = _fake_mode_of(segment, inputs)
+    inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(module.graph)]
     # Inductor's layout optimisation gives wrong results for depthwise 1-d convolutions on CPUs (seen with torch 2.13.0
     # on jamba, whole graph and segment alike), and has nothing to gain in a language model.
     correct = inductor_config.patch(layout_optimization=False)
     with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), correct:
-        joint_graph_passes(private)
-        run = compile_fx_inner(
-            private, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()
+        joint_graph_passes(module)
+        return compile_fx_inner(
+            module, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()
         )
-    return LoweredSegment(run, segment, boxed=True)
 
 
 def _own_symbol(value: Any) -> Any:

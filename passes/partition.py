@@ -38,6 +38,7 @@ from moepass.passes.graph import (
 )
 from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, Plan, Step, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
+from moepass.passes.sink_lookups import with_lookup
 
 
 @graph_pass(requires={"blocks"}, provides={"segments"})
@@ -113,7 +114,7 @@ def _resident_borders(graph: Graph) -> set[Node]:
     order = list(graph.nodes)
     borders: set[Node] = set()
     for match in find_blocks(graph).matches:
-        borders.add(match.products[0].node)
+        borders.add(with_lookup(match.products[0].node))
         borders.add(order[place[match.products[-1].node] + 1])
     return borders
 

@@ -13,6 +13,7 @@ from moepass.passes.plan import plan
 from moepass.passes.protocol import Observer, Pass, PassContext, PassResult, run_passes
 from moepass.passes.rewrite import rewrite
 from moepass.passes.schedule import schedule
+from moepass.passes.sink_lookups import sink_lookups
 from moepass.passes.verify import verify
 
 PASSES: tuple[Pass, ...] = (
@@ -20,6 +21,7 @@ PASSES: tuple[Pass, ...] = (
     complete_shards,  # beside localise, for models that ask for complete experts: detect must see their gathers
     detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
+    sink_lookups,  # before anything refers to a place in the graph
     plan,  # needs the gathers in their final number and order
     schedule,  # carries out the plan
     verify,  # before the cut, while every reader of a slot is still in sight

@@ -7,7 +7,8 @@ Contract
 
 Pseudo-code
     for each residency and its gather:
-        acquire right before the first reader of the bank; the views of the bank that stand in front of that follow it
+        acquire right before the first reader of the bank and its lookup; the views of the bank that stand in front of
+        that follow it
         release right after the last reader
         prefetch right after the release of the slot's previous content; at the start of the graph for a fresh slot
 """
@@ -20,6 +21,7 @@ from moepass.passes.graph import copy_graph_module, graph_inputs
 from moepass.passes.ir import Plan, acquire, prefetch, release
 from moepass.passes.plan import Lifetime, lifetimes
 from moepass.passes.protocol import PassContext, PassError, PassResult, graph_pass
+from moepass.passes.sink_lookups import with_lookup
 
 
 @graph_pass(requires={"planned"}, provides={"scheduled"})
@@ -65,12 +67,13 @@ def _insert_prefetch(module: GraphModule, stay: Lifetime, slot: int, after: Node
 
 def _insert_acquire(module: GraphModule, stay: Lifetime, slot: int, filled: Node) -> Node:
     graph = module.graph
-    with graph.inserting_before(stay.first_reader):
+    begin = with_lookup(stay.first_reader)
+    with graph.inserting_before(begin):
         node = graph.call_function(acquire, (filled,), {"bank": stay.bank, "slot": slot})
     node.meta = dict(stay.gather.meta)
     stay.gather.replace_all_uses_with(node)
     for view in stay.views:
-        stay.first_reader.prepend(view)
+        begin.prepend(view)
     return node
 
 

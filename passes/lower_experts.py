@@ -1,0 +1,170 @@
+"""Lower a segment of experts on a CPU: expert by expert, a few rows at a time, row work compiled by Inductor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from moepass.passes.expert_program import ExpertProgram, NotByExpertError, Product, RowWork, read_program
+from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs, map_nodes
+
+# [Empirical] Rows that go through an expert together. Their values stay in the cache (1 MB each at a width of 512 in
+# fp32), and products of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
+CHUNK_ROWS = 512
+
+# Compiles a graph whose nodes have fake values of that mode: called with a list of its inputs, gives its outputs.
+Compile = Callable[[GraphModule, FakeTensorMode], Callable[[list[Any]], Sequence[torch.Tensor]]]
+
+
+def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | None:
+    """`segment` expert by expert; None where it cannot be run so, and is better compiled as a whole."""
+    try:
+        program = read_program(segment)
+        graphs = {step: _for_any_rows(step, program) for step in program.steps if isinstance(step, RowWork)}
+    except NotByExpertError:
+        return None
+    work = {
+        step: _RowsInAnyNumber(graph, compile_rows(copy_graph_module(graph), mode))
+        for step, (graph, mode) in graphs.items()
+    }
+    return ExpertLoop(segment, program, work)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowsInAnyNumber:
+    """Row work for any number of rows from 1 on."""
+
+    graph: GraphModule
+    compiled: Callable[[list[Any]], Sequence[torch.Tensor]]
+
+    def __call__(self, inputs: list[Any], rows: int) -> Sequence[torch.Tensor]:
+        # A symbolic size is 2 or more, and what was compiled for it may be wrong for 1, where strides mean nothing.
+        result: Sequence[torch.Tensor] = self.graph(*inputs) if rows == 1 else self.compiled(inputs)
+        return result
+
+
+@dataclasses.dataclass
+class _Values:
+    """What one call works on: `outputs` and `row_inputs` with all rows, `fixed` with none, `scratch` with a chunk's."""
+
+    fixed: dict[Node, torch.Tensor]
+    row_inputs: dict[Node, torch.Tensor]
+    outputs: dict[Node, torch.Tensor]
+    scratch: dict[Node, torch.Tensor]
+
+
+class ExpertLoop:
+    """Runs a program: called with a list of the segment's inputs, gives the segment's outputs."""
+
+    def __init__(self, segment: GraphModule, program: ExpertProgram, work: dict[RowWork, _RowsInAnyNumber]) -> None:
+        self.program = program
+        self.work = work
+        self._inputs = graph_inputs(segment.graph)
+        self._fixed = _graph_of_fixed(segment, program)
+
+    def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        values = self._prepare(inputs)
+        ends, *_ = (value for node, value in zip(self._inputs, inputs, strict=True) if node is self.program.ends)
+        inputs.clear()
+        start, rows = 0, next(iter(values.row_inputs.values())).shape[0]
+        # Rows beyond the last expert's belong to none; products give zeros for them.
+        for expert, end in [*enumerate(ends.tolist()), (None, rows)]:
+            while start < end:
+                stop = min(start + CHUNK_ROWS, end)
+                self._run(values, expert, start, stop)
+                start = stop
+        return tuple(values.outputs[node] for node in self.program.outputs)
+
+    def _prepare(self, inputs: Sequence[Any]) -> _Values:
+        by_node = dict(zip(self._inputs, inputs, strict=True))
+        row_inputs = {node: by_node[node] for node in self.program.row_inputs}
+        rows = next(iter(row_inputs.values())).shape[0]
+        outputs = {node: _empty(node, rows) for node in self.program.outputs}
+        between = [step.node for step in self.program.steps if isinstance(step, Product) and step.node not in outputs]
+        scratch = {node: _empty(node, min(rows, CHUNK_ROWS)) for node in between}
+        return _Values(dict(zip(self.program.fixed, self._fixed(*inputs), strict=True)), row_inputs, outputs, scratch)
+
+    def _run(self, values: _Values, expert: int | None, start: int, stop: int) -> None:
+        """Rows [start, stop), all of one expert."""
+        found = dict(values.fixed)
+        found.update({node: rows[start:stop] for node, rows in values.row_inputs.items()})
+        for step in self.program.steps:
+            if isinstance(step, Product):
+                whole = values.outputs.get(step.node)
+                result = values.scratch[step.node][: stop - start] if whole is None else whole[start:stop]
+                if expert is None:
+                    result.zero_()
+                else:
+                    torch.mm(found[step.rows], values.fixed[step.weights][expert], out=result)
+                found[step.node] = result
+                continue
+            results = self.work[step]([found[node] for node in step.inputs], stop - start)
+            for node, result in zip(step.outputs, results, strict=True):
+                found[node] = result
+                if node in values.outputs:
+                    values.outputs[node][start:stop].copy_(result)
+
+
+def _empty(node: Node, rows: int) -> torch.Tensor:
+    value = fake_value(node)
+    return torch.empty((rows, *map(int, value.shape[1:])), dtype=value.dtype)
+
+
+def _graph_of_fixed(segment: GraphModule, program: ExpertProgram) -> GraphModule:
+    """From the segment's inputs to the program's fixed values, which are inputs and views of them."""
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    needed = set(program.fixed)
+    for node in reversed(segment.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    for node in segment.graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            values[node] = graph.node_copy(node, lambda used: values[used])
+    graph.output(tuple(values[node] for node in program.fixed))
+    return GraphModule(segment, graph)
+
+
+def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, FakeTensorMode]:
+    """`work` as a graph for any number of rows. Raises NotByExpertError where it holds for some numbers only."""
+    fixed = set(program.fixed)
+    with unset_fake_temporarily():
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        graph = Graph()
+        values: dict[Node, Node] = {}
+        for index, node in enumerate(work.inputs):
+            values[node] = graph.placeholder(f"input_{index}")
+            values[node].meta["val"] = _fake_input(mode, node, with_rows=node not in fixed)
+        for node in work.nodes:
+            values[node] = copied = graph.node_copy(node, lambda used: values[used])
+            given, named = map_nodes((copied.args, copied.kwargs), fake_value)
+            with mode:
+                copied.meta["val"] = copied.target(*given, **named)  # type: ignore[operator]
+        graph.output(tuple(values[node] for node in work.outputs))
+        shapes = mode.shape_env
+        if shapes is None or shapes.guards or shapes.replacements:
+            raise NotByExpertError("its row work holds for some numbers of rows only")
+        return GraphModule({}, graph), mode
+
+
+def _fake_input(mode: FakeTensorMode, node: Node, with_rows: bool) -> torch.Tensor:
+    value = fake_value(node)
+    sizes, dynamic = list(value.shape), [DimDynamic.STATIC] * value.dim()
+    if with_rows:
+        # All inputs with rows have the same number of them: equal sizes become one symbol.
+        sizes[0], dynamic[0] = CHUNK_ROWS, DimDynamic.DUCK
+    elif sizes and not isinstance(sizes[0], int):
+        sizes[0], dynamic[0] = 2 * CHUNK_ROWS, DimDynamic.DYNAMIC
+    if not all(isinstance(size, int) for size in sizes):
+        raise NotByExpertError(f"the shape of {node.name} is known at run time only")
+    example = torch.empty(sizes, dtype=value.dtype)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
+    fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)
+    return fake

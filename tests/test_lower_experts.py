@@ -1,0 +1,189 @@
+"""Experts lowered expert by expert: the same numbers as operator by operator, or a reason."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import moepass
+from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.passes import lower_experts
+from moepass.passes.expert_program import NotByExpertError, Product, RowWork, read_program
+from moepass.passes.graph import is_call
+from moepass.passes.lower import compile_with_inductor, decompositions
+from moepass.passes.sink_lookups import is_lookup, with_lookup
+
+EXPERTS, HIDDEN, WIDTH = 4, 8, 16
+product = torch.ops.transformers.grouped_mm_fallback
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+def gated(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
+    """Fused gate and up projections, with a bias for each expert."""
+    ids, up, up_bias, down, down_bias = weights
+    gate, value = (product(table[chosen], up.transpose(1, 2), ends) + up_bias[ids]).chunk(2, dim=-1)
+    return (product(F.silu(gate) * value, down.transpose(1, 2), ends) + down_bias[ids],)
+
+
+def split(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
+    """Two products of the same rows, and the activations as a second output."""
+    _, up, _, down, _ = weights
+    rows = table[chosen]
+    gate, value = product(rows, up[:, :WIDTH].transpose(1, 2), ends), product(rows, up[:, WIDTH:].transpose(1, 2), ends)
+    between = F.gelu(gate) * value.clamp(max=1.5)
+    return product(between, down.transpose(1, 2), ends), between
+
+
+def plain(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
+    """Rows that come in as rows, and no activation function: two products in a row."""
+    _, up, _, down, _ = weights
+    return (product(product(table, up[:, :WIDTH].transpose(1, 2), ends), down.transpose(1, 2), ends),)
+
+
+FORMS: dict[str, Callable[..., Inputs]] = {"gated": gated, "split": split, "plain": plain}
+
+
+def inputs_for(counts: list[int], beyond: int, form: str, dtype: torch.dtype = torch.float64) -> Inputs:
+    """Inputs of a segment whose experts have `counts` rows, and `beyond` more rows that belong to none."""
+    generator = torch.Generator().manual_seed(len(counts) + sum(counts))
+    rows = sum(counts) + beyond
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    ids = torch.arange(EXPERTS).repeat_interleave(torch.tensor(counts))
+    return (
+        draw(rows if form == "plain" else 5, HIDDEN),
+        torch.randint(0, 5, (rows,), generator=generator),
+        torch.tensor(counts).cumsum(0).to(torch.int32),
+        F.pad(ids, (0, beyond), value=EXPERTS - 1),
+        draw(EXPERTS, 2 * WIDTH, HIDDEN),
+        draw(EXPERTS, 2 * WIDTH),
+        draw(EXPERTS, HIDDEN, WIDTH),
+        draw(EXPERTS, HIDDEN),
+    )
+
+
+def segment_of(function: Callable[..., Inputs], *example: torch.Tensor) -> GraphModule:
+    return make_fx(function, tracing_mode="fake", decomposition_table=decompositions("inductor"))(*example)
+
+
+@functools.cache
+def lowered(form: str) -> tuple[GraphModule, Callable[[list[torch.Tensor]], Inputs]]:
+    segment = segment_of(FORMS[form], *inputs_for([3, 4, 6, 7], 0, form))
+    found = lower_experts.lower_experts(segment, compile_with_inductor)
+    assert found is not None
+    return segment, found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(counts=st.lists(st.integers(0, 9), min_size=EXPERTS, max_size=EXPERTS), beyond=st.integers(0, 3))
+def test_expert_by_expert_equals_all_at_once(form: str, counts: list[int], beyond: int) -> None:
+    segment, run = lowered(form)
+    if sum(counts) + beyond == 0:
+        beyond = 1
+    inputs = inputs_for(counts, beyond, form)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower_experts, "CHUNK_ROWS", 4)
+        outputs = run(list(inputs))
+    for output, expected in zip(outputs, segment(*inputs), strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+        assert output.stride() == expected.stride()
+
+
+def test_a_program_keeps_its_parts_apart() -> None:
+    steps = read_program(segment_of(split, *inputs_for([3, 4, 6, 7], 0, "split"))).steps
+    assert [type(step) for step in steps] == [RowWork, Product, Product, RowWork, Product]
+
+
+def _mixes_rows(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    return (product(product(rows, up, ends).cumsum(0), down, ends),)
+
+
+def _mean_of_rows(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    between = product(rows, up, ends)
+    return (product(between - between.mean(0, keepdim=True), down, ends),)
+
+
+def _rows_as_columns(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    return (product(product(rows, up, ends) + rows.sum(1)[:WIDTH], down, ends),)
+
+
+def _other_groups(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    return (product(product(rows, up, ends), down, ends + 0),)
+
+
+def _computed_weights(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    return (product(product(rows, up * 2, ends), down, ends),)
+
+
+def _shows_weights(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    return product(product(rows, up, ends), down, ends), up.transpose(1, 2)
+
+
+def _half_of_the_rows(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    return (product(product(rows, up, ends), down, ends)[2:],)
+
+
+def _transposed(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    return (product(product(rows, up, ends), down, ends).t(),)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (_mixes_rows, "rows may depend on each other in cumsum"),
+        (_mean_of_rows, "rows may depend on each other in mean"),
+        (_rows_as_columns, "rows may depend on each other in"),
+        (_other_groups, "group rows in different ways"),
+        (_computed_weights, "it computes mul"),
+        (_shows_weights, "is not one dense row for each pair"),
+        (_half_of_the_rows, "rows may depend on each other in slice"),
+        (_transposed, "rows may depend on each other in permute"),
+    ],
+)
+def test_what_is_no_work_on_single_rows_is_compiled_as_a_whole(function: Callable[..., Inputs], reason: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(WIDTH + 3, HIDDEN, generator=generator)
+    ends = torch.tensor([4, 4, 9, WIDTH + 3], dtype=torch.int32)
+    up, down = torch.randn(EXPERTS, HIDDEN, WIDTH), torch.randn(EXPERTS, WIDTH, HIDDEN)
+    segment = segment_of(function, rows, ends, up, down)
+    with pytest.raises(NotByExpertError, match=reason):
+        read_program(segment)
+    assert lower_experts.lower_experts(segment, compile_with_inductor) is None
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_segments_hand_on_no_rows_but_the_outputs_of_experts(streaming: bool, no_grad: None) -> None:
+    config = StackConfig(layers=2, hidden=32, width=16, experts=4, top_k=3)
+    model = build_stack(config)
+    if streaming:
+        moepass.offload_experts(model)
+    with moepass.record_compilations() as compilations:
+        torch.compile(model, backend="asyncep", options={"lower": "eager"})(torch.randn(70, config.hidden))
+    values = [node.meta.get("val") for node in compilations[0].executor.graph_module.graph.nodes]
+    wide = [value for value in values if isinstance(value, torch.Tensor) and value.shape == (210, config.hidden)]
+    assert len(wide) == config.layers
+
+
+def test_a_lookup_that_others_read_stays_where_it_is() -> None:
+    def keeps_rows(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
+        rows = table[chosen]
+        return (rows + 1, product(rows, weights[1].transpose(1, 2), ends))
+
+    inputs = inputs_for([3, 4, 6, 7], 0, "gated")
+    for function, is_moved in ((keeps_rows, False), (gated, True)):
+        graph = segment_of(function, *inputs).graph
+        (first, *_) = (node for node in graph.nodes if is_call(node, product.default))
+        assert (with_lookup(first) is not first) == (is_moved and is_lookup(first.prev))
+        assert is_lookup(first.args[0]) == is_moved
