@@ -64,13 +64,31 @@ class PendingCopy:
         """
         if self._is_inherited and not self.finished.is_set():
             try:
-                _perform(self, Link())
+                self.perform(Link())
             except Exception as error:
                 self.error = error
         else:
             self.end()
         if self.error is not None:
             raise CopyError(f"bank {self.label} could not be copied into its slot: {self.error}") from self.error
+
+    def perform(self, link: Link) -> None:
+        """Fill the slot, here and now, unless the copy is abandoned. Raises ValueError where a piece does not fit."""
+        _check_bounds(self)
+        started = time.perf_counter()
+        # memmove releases the interpreter lock and uses this thread alone, where Tensor.copy_ would wake a whole pool.
+        for target, source, size in _in_turn([slices(source, self.slot) for source in self.sources]):
+            if self.abandoned.is_set():
+                return
+            ctypes.memmove(target, source, size)
+        self.wait_for_link(link, started)
+
+    def wait_for_link(self, link: Link, started: float) -> None:
+        """Let a transfer that began at `started` (of `time.perf_counter`) take the time that an emulated link takes."""
+        over_link = sum(source.nbytes for source in self.sources if source.over_link)
+        remaining = started + link.seconds(over_link) - time.perf_counter()
+        if remaining > 0:
+            self.abandoned.wait(remaining)
 
 
 class CopyThread:
@@ -109,26 +127,12 @@ class CopyThread:
 def _run(copies: queue.SimpleQueue[PendingCopy | None], link: Link) -> None:
     while (copy := copies.get()) is not None:
         try:
-            _perform(copy, link)
+            copy.perform(link)
         except BaseException as error:  # handed to the thread that waits, which raises it
             copy.error = error
         finally:
             copy.finished.set()
         del copy
-
-
-def _perform(copy: PendingCopy, link: Link) -> None:
-    _check_bounds(copy)
-    started = time.perf_counter()
-    # memmove releases the interpreter lock and uses this thread alone, where Tensor.copy_ would wake a whole pool.
-    for target, source, size in _in_turn([_slices(source, copy.slot) for source in copy.sources]):
-        if copy.abandoned.is_set():
-            return
-        ctypes.memmove(target, source, size)
-    over_link = sum(source.nbytes for source in copy.sources if source.over_link)
-    remaining = started + link.seconds(over_link) - time.perf_counter()
-    if remaining > 0:
-        copy.abandoned.wait(remaining)
 
 
 def _check_bounds(copy: PendingCopy) -> None:
@@ -148,7 +152,8 @@ def _check_bounds(copy: PendingCopy) -> None:
 Slice = tuple[int, int, int]
 
 
-def _slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
+def slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
+    """What a copy from `source` into `slot` moves, one memmove each."""
     target, origin = slot.data_ptr(), source.memory.data_ptr()
     for piece in source.pieces:
         for start in range(0, piece.nbytes, SLICE_BYTES):
