@@ -28,7 +28,7 @@ class Options:
 
     slots      slots of the ring that the experts of all ranks stream through, 2 by default
     link       "real" (default), or "emulate:BYTES_PER_S" (CPU only)
-    timeout_s  seconds that ranks wait for each other in the first run, 60 by default
+    timeout_s  seconds that ranks wait for each other, 60 by default: in the first run, with "collective" in every run
     transport  "pull" (default): ranks on one machine copy when they like; or "collective": all gather together
     """
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import clip_pieces
-from moepass.runtime.copying import CopyThread, PendingCopy, slices
+from moepass.runtime.copying import CopyThread, PendingCopy, check_slot, check_source, slices
 from moepass.runtime.gather_group import GatherGroup, Request
 from moepass.runtime.link import Link
 from moepass.runtime.rendezvous import PeerError, Rendezvous
@@ -26,7 +27,7 @@ from moepass.runtime.transports import COLLECTIVE, Transport
 class PendingGather(PendingCopy):
     """This rank's part in one gather. The sources are those of all ranks by rank; that of this rank is not over a link.
 
-    Without a slot this rank gives and takes nothing.
+    Without a slot this rank sends, and receives nothing.
     """
 
     def __init__(
@@ -46,9 +47,21 @@ class PendingGather(PendingCopy):
             raise PeerError(str(self.error)) from self.error
 
     def perform(self, link: Link) -> None:
+        try:
+            self._gather(link)
+        except PeerError:
+            raise
+        except Exception as error:
+            reason = f"rank {self.group.rank} could not gather bank {self.label}: {type(error).__name__}: {error}"
+            raise PeerError(self.group.fail(reason)) from error
+
+    def _gather(self, link: Link) -> None:
+        own = self.sources[self.group.rank]
+        check_source(own)
+        if self.wants:
+            check_slot(self.sources, self.slot)
         wanted_by = self.group.ask(self.request, self.wants)
         started = time.perf_counter()
-        own = self.sources[self.group.rank]
         parts = [own.memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in own.pieces]
         send = {rank: parts for rank, wants in wanted_by.items() if wants}
         if not self.wants:
@@ -84,7 +97,7 @@ class Collective(Transport):
     def connect(self, rendezvous: Rendezvous) -> None:
         """Make the connections, where that is still to be done. Raises as `GatherGroup`."""
         if self._group is None:
-            self._group = GatherGroup(rendezvous, self._describe)
+            self._group = GatherGroup(rendezvous, functools.partial(_describe, self._banks))
 
     def add(self, bank: BankSpec, sources: Sequence[Source]) -> None:
         """From now on `bank` can be gathered; `sources` are the parts of all ranks, by rank."""
@@ -149,12 +162,14 @@ class Collective(Transport):
         run.append(request)
         self._runs[request] = run
 
-    def _describe(self, request: Request) -> str:
-        index, start, stop = request
-        if index not in self._banks:
-            return f"bank number {index}, which this rank does not have"
-        bank = self._banks[index][0]
-        return f"bank {bank.name}" if (start, stop) == (0, bank.nbytes) else f"bytes {start} to {stop} of {bank.name}"
+
+# Not a method: connections must end with their transport, at once.
+def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) -> str:
+    index, start, stop = request
+    if index not in banks:
+        return f"bank number {index}, which this rank does not have"
+    bank = banks[index][0]
+    return f"bank {bank.name}" if (start, stop) == (0, bank.nbytes) else f"bytes {start} to {stop} of {bank.name}"
 
 
 def make_transport(name: str, link: Link) -> Transport:

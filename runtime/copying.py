@@ -74,13 +74,15 @@ class PendingCopy:
 
     def perform(self, link: Link) -> None:
         """Fill the slot, here and now, unless the copy is abandoned. Raises ValueError where a piece does not fit."""
-        _check_bounds(self)
+        check_slot(self.sources, self.slot)
+        for source in self.sources:
+            check_source(source)
         started = time.perf_counter()
         # memmove releases the interpreter lock and uses this thread alone, where Tensor.copy_ would wake a whole pool.
-        for target, source, size in _in_turn([slices(source, self.slot) for source in self.sources]):
+        for target, origin, size in _in_turn([slices(source, self.slot) for source in self.sources]):
             if self.abandoned.is_set():
                 return
-            ctypes.memmove(target, source, size)
+            ctypes.memmove(target, origin, size)
         self.wait_for_link(link, started)
 
     def wait_for_link(self, link: Link, started: float) -> None:
@@ -135,17 +137,18 @@ def _run(copies: queue.SimpleQueue[PendingCopy | None], link: Link) -> None:
         del copy
 
 
-def _check_bounds(copy: PendingCopy) -> None:
-    """Raises ValueError where a piece would leave its source or the slot."""
-    pieces = [piece for source in copy.sources for piece in source.pieces]
-    needed = max((piece.slot_offset_bytes + piece.nbytes for piece in pieces), default=0)
-    contiguous = all(memory.is_contiguous() for memory in (copy.slot, *(source.memory for source in copy.sources)))
-    if not contiguous or copy.slot.numel() < needed:
-        raise ValueError(f"{needed} contiguous bytes do not fit a slot of {copy.slot.numel()}")
-    for source in copy.sources:
-        end = max((piece.source_offset_bytes + piece.nbytes for piece in source.pieces), default=0)
-        if source.memory.numel() < end:
-            raise ValueError(f"a source of {source.memory.numel()} bytes is read up to byte {end}")
+def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
+    """Raises ValueError where a piece would leave the slot."""
+    needed = max((piece.slot_offset_bytes + piece.nbytes for source in sources for piece in source.pieces), default=0)
+    if not slot.is_contiguous() or slot.numel() < needed:
+        raise ValueError(f"{needed} contiguous bytes do not fit a slot of {slot.numel()}")
+
+
+def check_source(source: Source) -> None:
+    """Raises ValueError where a piece would leave its source."""
+    end = max((piece.source_offset_bytes + piece.nbytes for piece in source.pieces), default=0)
+    if not source.memory.is_contiguous() or source.memory.numel() < end:
+        raise ValueError(f"a source of {source.memory.numel()} bytes is read up to byte {end}")
 
 
 # Addresses in the slot and in the source, and a number of bytes.

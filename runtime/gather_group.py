@@ -170,9 +170,9 @@ class GatherGroup:
 
     def _finish(self, works: Sequence[tuple[int, Work]], deadline: float, late: str, what: str) -> None:
         for rank, work in works:
-            remaining = deadline - time.monotonic()
+            remaining = datetime.timedelta(seconds=max(0.0, deadline - time.monotonic()))
             try:
-                work.wait(max(_SHORTLY, datetime.timedelta(seconds=remaining)))
+                work.wait(remaining + 2 * _SHORTLY)  # gloo counts whole milliseconds: beyond the deadline, not before
             except RuntimeError as error:
                 if time.monotonic() >= deadline:
                     raise PeerError(self.fail(f"rank {rank} {late}")) from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -82,9 +84,11 @@ def _offloaded_model_stays_exact(family: str, overrides: dict[str, Any]) -> None
         assert (report.home, report.transport) == ("peer", "collective")
         for _ in range(2):
             assert torch.equal(run(model), expected)
-        compiled = _compiled(model)
-        for _ in range(3):
-            assert torch.equal(run(compiled), expected)
+        with moepass.record_compilations() as compilations:
+            compiled = _compiled(model)
+            for _ in range(3):
+                assert torch.equal(run(compiled), expected)
+    assert len(compilations) == 1
     own = complete = 0
     for bank in report.store.banks:
         bounds = bank.spec.expert_bounds
@@ -294,6 +298,35 @@ def test_a_rank_that_runs_fewer_steps_is_named_within_the_timeout() -> None:
     assert first == second
     assert first.startswith("rank 1 did not come to gather bank blocks.0 within 1 s. With transport 'collective' all")
     assert "call moepass.gather_only_step(model) on a rank that has no work" in first
+
+
+def _one_drops_its_model() -> str:
+    model = _stack()
+    threads = threading.active_count()
+    _offload(model)
+    with torch.no_grad():
+        compiled = _compiled(model)
+        compiled(tokens())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            started = time.perf_counter()
+            with pytest.raises(PeerError) as caught:
+                _run_on_and_on(compiled)
+            assert time.perf_counter() - started < 10
+            return str(caught.value)
+    del model, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads:  # the copy thread ends soon
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return ""
+
+
+def test_a_model_that_is_dropped_leaves_nothing_and_is_missed() -> None:
+    text, _ = run_ranks(2, _one_drops_its_model)
+    assert text.startswith("rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost")
 
 
 def _run_on_and_on(run: Callable[..., Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -190,6 +192,29 @@ def test_nothing_is_written_after_a_gather_has_failed() -> None:
     texts = set(_on_ranks(2, exchange))
     assert texts == {"rank 1 did not bring its part of bank 5 within 0.4 s (transport 'collective')"}
     assert bool((slot == UNTOUCHED).all())
+
+
+def test_a_gather_that_fails_on_its_own_rank_is_told_to_the_others() -> None:
+    tensors, store = {"up": torch.zeros(4, 250)}, HashStore()
+
+    def gather(rank: int) -> str:
+        transport, spec, sources = _packed(store, rank, [0, 2, 4], tensors, Link())
+        slot = torch.full((spec.nbytes // (rank + 1),), UNTOUCHED, dtype=torch.uint8)
+        return _error(transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait)
+
+    (text,) = set(_on_ranks(2, gather))
+    assert text.startswith("rank 1 could not gather bank layers.0: ")
+
+
+def test_connections_end_with_their_transport() -> None:
+    transport, _, _ = _packed(HashStore(), 0, [0, 4], {"up": torch.zeros(4, 8)}, Link())
+    group = weakref.ref(transport._group)
+    gc.disable()
+    try:
+        del transport
+        assert group() is None
+    finally:
+        gc.enable()
 
 
 def test_a_rank_whose_group_is_gone_is_missed() -> None:
