@@ -22,6 +22,7 @@ from common import median_and_spread, print_table, verdict
 from moepass.models.moe_stack import StackConfig, build_stack
 
 RANKS = 2
+VARIANTS = ("resident", "AllToAll", "pull", "collective")
 # Tokens per rank and skew at which a ratio to AllToAll is asked for, and how much of resident throughput must be left.
 AT_LEAST = {(4096, 0.0): 1.30, (4096, 2.0): 1.70}
 AT_LEAST_OF_RESIDENT = 0.95
@@ -44,7 +45,7 @@ def main(
         rows, holds = _rows([queue.get() for _ in cases])
     print_table(
         f"{RANKS} ranks, {layers} layers, hidden 512, 32 experts of width 256, top-4, fp32, link {link}",
-        ["tokens/rank", "skew", "resident s", "AllToAll s", "pull s", "AllToAll / pull", "resident / pull", "equal"],
+        ["tokens/rank", "skew", *(f"{name} s" for name in VARIANTS), "AllToAll / pull", "resident / pull", "equal"],
         rows,
         f"median (least to most) of {repeats} forwards, each after one of its own kind. AllToAll / pull at least "
         + " and ".join(f"{value} at {count} tokens, skew {skew:g}" for (count, skew), value in AT_LEAST.items())
@@ -65,7 +66,7 @@ def _rows(results: list[dict[str, Any]]) -> tuple[list[list[object]], bool]:
         if case in AT_LEAST:
             holds = holds and against >= AT_LEAST[case] and of_resident >= AT_LEAST_OF_RESIDENT
         holds = holds and result["equal"]
-        times = [median_and_spread(seconds[name]) for name in ("resident", "AllToAll", "pull")]
+        times = [median_and_spread(seconds[name]) for name in VARIANTS]
         rows.append([*case, *times, f"{against:.2f}", f"{of_resident:.2f}", verdict(result["equal"])])
     return rows, holds
 
@@ -101,10 +102,14 @@ def _variants(
     resident = torch.compile(build_stack(config), backend="asyncep")
     exchanging = torch.compile(build_stack(config, "all_to_all"), backend="inductor")
     pulling = torch.compile(build_stack(config, "all_to_all"), backend="asyncep", options={"link": link})
+    gathering_options = {"link": link, "transport": "collective", "timeout_s": 300.0}
+    # A group of its own: all models of one group stream in the same way.
+    stack = build_stack(config, "all_to_all", dist.new_group())
+    gathering = torch.compile(stack, backend="asyncep", options=gathering_options)
     expected = resident(hidden)
-    outputs = [exchanging(hidden), pulling(hidden)]
+    outputs = [exchanging(hidden), pulling(hidden), gathering(hidden)]
     equal = all(torch.allclose(output, expected, rtol=1e-4, atol=1e-4) for output in outputs)
-    return {"resident": resident, "AllToAll": exchanging, "pull": pulling}, hidden, equal
+    return dict(zip(VARIANTS, (resident, exchanging, pulling, gathering), strict=True)), hidden, equal
 
 
 def _interleaved(

@@ -3,6 +3,7 @@
 torch.compile(model, backend="asyncep")        the backend
 moepass.offload_experts(model)                 experts rest in host memory and stream while layers compute
 moepass.load_pretrained(path)                  the same from a checkpoint, each rank reading its own experts alone
+moepass.gather_only_step(model)                transport "collective": a rank without work for a step
 moepass.record_compilations()                  the plans behind a compiled model
 moepass.register_transformers()                DistributedConfig(..., ep_implementation="asyncep")
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from moepass.models.errors import CheckpointError, InputError, MoepassError, OptionError
     from moepass.options import Options
     from moepass.passes.ir import Plan
+    from moepass.runtime.gather_only import gather_only_step
     from moepass.runtime.loading import load_pretrained, offload_report
     from moepass.runtime.offload import OffloadReport, offload_experts
     from moepass.runtime.transformers_ep import register_transformers
@@ -33,6 +35,7 @@ __all__ = [
     "OptionError",
     "Options",
     "Plan",
+    "gather_only_step",
     "load_pretrained",
     "offload_experts",
     "offload_report",
@@ -50,6 +53,7 @@ _HOME_OF = {
     "OptionError": "moepass.models.errors",
     "Options": "moepass.options",
     "Plan": "moepass.passes.ir",
+    "gather_only_step": "moepass.runtime.gather_only",
     "load_pretrained": "moepass.runtime.loading",
     "offload_experts": "moepass.runtime.offload",
     "offload_report": "moepass.runtime.loading",

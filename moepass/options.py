@@ -12,6 +12,7 @@ from moepass.models.errors import OptionError, one_of
 from moepass.passes.lower import LOWERINGS
 from moepass.runtime.adoption import AdoptionOptions
 from moepass.runtime.link import parse_link
+from moepass.runtime.transports import check_transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Options:
 
     slots      slots of the ring that the experts of all ranks stream through, 2 by default
     link       "real" (default), or "emulate:BYTES_PER_S" (CPU only)
-    timeout_s  seconds that ranks wait for each other in the first run, 60 by default
+    timeout_s  seconds that ranks wait for each other, 60 by default: in the first run, with "collective" in every run
+    transport  "pull" (default): ranks on one machine copy when they like; or "collective": all gather together
     """
 
     lower: str = "inductor"
@@ -37,6 +39,7 @@ class Options:
     slots: int | None = None
     link: str | None = None
     timeout_s: float | None = None
+    transport: str | None = None
 
     def adoption(self) -> AdoptionOptions:
         """Those for models that run with expert parallelism."""
@@ -45,11 +48,12 @@ class Options:
             defaults.slots if self.slots is None else self.slots,
             defaults.link if self.link is None else parse_link(self.link),
             defaults.timeout_s if self.timeout_s is None else self.timeout_s,
+            self.transport or defaults.transport,
         )
 
     def refuse_adoption(self) -> None:
         """Raises OptionError where one of these was given, for a model that has a ring already."""
-        for name in ("slots", "link", "timeout_s"):
+        for name in ("slots", "link", "timeout_s", "transport"):
             if getattr(self, name) is not None:
                 raise OptionError(
                     f"option {name} is {getattr(self, name)!r}, but the experts of this model were offloaded: give "
@@ -89,8 +93,11 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     link = given.get("link")
     if link is not None:
         parse_link(link)
+    transport = given.get("transport")
+    if transport is not None:
+        check_transport(transport, "option transport")
     folder = None if dump is None else os.fsdecode(dump)
-    return Options(lower, tuple(disable), debug, folder, slots, link, timeout_s)
+    return Options(lower, tuple(disable), debug, folder, slots, link, timeout_s, transport)
 
 
 def _is_positive(value: object) -> bool:

@@ -82,3 +82,15 @@ def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
         if part.nbytes:
             pieces.append(Piece(part.offset_bytes, tensor.offset_bytes + first * expert_bytes, part.nbytes))
     return tuple(pieces)
+
+
+def clip_pieces(pieces: Iterable[Piece], start: int, stop: int) -> tuple[Piece, ...]:
+    """What of `pieces` falls into bytes [start, stop) of the slot, for a buffer that holds these bytes alone."""
+    clipped = []
+    for piece in pieces:
+        first = max(start, piece.slot_offset_bytes)
+        nbytes = min(stop, piece.slot_offset_bytes + piece.nbytes) - first
+        if nbytes > 0:
+            offset = piece.source_offset_bytes + first - piece.slot_offset_bytes
+            clipped.append(Piece(offset, first - start, nbytes))
+    return tuple(clipped)

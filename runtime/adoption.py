@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,13 +22,15 @@ from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec, Plan
 from moepass.passes.protocol import Group
 from moepass.runtime.banks import BankStore
+from moepass.runtime.collective import make_transport
 from moepass.runtime.executor import Adopt
 from moepass.runtime.homes import Home
 from moepass.runtime.link import Link
-from moepass.runtime.peer_home import PeerPacker
+from moepass.runtime.peer_home import packer_for
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.ring import Ring
 from moepass.runtime.sources import Source
+from moepass.runtime.transports import PULL, Transport
 
 _MEETING = (
     "every rank of the group must run its compiled model once, and take the same blocks: one whose plan has a refusal "
@@ -48,6 +51,7 @@ class AdoptionOptions:
     slots: int = 2
     link: Link = dataclasses.field(default_factory=Link)
     timeout_s: float = DEFAULT_TIMEOUT_S
+    transport: str = PULL
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: bool) -> Adopt | None:
@@ -68,7 +72,8 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: 
 class AdoptedHome(Home):
     """Shards on all ranks, brought together meeting by meeting; a shard that changed afterwards is an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         self.groups: list[PeerGroup] = []
         self._spread: dict[int, tuple[Source, ...]] = {}
         self._seen: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -103,7 +108,7 @@ class AdoptedBanks:
     """The adopted banks of one process group on one device, and the ring that all of them stream through."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, options: AdoptionOptions) -> None:
-        self.home = AdoptedHome()
+        self.home = AdoptedHome(make_transport(options.transport, options.link))
         self.store = BankStore(device, options.slots, options.link, self.home)
         self.options = options
         self._group = weakref.ref(group)
@@ -129,14 +134,21 @@ class AdoptedBanks:
     def _meet(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> list[BankSpec]:
         first = len(self.store.banks)
         specs = [dataclasses.replace(bank, index=first + number) for number, bank in enumerate(banks)]
-        peers = PeerGroup.of(self._group(), self.options.timeout_s, _MEETING)
-        packer = PeerPacker(peers)
+        peers = PeerGroup.of(self._group(), self.options.timeout_s, _MEETING, self.options.transport)
+        packer = packer_for(peers, self.home.transport)
         # Ranks hold different experts, so their weights have no digest in common.
         packer.agree_on(specs, ["" for _ in specs])
         packed = [packer.pack_part(number, tensors) for number, tensors in enumerate(parts)]
         self.home.add(peers, packer.spread(packed), dict(zip((spec.index for spec in specs), parts, strict=True)))
         self.store.banks += packed
         return specs
+
+    def banks_of(self, model: nn.Module) -> list[BankSpec]:
+        """The adopted banks that parameters of `model` are parts of, in the model's order."""
+        local = [value.to_local() if hasattr(value, "to_local") else value for value in model.parameters()]
+        memories = dict.fromkeys(StorageWeakRef(value.untyped_storage()) for value in local)
+        with self._lock:
+            return [self._known[memory] for memory in memories if memory in self._known]
 
 
 _adopted: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, AdoptedBanks]] = weakref.WeakKeyDictionary()
@@ -157,6 +169,14 @@ def adopted_banks(name: str, device: torch.device, options: AdoptionOptions) -> 
             f"every model of that group with the same options, not with {options}"
         )
     return found
+
+
+def adopted_parts(model: nn.Module) -> list[tuple[Transport, list[BankSpec]]]:
+    """The adopted banks that `model` has parts of, with what moves them."""
+    with _adopted_lock:
+        everywhere = [banks for of_group in _adopted.values() for banks in of_group.values()]
+    found = [(banks.home.transport, banks.banks_of(model)) for banks in everywhere]
+    return [(transport, specs) for transport, specs in found if specs]
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:

@@ -19,7 +19,6 @@ from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.homes import Home
 from moepass.runtime.link import Link
 from moepass.runtime.ring import Ring, make_ring
-from moepass.runtime.sources import read_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +156,10 @@ class BankStore:
         self._eager = (key, tensors)
         return tensors
 
+    def forget_gathered(self) -> None:
+        """Let the next `gather_now` be a gather, whichever bank was the last."""
+        self._eager = None
+
     def _warn_of_uncompiled_code(self, bank: int) -> None:
         if self._has_warned or not _is_called_by_compiled_model():
             return
@@ -182,7 +185,7 @@ class BankStore:
     def _read(self, bank: int, start: int, stop: int) -> torch.Tensor:
         self.home.check()
         sources = self.home.sources(self.banks[bank].spec, [self.banks[bank].shard])
-        return read_range(sources, start, stop, self.device)
+        return self.home.transport.read(self.banks[bank].spec, sources, start, stop, self.device)
 
 
 def _is_called_by_compiled_model() -> bool:

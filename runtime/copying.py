@@ -64,13 +64,33 @@ class PendingCopy:
         """
         if self._is_inherited and not self.finished.is_set():
             try:
-                _perform(self, Link())
+                self.perform(Link())
             except Exception as error:
                 self.error = error
         else:
             self.end()
         if self.error is not None:
             raise CopyError(f"bank {self.label} could not be copied into its slot: {self.error}") from self.error
+
+    def perform(self, link: Link) -> None:
+        """Fill the slot, here and now, unless the copy is abandoned. Raises ValueError where a piece does not fit."""
+        check_slot(self.sources, self.slot)
+        for source in self.sources:
+            check_source(source)
+        started = time.perf_counter()
+        # memmove releases the interpreter lock and uses this thread alone, where Tensor.copy_ would wake a whole pool.
+        for target, origin, size in _in_turn([slices(source, self.slot) for source in self.sources]):
+            if self.abandoned.is_set():
+                return
+            ctypes.memmove(target, origin, size)
+        self.wait_for_link(link, started)
+
+    def wait_for_link(self, link: Link, started: float) -> None:
+        """Let a transfer that began at `started` (of `time.perf_counter`) take the time that an emulated link takes."""
+        over_link = sum(source.nbytes for source in self.sources if source.over_link)
+        remaining = started + link.seconds(over_link) - time.perf_counter()
+        if remaining > 0:
+            self.abandoned.wait(remaining)
 
 
 class CopyThread:
@@ -109,7 +129,7 @@ class CopyThread:
 def _run(copies: queue.SimpleQueue[PendingCopy | None], link: Link) -> None:
     while (copy := copies.get()) is not None:
         try:
-            _perform(copy, link)
+            copy.perform(link)
         except BaseException as error:  # handed to the thread that waits, which raises it
             copy.error = error
         finally:
@@ -117,38 +137,26 @@ def _run(copies: queue.SimpleQueue[PendingCopy | None], link: Link) -> None:
         del copy
 
 
-def _perform(copy: PendingCopy, link: Link) -> None:
-    _check_bounds(copy)
-    started = time.perf_counter()
-    # memmove releases the interpreter lock and uses this thread alone, where Tensor.copy_ would wake a whole pool.
-    for target, source, size in _in_turn([_slices(source, copy.slot) for source in copy.sources]):
-        if copy.abandoned.is_set():
-            return
-        ctypes.memmove(target, source, size)
-    over_link = sum(source.nbytes for source in copy.sources if source.over_link)
-    remaining = started + link.seconds(over_link) - time.perf_counter()
-    if remaining > 0:
-        copy.abandoned.wait(remaining)
+def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
+    """Raises ValueError where a piece would leave the slot."""
+    needed = max((piece.slot_offset_bytes + piece.nbytes for source in sources for piece in source.pieces), default=0)
+    if not slot.is_contiguous() or slot.numel() < needed:
+        raise ValueError(f"{needed} contiguous bytes do not fit a slot of {slot.numel()}")
 
 
-def _check_bounds(copy: PendingCopy) -> None:
-    """Raises ValueError where a piece would leave its source or the slot."""
-    pieces = [piece for source in copy.sources for piece in source.pieces]
-    needed = max((piece.slot_offset_bytes + piece.nbytes for piece in pieces), default=0)
-    contiguous = all(memory.is_contiguous() for memory in (copy.slot, *(source.memory for source in copy.sources)))
-    if not contiguous or copy.slot.numel() < needed:
-        raise ValueError(f"{needed} contiguous bytes do not fit a slot of {copy.slot.numel()}")
-    for source in copy.sources:
-        end = max((piece.source_offset_bytes + piece.nbytes for piece in source.pieces), default=0)
-        if source.memory.numel() < end:
-            raise ValueError(f"a source of {source.memory.numel()} bytes is read up to byte {end}")
+def check_source(source: Source) -> None:
+    """Raises ValueError where a piece would leave its source."""
+    end = max((piece.source_offset_bytes + piece.nbytes for piece in source.pieces), default=0)
+    if not source.memory.is_contiguous() or source.memory.numel() < end:
+        raise ValueError(f"a source of {source.memory.numel()} bytes is read up to byte {end}")
 
 
 # Addresses in the slot and in the source, and a number of bytes.
 Slice = tuple[int, int, int]
 
 
-def _slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
+def slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
+    """What a copy from `source` into `slot` moves, one memmove each."""
     target, origin = slot.data_ptr(), source.memory.data_ptr()
     for piece in source.pieces:
         for start in range(0, piece.nbytes, SLICE_BYTES):

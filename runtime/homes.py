@@ -8,6 +8,7 @@ import torch
 
 from moepass.passes.ir import BankSpec
 from moepass.runtime.sources import Source, whole
+from moepass.runtime.transports import Transport
 
 
 class Home:
@@ -15,6 +16,8 @@ class Home:
 
     This one is home `host`: complete banks in memory of this process, which nobody can take away.
     """
+
+    transport: Transport = Transport("host")
 
     def check(self) -> None:
         """Raise where banks can no longer be read. Called before every run; must cost next to nothing."""

@@ -32,6 +32,7 @@ from moepass.runtime.loading_progress import Progress, shown_progress
 from moepass.runtime.offload import (
     BankedParameter,
     OffloadReport,
+    check_transport_of,
     expert_parameters,
     find_expert_modules,
     offload_experts,
@@ -61,6 +62,7 @@ def load_pretrained(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     experts_implementation: str = "grouped_mm",
     progress: Progress | None = None,
+    transport: str | None = None,
 ) -> PreTrainedModel:
     """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
 
@@ -70,8 +72,8 @@ def load_pretrained(
     of the mapped file, as they are with from_pretrained; ranks on one machine share them.
 
     `dtype` None keeps what the checkpoint says. `device` is where the model computes, by default the CPU; `slots`,
-    `link` and `timeout_s` are those of `offload_experts`. Ranks wait `timeout_s` for each other before and after they
-    read their experts, so it must be longer than what one rank may need more than another.
+    `link`, `timeout_s` and `transport` are those of `offload_experts`. Ranks wait `timeout_s` for each other before and
+    after they read their experts, so it must be longer than what one rank may need more than another.
 
     On a terminal rank 0 shows a progress bar. `progress(bytes_read, bytes_in_all)` is called instead, on any rank that
     gives it.
@@ -81,6 +83,7 @@ def load_pretrained(
     experts); PeerError where ranks bring different checkpoints, fail or do not come; and what `offload_experts` raises.
     """
     _check_options(dtype, progress)
+    check_transport_of(home, transport)
     meeting = PeerGroup.of(group, timeout_s, _TITLE).rendezvous if home == "peer" else None
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
@@ -91,7 +94,7 @@ def load_pretrained(
                 _meet(meeting, plan.description())
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             plan.files.on_read = on_read
-            report = offload_experts(plan.model, home, device, slots, link, group, timeout_s)
+            report = offload_experts(plan.model, home, device, slots, link, group, timeout_s, transport)
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
             plan.files.close()

@@ -12,12 +12,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moepass.models.errors import InputError, OptionError, one_of
-from moepass.runtime.banked_modules import BankedParameter, bank_parameters, move_as_a_whole
+from moepass.runtime.banked_modules import BankedParameter, bank_parameters, banked_parameters, move_as_a_whole
 from moepass.runtime.banks import Bank, BankStore, pack_bank
+from moepass.runtime.collective import make_transport
 from moepass.runtime.homes import Home
 from moepass.runtime.link import parse_link
-from moepass.runtime.peer_home import PeerPacker
+from moepass.runtime.peer_home import packer_for
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
+from moepass.runtime.transports import PULL, Transport, check_transport
 
 HOMES = ("host", "peer")
 
@@ -31,6 +33,11 @@ class OffloadReport:
     layers: tuple[str, ...]
     home_bytes: int
     ring_bytes: int
+
+    @property
+    def transport(self) -> str:
+        """What moves bytes from the home into a slot: `host`, `pull` or `collective`."""
+        return self.store.home.transport.name
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -107,6 +114,7 @@ def offload_experts(
     link: str = "real",
     group: ProcessGroup | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    transport: str | None = None,
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
@@ -118,17 +126,25 @@ def offload_experts(
 
     home="host": complete banks in memory of this process.
     home="peer": each rank of `group` (default: all ranks of torch.distributed, which must be initialised) keeps 1/N of
-    every bank in shared memory and copies the rest from the others when it needs it; an emulated link counts these
-    bytes only. No rank has a complete state_dict then, so to take one is an error. All ranks call this, each with the
-    complete model. They wait for each other here, each time for `timeout_s` at most, and never again: afterwards ranks
-    run as many steps as they like, when they like. Not on CUDA yet.
+    every bank and gets the rest from the others when it needs it; an emulated link counts these bytes only. No rank has
+    a complete state_dict then, so to take one is an error. All ranks call this, each with the complete model. They wait
+    for each other here, each time for `timeout_s` at most. Not on CUDA yet.
 
-    Raises OptionError (unknown home, slots below 1, a malformed link or timeout) and InputError (no experts, a missing
-    device, no process group). For home="peer" also PeerError where ranks are missing or differ in what they bring, and
-    SharedMemoryError where the machine has none; the model is then as it was, unless a rank is lost after all agreed.
+    transport="pull" (default): ranks of one machine copy from each other's shared memory. They never wait for each
+    other again: afterwards ranks run as many steps as they like, when they like.
+    transport="collective": for ranks on several machines. All ranks gather a bank together, over gloo connections of
+    their own, so they run the same layers, equally often, and no rank may come `timeout_s` later than another; one
+    without work for a step calls `moepass.gather_only_step`. Whatever goes wrong on one rank, an exception in its
+    model included, is an error on all of them, and they must be started again. With pull this holds for ranks that die.
+
+    Raises OptionError (unknown home or transport, slots below 1, a malformed link or timeout) and InputError (no
+    experts, a missing device, no process group). For home="peer" also PeerError where ranks are missing or differ in
+    what they bring, and SharedMemoryError where the machine has none and transport is "pull"; the model is then as it
+    was, unless a rank is lost after all agreed.
     """
     if home not in HOMES:
         raise OptionError(f"home is {home!r}; it must be one of {one_of(HOMES)}")
+    check_transport_of(home, transport)
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
         raise OptionError(f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation")
     found = find_expert_modules(model)
@@ -143,7 +159,7 @@ def offload_experts(
         raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
     compute_device = resolve_device(model, device)
     parsed_link = parse_link(link)
-    packer = _packer(home, compute_device, group, timeout_s)
+    packer = _packer(home, compute_device, group, timeout_s, make_transport(transport or PULL, parsed_link))
     banks = _in_banks(found)
     store = BankStore(compute_device, slots, parsed_link, packer.home)
     with torch.inference_mode(False), torch.no_grad():
@@ -163,16 +179,39 @@ def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequ
         bank_parameters(
             module, {name: BankedParameter(store, index, position) for position, name in enumerate(parameters)}
         )
+        if not store.home.transport.is_one_sided:
+            module.register_forward_pre_hook(_gather_anew)
 
 
-def _packer(home: str, device: torch.device, group: ProcessGroup | None, timeout_s: float) -> Packer:
+def _gather_anew(module: nn.Module, arguments: object) -> None:
+    """Let an eager call of `module` gather once, whatever was called before: the other ranks count on it."""
+    if not torch.compiler.is_compiling():
+        for _, banked in banked_parameters(module):
+            banked.store.forget_gathered()
+
+
+def check_transport_of(home: str, transport: str | None) -> None:
+    """Raises OptionError where `transport` does not exist, or not for `home`; None stands for the default."""
+    if transport is None:
+        return
+    check_transport(transport)
+    if home != "peer":
+        raise OptionError(
+            f"transport is {transport!r}, but home is {home!r}, from which nothing but copies of this process's own "
+            "memory are needed; a transport goes with home='peer'"
+        )
+
+
+def _packer(
+    home: str, device: torch.device, group: ProcessGroup | None, timeout_s: float, transport: Transport
+) -> Packer:
     if home == "host":
         if group is not None:
             raise OptionError("home is 'host', which concerns one process alone; a group goes with home='peer'")
         return HostPacker(pin=device.type == "cuda")
     if device.type != "cpu":
         raise InputError(f"device is {device}; home='peer' works on cpu only so far, use home='host' there")
-    return PeerPacker(PeerGroup.of(group, timeout_s))
+    return packer_for(PeerGroup.of(group, timeout_s, transport=transport.name), transport)
 
 
 def resolve_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -204,6 +243,6 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 __all__ = [
-    "HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer", "check_device", "expert_parameters",
-    "find_expert_modules", "offload_experts", "resolve_device",
+    "HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer", "check_device", "check_transport_of",
+    "expert_parameters", "find_expert_modules", "offload_experts", "resolve_device",
 ]  # fmt: skip

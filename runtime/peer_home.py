@@ -1,4 +1,8 @@
-"""Home `peer`: every rank keeps 1/N of each bank in shared memory, and copies what it lacks whenever it wants."""
+"""Home `peer`: every rank keeps 1/N of each bank.
+
+Transport `pull`: in shared memory, so that each copies what it lacks whenever it wants. Transport `collective`: in
+memory of its own, from which it sends what the others lack when all gather.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +17,27 @@ from moepass.models.weight_recipes import recipe_digest
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import expert_range, shard_layout, shard_pieces
 from moepass.runtime.banks import Bank, describe_bank, write_parts
+from moepass.runtime.collective import Collective
 from moepass.runtime.homes import Home
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment
 from moepass.runtime.sources import Source
+from moepass.runtime.transports import PULL, Transport
 
 # [Empirical] Numbers of each expert that go into a digest, along each of its dimensions. Any training, however short,
 # changes nearly all of them.
 _SAMPLES = 8
+_PULL = Transport(PULL)
+_UNREADABLE = torch.empty(0, dtype=torch.uint8)
 
 
 class PeerHome(Home):
-    """Shards on all ranks of a group: transport `pull`."""
+    """Shards on all ranks of a group."""
 
-    def __init__(self, group: PeerGroup) -> None:
+    def __init__(self, group: PeerGroup, transport: Transport) -> None:
         self.group = group
+        self.transport = transport
         self._spread: dict[int, tuple[Source, ...]] = {}
 
     def check(self) -> None:
@@ -49,8 +58,8 @@ class PeerHome(Home):
 class PeerPacker:
     """Spreads the banks of a model over the ranks of `group`: `agree`, then `pack` each bank, then `connect`."""
 
-    def __init__(self, group: PeerGroup) -> None:
-        self.home = PeerHome(group)
+    def __init__(self, group: PeerGroup, transport: Transport = _PULL) -> None:
+        self.home = PeerHome(group, transport)
         self.group = group
         self._specs: list[BankSpec] = []
         self._segment: SharedSegment | None = None
@@ -72,7 +81,7 @@ class PeerPacker:
         self._specs = list(specs)
         self.group.agree(self._specs, digests)
         with self.group.rendezvous.telling_failures():
-            self._segment = self.group.make_segment(self._places(self.group.rank)[-1] - PAGE_BYTES)
+            self._reserve()
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
         """Bank `index` with this rank's experts in shared memory; it cannot be read before `connect`."""
@@ -81,16 +90,25 @@ class PeerPacker:
 
     def pack_part(self, index: int, parts: Sequence[torch.Tensor]) -> Bank:
         """As `pack`, from this rank's part of each tensor, [experts of this rank, ...]."""
-        assert self._segment is not None, "agree comes first"
         spec, rank = self._specs[index], self.group.rank
         with self.group.rendezvous.telling_failures():
-            shard = self._segment.map(self._places(rank)[index], shard_layout(spec, rank).nbytes)
+            shard = self._memory(index)
             write_parts(spec, rank, parts, shard)
         return Bank(spec, shard)
 
     def connect(self, banks: Sequence[Bank]) -> None:
         """Make `banks` complete, by the shards of all other ranks. Raises PeerError where ranks are gone or late."""
         self.home.connect(self.spread(banks))
+
+    def _reserve(self) -> None:
+        """Make room for this rank's shards."""
+        self._segment = self.group.make_segment(self._places(self.group.rank)[-1] - PAGE_BYTES)
+
+    def _memory(self, index: int) -> torch.Tensor:
+        """Room for this rank's shard of bank `index`, flat uint8."""
+        assert self._segment is not None, "agree comes first"
+        rank = self.group.rank
+        return self._segment.map(self._places(rank)[index], shard_layout(self._specs[index], rank).nbytes)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
         """Where the shards of each bank lie, by its index, once every rank has mapped them. Raises as `connect`."""
@@ -117,6 +135,41 @@ class PeerPacker:
         for spec in self._specs:
             places.append(places[-1] + -(-shard_layout(spec, rank).nbytes // PAGE_BYTES) * PAGE_BYTES)
         return places
+
+
+class GatherPacker(PeerPacker):
+    """As `PeerPacker`, where ranks cannot read each other's memory."""
+
+    def __init__(self, group: PeerGroup, transport: Collective) -> None:
+        super().__init__(group, transport)
+        self._collective = transport
+
+    def _reserve(self) -> None:
+        return
+
+    def _memory(self, index: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(shard_layout(self._specs[index], self.group.rank).nbytes, dtype=torch.uint8)
+
+    def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
+        """The parts of all ranks by rank, once every rank is ready to send its own. Raises as `connect`."""
+        spread = {}
+        for bank in banks:
+            spread[bank.spec.index] = tuple(
+                Source(bank.shard, shard_pieces(bank.spec, rank), over_link=False)
+                if rank == self.group.rank
+                else Source(_UNREADABLE, shard_pieces(bank.spec, rank))
+                for rank in range(self.group.size)
+            )
+            self._collective.add(bank.spec, spread[bank.spec.index])
+        self.group.settle()
+        self._collective.connect(self.group.rendezvous)
+        return spread
+
+
+def packer_for(group: PeerGroup, transport: Transport) -> PeerPacker:
+    """Brings banks to the ranks of `group`, from where `transport` moves them."""
+    return GatherPacker(group, transport) if isinstance(transport, Collective) else PeerPacker(group, transport)
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -32,6 +32,7 @@ from moepass.runtime.shared_memory import (
     create_segment,
     open_segment,
 )
+from moepass.runtime.transports import PULL
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -44,24 +45,35 @@ OFFLOADING = "every rank of the group must call offload_experts(home='peer'), an
 
 @dataclasses.dataclass(frozen=True)
 class Introduction:
-    """What a rank says of itself. `digests` has one word per bank, equal for equal weights."""
+    """What a rank says of itself. `digests` has one word per bank, equal for equal weights.
+
+    `process` matters to transport `pull` alone, where ranks watch each other.
+    """
 
     ranks: int
-    process: ProcessIdentity
+    process: ProcessIdentity | None
     banks: tuple[BankSpec, ...]
     digests: tuple[str, ...]
+    transport: str = PULL
 
 
 class PeerGroup:
-    """This rank among the ranks of a group, all on one machine.
+    """This rank among the ranks of a group, all on one machine unless the transport is `collective`.
 
-    A rank that ends without an error, or drops its model, is not missed: its shards stay mapped in those that need
-    them. A rank that is killed, or ends by an exception that nobody caught, makes `check_alive` raise on the others. (A
-    process without exit handlers, such as a forked worker of multiprocessing, must call `leave` to end quietly.)
+    With transport `pull` a rank that ends without an error, or drops its model, is not missed: its shards stay mapped
+    in those that need them. A rank that is killed, or ends by an exception that nobody caught, makes `check_alive`
+    raise on the others. (A process without exit handlers, such as a forked worker of multiprocessing, must call
+    `leave` to end quietly.)
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, title: str = OFFLOADING
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        title: str = OFFLOADING,
+        transport: str = PULL,
     ) -> None:
         """Waits for nobody. Every rank makes its groups on `store` in the same order; `title` says how.
 
@@ -71,6 +83,7 @@ class PeerGroup:
             raise OptionError(f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0")
         self.rank = rank
         self.size = size
+        self.transport = transport
         self.rendezvous = Rendezvous(store, rank, size, float(timeout_s), title)
         self._watch = ProcessWatch()
         self._processes: dict[int, ProcessIdentity] = {}
@@ -80,7 +93,10 @@ class PeerGroup:
 
     @staticmethod
     def of(
-        group: ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S, title: str = OFFLOADING
+        group: ProcessGroup | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        title: str = OFFLOADING,
+        transport: str = PULL,
     ) -> PeerGroup:
         """The ranks of `group`, by default all. Raises InputError where torch.distributed is not initialised, or where
         this process is not in the group, and what the constructor raises.
@@ -94,7 +110,8 @@ class PeerGroup:
             group = c10d._get_default_group()
         if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
             raise InputError(f"group is {group!r}, which is no process group that this process belongs to")
-        return PeerGroup(c10d._get_process_group_store(group), group.rank(), group.size(), timeout_s, title)
+        store = c10d._get_process_group_store(group)
+        return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport)
 
     def agree(self, banks: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """Wait until every rank has come here with the same banks, `digests` of which are one word each.
@@ -102,14 +119,15 @@ class PeerGroup:
         Raises PeerError: one that names what differs, with both values and ranks, the same on every rank; or one that
         names the ranks that did not come within the timeout.
         """
-        own = Introduction(self.size, this_process(), tuple(banks), tuple(digests))
+        process = this_process() if self.transport == PULL else None
+        own = Introduction(self.size, process, tuple(banks), tuple(digests), self.transport)
         self.rendezvous.publish(_BANKS, own)
         first = own
         for rank, other in self._introductions(own):
             if rank == 0:
                 first = other
             _compare(0, first, rank, other)
-            if rank != self.rank:
+            if rank != self.rank and other.process is not None:
                 self._processes[rank] = other.process
                 self._watch.add(rank, other.process)
 
@@ -204,18 +222,21 @@ def _say_goodbye(state: torch.Tensor, pid: int) -> None:
 
 def _compare(rank: int, introduction: Introduction, other_rank: int, other: Introduction) -> None:
     """Raises PeerError for the first thing in which two ranks differ."""
+    place = " on one machine" if introduction.transport == PULL else ""
     for (topic, value), (_, other_value) in zip(_claims(introduction), _claims(other), strict=False):
         if value != other_value:
             raise PeerError(
                 f"ranks disagree on {topic}: {value} on rank {rank}, {other_value} on rank {other_rank}; give every "
-                "rank the same model and checkpoint, in one group on one machine"
+                f"rank the same model and checkpoint, in one group{place}"
             )
 
 
 def _claims(introduction: Introduction) -> Iterator[tuple[str, object]]:
     """What must be equal, topic by topic. Counts come first, so that up to the first difference topics are the same."""
     yield "the number of ranks", introduction.ranks
-    yield "the machine", introduction.process.machine
+    yield "the transport", introduction.transport
+    if introduction.process is not None:
+        yield "the machine", introduction.process.machine
     yield "the number of banks", len(introduction.banks)
     for bank, digest in zip(introduction.banks, introduction.digests, strict=True):
         yield f"the name of bank {bank.index}", bank.name

@@ -75,6 +75,16 @@ class Rendezvous:
                     self._store.set(_FAILURE, f"rank {self.rank} failed: {type(error).__name__}: {error}")
             raise
 
+    def tell_first(self, what: str, text: str) -> str:
+        """Let `text` stand as the `what` of all ranks, unless one has told another; gives what stands."""
+        with _store_errors():
+            told: bytes = self._store.compare_set(what, "", text)
+            return told.decode()
+
+    def open_store(self, name: str) -> Store:
+        """A store for this meeting's ranks alone."""
+        return PrefixStore(name, self._store)
+
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 

@@ -16,11 +16,10 @@ import torch
 
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir import BankSpec
-from moepass.runtime.copying import CopyThread, PendingCopy
+from moepass.runtime.copying import PendingCopy
 from moepass.runtime.homes import Home
 from moepass.runtime.learned_order import Fetch, LearnedOrder
 from moepass.runtime.link import Link
-from moepass.runtime.sources import Source
 from moepass.runtime.turns import Turns
 
 # All bits set is a NaN in every floating type that experts come in: fp32, bf16, fp16, fp8 e4m3fn and e5m2.
@@ -131,24 +130,27 @@ class Ring:
     def run(self, graph: Hashable, slots: int) -> Iterator[None]:
         """A run of `graph`, which uses `slots` slots, once no other thread is in one; an exception leaves a quiet ring.
 
-        Raises InputError where this thread is in a run already, and what `begin_run` raises.
+        Where ranks gather together, an exception ends that for all of them. Raises InputError where this thread is in a
+        run already, and what `begin_run` raises.
         """
         with self._turns.take():
             try:
                 # Not quiet: after a second interrupt, or in a child that was forked while another thread was in a run.
                 if not self._is_quiet:
-                    self.reset()
+                    self._give_up("a run was interrupted")
                 self._is_quiet = False
                 self.begin_run(graph, slots)
                 yield
+                self.home.transport.end_run()
                 self._is_quiet = True
-            except BaseException:
-                self.reset()
+            except BaseException as error:
+                self._give_up(f"{type(error).__name__}: {error}")
                 raise
 
     def begin_run(self, graph: Hashable, slots: int) -> None:
         """A run of `graph` begins, which uses `slots` slots. Raises what `Home.check` of the banks' home raises."""
         self.home.check()
+        self.home.transport.begin_run()
         self._graph, self._used = graph, slots
         self._beginning = {}
         self._buffer_of = self._free
@@ -188,6 +190,11 @@ class Ring:
             self._fill_ahead(len(self._free) - 1, buffer)
         return done
 
+    def _give_up(self, reason: str) -> None:
+        # First, because a copy that waits for another rank ends by this alone.
+        self.home.transport.fail(reason)
+        self.reset()
+
     def reset(self) -> None:
         """Abandon what is under way after an exception, so that the next run finds a quiet ring."""
         self._quiesce()
@@ -205,7 +212,8 @@ class Ring:
 
     def _fill_ahead(self, slot: int, buffer: int) -> None:
         """Start to fill `buffer`, which will be the next run's `slot`, with what that run is expected to ask for."""
-        fetch = self._order.next(slot)
+        # A guess that other ranks do not make too is a transfer in which nobody joins.
+        fetch = self._order.next(slot) if self.home.transport.is_one_sided else None
         if fetch is None or (contents := fetch.contents()) is None:
             return
         ahead = self._ahead.get(buffer)
@@ -232,10 +240,10 @@ class Ring:
         self.statistics.copies += 1
         self.statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
         self.statistics.link_bytes += sum(source.nbytes for source in fetch.sources if source.over_link)
-        return self._start_copy(fetch.sources, self._buffers[buffer], fetch.bank.name, after)
+        return self._start_copy(fetch, self._buffers[buffer], after)
 
-    def _start_copy(self, sources: Sequence[Source], memory: torch.Tensor, label: str, after: object) -> object:
-        """Copy `sources` into `memory` once `after` has happened, later than all copies before; gives "it is full"."""
+    def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> object:
+        """Bring `fetch` into `memory` once `after` has happened, later than all copies before; gives "it is full"."""
         raise NotImplementedError
 
     def _wait(self, filled: object) -> None:
@@ -273,11 +281,11 @@ class CpuRing(Ring):
         home: Home = _THIS_PROCESS,
     ) -> None:
         super().__init__(slots, slot_bytes, device, link, debug, home)
-        self._copies = CopyThread(link)
+        self._copies = home.transport.copy_thread(link)
         self._pending: list[PendingCopy] = []
 
-    def _start_copy(self, sources: Sequence[Source], memory: torch.Tensor, label: str, after: object) -> PendingCopy:
-        copy = self._copies.submit(PendingCopy(sources, memory, label))
+    def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> PendingCopy:
+        copy = self._copies.submit(self.home.transport.copy(fetch.bank, fetch.sources, memory))
         self._pending.append(copy)
         return copy
 
@@ -318,18 +326,20 @@ class CudaRing(Ring):
     ) -> None:
         if link.is_emulated:
             raise OptionError(f"link is {link}, which exists for device cpu only; the device is {device}")
+        if not home.transport.is_one_sided:
+            raise OptionError(
+                f"transport is {home.transport.name!r}, which exists for device cpu only so far; the device is {device}"
+            )
         super().__init__(slots, slot_bytes, device, link, debug, home)
         self._stream = torch.cuda.Stream(device)
         # Before the first copy: the allocator may hand out memory that the current stream has not finished with.
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def _start_copy(
-        self, sources: Sequence[Source], memory: torch.Tensor, label: str, after: object
-    ) -> torch.cuda.Event:
+    def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream):
             if isinstance(after, torch.cuda.Event):
                 self._stream.wait_event(after)
-            for source in sources:
+            for source in fetch.sources:
                 for piece in source.pieces:
                     part = memory.narrow(0, piece.slot_offset_bytes, piece.nbytes)
                     part.copy_(source.memory.narrow(0, piece.source_offset_bytes, piece.nbytes), non_blocking=True)

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from moepass.passes.shards import Piece
+from moepass.passes.shards import Piece, clip_pieces
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """Flat uint8 memory, and the pieces of it that a slot needs. `over_link`: they come from another device or rank."""
+    """Flat uint8 memory, and the pieces of it that a slot needs. `over_link`: they come from another device or rank.
+
+    `memory` is empty where this process cannot read it: the rank that has it sends the pieces.
+    """
 
     memory: torch.Tensor
     pieces: tuple[Piece, ...]
@@ -33,10 +36,7 @@ def read_range(sources: Sequence[Source], start: int, stop: int, device: torch.d
     """Bytes [start, stop) of the slot that `sources` fill, in fresh memory on `device`; synchronous."""
     memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
     for source in sources:
-        for piece in source.pieces:
-            first = max(start, piece.slot_offset_bytes)
-            nbytes = min(stop, piece.slot_offset_bytes + piece.nbytes) - first
-            if nbytes > 0:
-                offset = piece.source_offset_bytes + first - piece.slot_offset_bytes
-                memory.narrow(0, first - start, nbytes).copy_(source.memory.narrow(0, offset, nbytes))
+        for piece in clip_pieces(source.pieces, start, stop):
+            part = source.memory.narrow(0, piece.source_offset_bytes, piece.nbytes)
+            memory.narrow(0, piece.slot_offset_bytes, piece.nbytes).copy_(part)
     return memory

@@ -1,0 +1,177 @@
+"""Transport `collective`: all ranks bring their parts of a bank at the same time, over a network.
+
+The order in which a rank asks for banks is the order in which its copies are submitted, by the ring and by eager code
+alike: one copy thread works on them all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from moepass.passes.ir import BankSpec
+from moepass.passes.shards import clip_pieces
+from moepass.runtime.copying import CopyThread, PendingCopy, check_slot, check_source, slices
+from moepass.runtime.gather_group import GatherGroup, Request
+from moepass.runtime.link import Link
+from moepass.runtime.rendezvous import PeerError, Rendezvous
+from moepass.runtime.sources import Source
+from moepass.runtime.transports import COLLECTIVE, Transport
+
+
+class PendingGather(PendingCopy):
+    """This rank's part in one gather. The sources are those of all ranks by rank; that of this rank is not over a link.
+
+    Without a slot this rank sends, and receives nothing.
+    """
+
+    def __init__(
+        self, group: GatherGroup, request: Request, sources: Sequence[Source], slot: torch.Tensor | None, label: str
+    ) -> None:
+        super().__init__(sources, torch.empty(0, dtype=torch.uint8) if slot is None else slot, label)
+        self.group = group
+        self.request = request
+        self.wants = slot is not None
+
+    def wait(self) -> None:
+        """Block until the slot is full. Raises PeerError where the gather failed."""
+        if self._is_inherited:
+            self.group.check()
+        self.end()
+        if self.error is not None:
+            raise PeerError(str(self.error)) from self.error
+
+    def perform(self, link: Link) -> None:
+        try:
+            self._gather(link)
+        except PeerError:
+            raise
+        except Exception as error:
+            reason = f"rank {self.group.rank} could not gather bank {self.label}: {type(error).__name__}: {error}"
+            raise PeerError(self.group.fail(reason)) from error
+
+    def _gather(self, link: Link) -> None:
+        own = self.sources[self.group.rank]
+        check_source(own)
+        if self.wants:
+            check_slot(self.sources, self.slot)
+        wanted_by = self.group.ask(self.request, self.wants)
+        started = time.perf_counter()
+        parts = [own.memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in own.pieces]
+        send = {rank: parts for rank, wants in wanted_by.items() if wants}
+        if not self.wants:
+            self.group.exchange(self.request, send, {})
+            return
+        receive = {
+            rank: [self.slot.narrow(0, piece.slot_offset_bytes, piece.nbytes) for piece in source.pieces]
+            for rank, source in enumerate(self.sources)
+            if rank != self.group.rank
+        }
+        self.group.exchange(self.request, send, receive, meanwhile=self._copy_own_part)
+        self.wait_for_link(link, started)
+
+    def _copy_own_part(self) -> None:
+        for target, origin, size in slices(self.sources[self.group.rank], self.slot):
+            ctypes.memmove(target, origin, size)
+
+
+class Collective(Transport):
+    """Gathers on connections of the ranks' own, which `connect` makes; all ranks gather the same, in the same order."""
+
+    is_one_sided = False
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(COLLECTIVE)
+        self._copies = CopyThread(link)
+        self._group: GatherGroup | None = None
+        self._banks: dict[int, tuple[BankSpec, tuple[Source, ...]]] = {}
+        # What was gathered, run by run, by the first gather of the run; the last run stands last.
+        self._runs: dict[Request, list[Request]] = {}
+        self._run: list[Request] | None = None
+
+    def connect(self, rendezvous: Rendezvous) -> None:
+        """Make the connections, where that is still to be done. Raises as `GatherGroup`."""
+        if self._group is None:
+            self._group = GatherGroup(rendezvous, functools.partial(_describe, self._banks))
+
+    def add(self, bank: BankSpec, sources: Sequence[Source]) -> None:
+        """From now on `bank` can be gathered; `sources` are the parts of all ranks, by rank."""
+        self._banks[bank.index] = (bank, tuple(sources))
+
+    def copy_thread(self, link: Link) -> CopyThread:
+        return self._copies
+
+    def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingGather:
+        return self._gather((bank.index, 0, bank.nbytes), slot)
+
+    def read(
+        self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
+    ) -> torch.Tensor:
+        memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
+        self._copies.submit(self._gather((bank.index, start, stop), memory)).wait()
+        return memory
+
+    def begin_run(self) -> None:
+        if self._group is not None:
+            self._group.check()
+        self._run = []
+
+    def end_run(self) -> None:
+        self._run = None
+
+    def fail(self, reason: str) -> None:
+        self._run = None
+        if self._group is not None:
+            self._group.fail(f"rank {self._group.rank} left a run in the middle, so that no rank can gather: {reason}")
+
+    def join(self, banks: Sequence[BankSpec]) -> None:
+        """Take part in the gathers of one forward that reads `banks`, without receiving anything.
+
+        They come in the order of the last forward, else in that of `banks`. Raises PeerError as a gather.
+        """
+        indices = {bank.index for bank in banks}
+        learned = [request for run in self._runs.values() for request in run if run[0][0] in indices]
+        requests = learned or [(bank.index, 0, bank.nbytes) for bank in banks]
+        for gather in [self._copies.submit(self._part(request, None)) for request in requests]:
+            gather.wait()
+
+    def _gather(self, request: Request, slot: torch.Tensor) -> PendingGather:
+        self._learn(request)
+        return self._part(request, slot)
+
+    def _part(self, request: Request, slot: torch.Tensor | None) -> PendingGather:
+        assert self._group is not None, "connect comes first"
+        bank, sources = self._banks[request[0]]
+        start, stop = request[1:]
+        clipped = [dataclasses.replace(source, pieces=clip_pieces(source.pieces, start, stop)) for source in sources]
+        return PendingGather(self._group, request, clipped, slot, bank.name)
+
+    def _learn(self, request: Request) -> None:
+        # Also what was the beginning of a run once, where it is inside a longer one now.
+        self._runs.pop(request, None)
+        if self._run:
+            self._run.append(request)
+            self._runs[self._run[0]] = self._run
+            return
+        run = [] if self._run is None else self._run
+        run.append(request)
+        self._runs[request] = run
+
+
+# Not a method: connections must end with their transport, at once.
+def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) -> str:
+    index, start, stop = request
+    if index not in banks:
+        return f"bank number {index}, which this rank does not have"
+    bank = banks[index][0]
+    return f"bank {bank.name}" if (start, stop) == (0, bank.nbytes) else f"bytes {start} to {stop} of {bank.name}"
+
+
+def make_transport(name: str, link: Link) -> Transport:
+    """The transport of home `peer` with that name, one of `TRANSPORTS`."""
+    return Collective(link) if name == COLLECTIVE else Transport(name)
