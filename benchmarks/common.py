@@ -56,8 +56,9 @@ def interleaved_seconds(variants: Mapping[str, Callable[[], object]], repeats: i
     return seconds
 
 
-def median_and_spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+def median_and_spread(values: Sequence[float], digits: int = 3) -> str:
+    middle, least, most = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({least} to {most})"
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -26,7 +27,7 @@ from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view
 aten = torch.ops.aten
 
 # Operations on rows that are no pointwise operators, with the place of the dimension that they work on.
-_ALONG_A_DIMENSION = {
+_ALONG_A_DIMENSION: dict[Any, int] = {
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
     aten.slice.Tensor: 1,
@@ -85,11 +86,11 @@ def read_program(segment: GraphModule) -> ExpertProgram:
         # Whatever computes it would have to be told from row work.
         raise NotByExpertError("it computes where each expert's rows end")
     rows = _values_with_rows(graph, [product for product, _ in products], ends)
-    outputs = graph.output_node().args[0]
-    assert isinstance(outputs, (list, tuple))
-    for node in outputs:
+    outputs: list[Node] = []
+    for node in cast("Sequence[Node]", graph.output_node().args[0]):
         if node not in rows or not _is_dense(node):
             raise NotByExpertError(f"its output {node} is not one dense row for each pair")
+        outputs.append(node)
     steps = tuple(_steps(graph, rows, {product.node: product for product, _ in products}))
     read = [used for step in steps if isinstance(step, RowWork) for used in step.inputs if used not in rows]
     fixed = dict.fromkeys([*(product.weights for product, _ in products), *read])
@@ -158,12 +159,14 @@ def _is_row_work(node: Node, rows: set[Node]) -> bool:
         return True
     if is_call(node, aten.index.Tensor):
         # Rows of a table, chosen by one number for each row.
-        table, (chosen, *more) = node.args[0], node.args[1]  # type: ignore[misc]
+        table, (chosen, *more) = cast("tuple[Node, Sequence[Node]]", node.args)
         is_vector = chosen in rows and fake_value(chosen).dim() == 1 and fake_value(chosen).dtype != torch.bool
         return table not in rows and not more and is_vector
     if node.target in _ALONG_A_DIMENSION:
-        dim = node.args[_ALONG_A_DIMENSION[node.target]] if len(node.args) > _ALONG_A_DIMENSION[node.target] else 0  # type: ignore[index]
-        return isinstance(dim, int) and dim % fake_value(node.args[0]).dim() > 0 and not _reads_sizes(node)  # type: ignore[arg-type]
+        place = _ALONG_A_DIMENSION[node.target]
+        dim = node.args[place] if len(node.args) > place else 0
+        whole = fake_value(node.all_input_nodes[0])
+        return isinstance(dim, int) and dim % whole.dim() > 0 and not _reads_sizes(node)
     is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     return is_pointwise and not _reads_sizes(node) and _is_aligned(node, rows)
 

@@ -118,9 +118,10 @@ def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
     correct = inductor_config.patch(layout_optimization=False)
     with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), correct:
         joint_graph_passes(module)
-        return compile_fx_inner(
+        run: Lowered = compile_fx_inner(
             module, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()
         )
+    return run
 
 
 def _own_symbol(value: Any) -> Any:

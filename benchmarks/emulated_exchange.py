@@ -1,0 +1,41 @@
+"""Expert parallelism over an emulated link: its AllToAlls take bytes / bandwidth seconds, as copies of weights do."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from moepass.models.expert_parallel import AllToAllExperts
+from moepass.models.moe_stack import MoEStack
+
+
+@torch.library.custom_op("moepass_benchmarks::link_delay", mutates_args={"rows"})
+def link_delay(rows: torch.Tensor, crossing: torch.Tensor, bytes_per_s: float) -> None:
+    """Sleeps for as long as `crossing` (a number) of `rows` [n, ...] take. It changes nothing, but must not be moved."""
+    row_bytes = rows[:1].numel() * rows.element_size()
+    time.sleep(int(crossing) * row_bytes / bytes_per_s)
+
+
+class DelayedExperts(AllToAllExperts):
+    """As its base; rows that come from other ranks, and their results on the way back, take their time."""
+
+    bytes_per_s: float
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        ranks, owned = self.placement.ranks, len(self.placement.owned)
+        crossing = arriving.sum() - arriving.view(ranks, owned)[self.placement.rank].sum()
+        link_delay(rows, crossing, self.bytes_per_s)
+        outputs = super()._run_arrived(rows, arriving)
+        link_delay(outputs, crossing, self.bytes_per_s)
+        return outputs
+
+
+def exchanges_take(model: MoEStack, bytes_per_s: float) -> MoEStack:
+    """`model`, of form all_to_all over the default group, with AllToAlls over a link of that bandwidth."""
+    for layer in model.moe:
+        own = layer.experts
+        assert isinstance(own, AllToAllExperts)
+        layer.experts = DelayedExperts(own.gate_up_proj.data, own.down_proj.data, own.placement.experts).eval()
+        layer.experts.bytes_per_s = bytes_per_s
+    return model
