@@ -1,38 +1,24 @@
 """Experts of a model that runs with expert parallelism already: what each rank holds becomes a shard for all ranks.
 
 A graph from which expert parallelism was taken reads complete banks, of which its own parameters are this rank's part.
-In its first run these parts are copied into shared memory and the ranks meet, once; from then on each pulls what it
-lacks whenever it wants.
+In its first run these parts go into shared memory and the ranks meet, once; from then on each pulls what it lacks
+whenever it wants.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec, Plan
 from moepass.passes.protocol import Group
-from moepass.runtime.banks import BankStore
+from moepass.runtime.adopted_banks import AdoptionOptions, adopted_banks
 from moepass.runtime.executor import Adopt
-from moepass.runtime.homes import Home
-from moepass.runtime.link import Link
-from moepass.runtime.peer_home import PeerPacker
-from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.ring import Ring
-from moepass.runtime.sources import Source
-
-_MEETING = (
-    "every rank of the group must run its compiled model once, and take the same blocks: one whose plan has a refusal "
-    "that the others' have not stays behind"
-)
 
 
 def process_groups(names: Iterable[str]) -> dict[str, Group]:
@@ -41,123 +27,34 @@ def process_groups(names: Iterable[str]) -> dict[str, Group]:
     return {name: Group(known[name].rank(), known[name].size()) for name in names if name in known}
 
 
-@dataclasses.dataclass(frozen=True)
-class AdoptionOptions:
-    """How adopted banks stream: see `moepass.options.Options`."""
-
-    slots: int = 2
-    link: Link = dataclasses.field(default_factory=Link)
-    timeout_s: float = DEFAULT_TIMEOUT_S
-
-
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: bool) -> Adopt | None:
-    """What completes the banks of `plan` in its first run; None where they are no parameters of the graph."""
+    """What completes the banks of `plan` where they come for the first time; None where none are the graph's inputs.
+
+    Raises InputError for a device that adopted banks cannot stream to.
+    """
     groups = {bank.group for bank in plan.banks if bank.group}
     if not plan.residencies or not groups:
         return None
     (name,) = groups
+    if device.type != "cpu":
+        raise InputError(
+            f"the graph computes on {device}, but expert parallelism leaves graphs on cpu only so far; leave it there "
+            "with options={'disable': ['localise', 'complete_shards']}"
+        )
 
     def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring, list[BankSpec]]:
-        adopted = adopted_banks(name, device, options)
-        known = adopted.adopt(banks, parts)
-        return adopted.store.ring(debug), known
+        group = _group(name)
+        return adopted_banks(group, device).adopt(group, banks, parts, options, debug)
 
     return adopt
 
 
-class AdoptedHome(Home):
-    """Shards on all ranks, brought together meeting by meeting; a shard that changed afterwards is an error."""
-
-    def __init__(self) -> None:
-        self.groups: list[PeerGroup] = []
-        self._spread: dict[int, tuple[Source, ...]] = {}
-        self._seen: dict[int, tuple[tuple[int, int], ...]] = {}
-
-    def check(self) -> None:
-        """Raises PeerError where a rank is gone."""
-        for group in self.groups:
-            group.check_alive()
-
-    def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
-        """The shards of all ranks. Raises InputError where this rank's part is not what the others were given."""
-        if _versions(shards) != self._seen[bank.index]:
-            raise InputError(
-                f"the expert weights of {bank.name} were changed after their first compiled run, but other ranks have "
-                "the old ones; load weights first, then compile"
-            )
-        return self._spread[bank.index]
-
-    def add(
-        self,
-        group: PeerGroup,
-        spread: Mapping[int, tuple[Source, ...]],
-        seen: Mapping[int, Sequence[torch.Tensor]],
-    ) -> None:
-        """The outcome of a meeting: where shards lie, and the tensors of this rank that they were copied from."""
-        self.groups.append(group)
-        self._spread.update(spread)
-        self._seen.update({index: _versions(shards) for index, shards in seen.items()})
+def _group(name: str) -> ProcessGroup:
+    """Raises InputError where there is none of that name any more."""
+    for group in c10d._world.pg_map:
+        if group.group_name == name:
+            return group
+    raise InputError(f"process group {name!r}, over which the experts are spread, was destroyed; compile again")
 
 
-class AdoptedBanks:
-    """The adopted banks of one process group on one device, and the ring that all of them stream through."""
-
-    def __init__(self, group: ProcessGroup, device: torch.device, options: AdoptionOptions) -> None:
-        self.home = AdoptedHome()
-        self.store = BankStore(device, options.slots, options.link, self.home)
-        self.options = options
-        self._group = weakref.ref(group)
-        self._lock = threading.Lock()
-        # By the memory of a bank's first local tensor. A reference to it, because a later model may get its address.
-        self._known: dict[StorageWeakRef, BankSpec] = {}
-
-    def adopt(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> list[BankSpec]:
-        """The banks as this store numbers them. `parts` are this rank's tensors [experts of this rank, ...] of each.
-
-        The first time that a bank is seen all ranks meet here. Raises PeerError where ranks are missing, gone, or bring
-        other banks; SharedMemoryError where the machine has none.
-        """
-        with self._lock:
-            memories = [StorageWeakRef(tensors[0].untyped_storage()) for tensors in parts]
-            self._known = {memory: spec for memory, spec in self._known.items() if not memory.expired()}
-            fresh = [number for number, memory in enumerate(memories) if memory not in self._known]
-            if fresh:
-                specs = self._meet([banks[number] for number in fresh], [parts[number] for number in fresh])
-                self._known.update({memories[number]: spec for number, spec in zip(fresh, specs, strict=True)})
-            return [self._known[memory] for memory in memories]
-
-    def _meet(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> list[BankSpec]:
-        first = len(self.store.banks)
-        specs = [dataclasses.replace(bank, index=first + number) for number, bank in enumerate(banks)]
-        peers = PeerGroup.of(self._group(), self.options.timeout_s, _MEETING)
-        packer = PeerPacker(peers)
-        # Ranks hold different experts, so their weights have no digest in common.
-        packer.agree_on(specs, ["" for _ in specs])
-        packed = [packer.pack_part(number, tensors) for number, tensors in enumerate(parts)]
-        self.home.add(peers, packer.spread(packed), dict(zip((spec.index for spec in specs), parts, strict=True)))
-        self.store.banks += packed
-        return specs
-
-
-_adopted: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, AdoptedBanks]] = weakref.WeakKeyDictionary()
-_adopted_lock = threading.Lock()
-
-
-def adopted_banks(name: str, device: torch.device, options: AdoptionOptions) -> AdoptedBanks:
-    """Those of the process group with that name. Raises InputError where they exist already, with other options."""
-    group = next(group for group in c10d._world.pg_map if group.group_name == name)
-    with _adopted_lock:
-        of_group = _adopted.setdefault(group, {})
-        if device not in of_group:
-            of_group[device] = AdoptedBanks(group, device, options)
-        found = of_group[device]
-    if found.options != options:
-        raise InputError(
-            f"the experts of process group {name!r} stream with {found.options} already, and share one ring; compile "
-            f"every model of that group with the same options, not with {options}"
-        )
-    return found
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+__all__ = ["AdoptionOptions", "adopted_banks", "adoption", "process_groups"]

@@ -61,9 +61,17 @@ class PeerGroup:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, title: str = OFFLOADING
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        title: str = OFFLOADING,
+        watch: ProcessWatch | None = None,
     ) -> None:
         """Waits for nobody. Every rank makes its groups on `store` in the same order; `title` says how.
+
+        Groups of the same ranks may share a `watch`.
 
         Raises OptionError for a timeout that is no positive number, PeerError where the store is gone.
         """
@@ -72,7 +80,7 @@ class PeerGroup:
         self.rank = rank
         self.size = size
         self.rendezvous = Rendezvous(store, rank, size, float(timeout_s), title)
-        self._watch = ProcessWatch()
+        self._watch = watch or ProcessWatch()
         self._processes: dict[int, ProcessIdentity] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._segment: SharedSegment | None = None
@@ -80,7 +88,10 @@ class PeerGroup:
 
     @staticmethod
     def of(
-        group: ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S, title: str = OFFLOADING
+        group: ProcessGroup | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        title: str = OFFLOADING,
+        watch: ProcessWatch | None = None,
     ) -> PeerGroup:
         """The ranks of `group`, by default all. Raises InputError where torch.distributed is not initialised, or where
         this process is not in the group, and what the constructor raises.
@@ -94,7 +105,8 @@ class PeerGroup:
             group = c10d._get_default_group()
         if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
             raise InputError(f"group is {group!r}, which is no process group that this process belongs to")
-        return PeerGroup(c10d._get_process_group_store(group), group.rank(), group.size(), timeout_s, title)
+        store = c10d._get_process_group_store(group)
+        return PeerGroup(store, group.rank(), group.size(), timeout_s, title, watch)
 
     def agree(self, banks: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """Wait until every rank has come here with the same banks, `digests` of which are one word each.
