@@ -53,7 +53,7 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
             banks.append(_replace(local.graph, block, len(banks)))
         except (NotThisForm, ContractBroken) as error:
             reason = f"{error}; its collectives stay"
-            refusals.append(Refusal(block.down.node.name, reason, block.name))
+            refusals.append(Refusal(block.down.node.name, reason, block.name, block.group_name))
         else:
             taken.append(f"{block.name} ({block.form})")
     local.graph.lint()

@@ -94,14 +94,15 @@ def find_parallel_blocks(
         combine = _first_collective_after(match, place)
         if combine is None:
             continue
+        down = match.products[-1].node
+        where, group = module_path(down) or match.record.name, combine.group_name
         try:
             block = _match(match, combine, groups, place)
+            group = ""  # what the next line finds is known to all ranks
             _check_bounds(block.bounds)
             blocks.append(block)
         except NotThisForm as error:
-            down = match.products[-1].node
-            reason = f"{error}; its collectives stay"
-            refusals.append(Refusal(down.name, reason, module_path(down) or match.record.name))
+            refusals.append(Refusal(down.name, f"{error}; its collectives stay", where, group))
     return tuple(blocks), tuple(refusals)
 
 

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import shard_layout
+from moepass.runtime.decisions import MEETING, Decisions, Left, check_decisions, exchange_decisions
 from moepass.runtime.executor import Memory, memory_of
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.homes import Home
@@ -27,13 +28,12 @@ from moepass.runtime.link import Link
 from moepass.runtime.peer_home import PeerPacker
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.processes import ProcessWatch
+from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.ring import Ring, make_ring
 from moepass.runtime.shared_parameters import share_parts
 from moepass.runtime.sources import Source
 
 logger = logging.getLogger("moepass")
-
-MEETING = "every rank of the group must run its compiled model once, and the same layers in the same order"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,9 @@ class AdoptedBanks:
         self._known: dict[BankKey, AdoptedBank] = {}
         self._next_index = 0
         self._uses_of_name: dict[str, int] = {}
+        # Names of blocks that all ranks leave as they came; and whether others do not even say so.
+        self._left: set[str] = set()
+        self._is_alone = False
         self._is_drop_due = False
         self._lock = threading.Lock()
         renew_after_fork(self)
@@ -147,13 +150,15 @@ class AdoptedBanks:
         group: ProcessGroup,
         banks: Sequence[BankSpec],
         parts: Sequence[Sequence[torch.Tensor]],
+        left: Sequence[Left],
         options: AdoptionOptions,
         debug: bool = False,
-    ) -> tuple[Ring, list[BankSpec]]:
+    ) -> tuple[Ring | None, list[BankSpec]]:
         """The ring, and the banks as it numbers them. `parts` are this rank's tensors [own experts, ...] of each.
 
-        Where a bank is seen for the first time all ranks meet here. Raises PeerError where ranks are missing, gone, or
-        bring other banks; SharedMemoryError where the machine has none; InputError where the ring has other options.
+        Where a bank, or a block that is `left` as it came, is seen for the first time, all ranks meet here. Raises
+        PeerError where ranks are missing, gone, or bring other banks; SharedMemoryError where the machine has none;
+        InputError where the ring has other options.
         """
         with self._locked():
             self._choose(group, options)
@@ -161,18 +166,14 @@ class AdoptedBanks:
             # A layer that is applied twice brings its bank twice.
             fresh = {key: number for number, key in reversed(list(enumerate(keys))) if key not in self._known}
             found = {key: bank for key, bank in self._known.items() if key in keys}
+            numbers = sorted(fresh.values())
+            self._decide(group, [banks[number].name for number in numbers], left, options.timeout_s)
             if fresh:
-                numbers = sorted(fresh.values())
                 met = self._meet(group, [banks[number] for number in numbers], [parts[number] for number in numbers])
                 found |= {keys[number]: bank for number, bank in zip(numbers, met, strict=True)}
                 # Their memory may be another one now.
                 self._known |= {_key(bank.spec, parts[number]): bank for number, bank in zip(numbers, met, strict=True)}
-            return self._ring_for(debug), [found[key].spec for key in keys]
-
-    def has_banks(self) -> bool:
-        """False once all models are gone."""
-        with self._locked():
-            return bool(self._known)
+            return self._ring_for(debug) if banks else None, [found[key].spec for key in keys]
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -181,6 +182,31 @@ class AdoptedBanks:
             yield
         if self._is_drop_due:
             self._drop_soon()
+
+    def _decide(self, group: ProcessGroup, fresh: Sequence[str], left: Sequence[Left], timeout_s: float) -> None:
+        """Compare decisions with all ranks where something comes for the first time: see `runtime/decisions.py`.
+
+        What all ranks left once they may leave again alone: a rank may compile for a shape that others do not have.
+        """
+        unknown = [block for block in left if block.name not in self._left]
+        if not fresh and (not unknown or self._is_alone):
+            return
+        try:
+            decisions = exchange_decisions(group, Decisions(tuple(fresh), tuple(left)), timeout_s)
+        except PeerError as error:
+            adopted = [block for block in unknown if block.name in self._uses_of_name]
+            if fresh:
+                raise
+            if adopted:
+                raise PeerError(
+                    f"{error} (block {adopted[0].name}, which all ranks took before, stays as it came in this graph, "
+                    f"because {adopted[0].reason})"
+                ) from error
+            self._is_alone = True
+            logger.warning("blocks that run as they came could not be compared with the other ranks: %s", error)
+            return
+        check_decisions(decisions)
+        self._left |= {block.name for block in left}
 
     def _choose(self, group: ProcessGroup, options: AdoptionOptions) -> None:
         if self._known and options != self.options:

@@ -7,6 +7,7 @@ whenever it wants.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec, Plan
 from moepass.passes.protocol import Group
 from moepass.runtime.adopted_banks import AdoptionOptions, adopted_banks
+from moepass.runtime.decisions import Left
 from moepass.runtime.executor import Adopt
 from moepass.runtime.ring import Ring
 
@@ -28,23 +30,37 @@ def process_groups(names: Iterable[str]) -> dict[str, Group]:
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: bool) -> Adopt | None:
-    """What completes the banks of `plan` where they come for the first time; None where none are the graph's inputs.
+    """What is done where the banks of `plan`, or blocks that it leaves as they came, come for the first time.
 
-    Raises InputError for a device that adopted banks cannot stream to.
+    None where the graph has no parameters that become banks, and leaves nothing that all ranks must leave. Raises
+    InputError for a device that adopted banks cannot stream to.
     """
-    groups = {bank.group for bank in plan.banks if bank.group}
-    if not plan.residencies or not groups:
+    of_banks = {bank.group for bank in plan.banks if bank.group}
+    left: dict[str, list[Left]] = defaultdict(list)
+    for refusal in plan.refusals:
+        if refusal.group:
+            left[refusal.group].append(Left(refusal.where, refusal.reason))
+    if plan.residencies and not of_banks:  # banks of a model that was offloaded
         return None
-    (name,) = groups
-    if device.type != "cpu":
+    names = sorted(of_banks | set(left))
+    if not names:
+        return None
+    if plan.residencies and device.type != "cpu":
         raise InputError(
-            f"the graph computes on {device}, but expert parallelism leaves graphs on cpu only so far; leave it there "
-            "with options={'disable': ['localise', 'complete_shards']}"
+            f"the graph computes on {device}, but expert parallelism leaves graphs on cpu only so far; keep it with "
+            "options={'disable': ['localise', 'complete_shards']}"
         )
 
-    def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring, list[BankSpec]]:
-        group = _group(name)
-        return adopted_banks(group, device).adopt(group, banks, parts, options, debug)
+    def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring | None, list[BankSpec]]:
+        ring, known = None, list(banks)
+        for name in names:
+            group = _group(name)
+            adopted = adopted_banks(group, device)
+            if name in of_banks:
+                ring, known = adopted.adopt(group, banks, parts, left[name], options, debug)
+            else:
+                adopted.adopt(group, (), (), left[name], options)
+        return ring, known
 
     return adopt
 

@@ -100,7 +100,8 @@ def alive(owned: weakref.ref[_T]) -> _T:
 
 
 # Takes the banks of a graph and this rank's tensors of each; gives their ring, and the banks as that ring knows them.
-Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], tuple[Ring, list[BankSpec]]]
+# Without banks there is no ring.
+Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], tuple[Ring | None, list[BankSpec]]]
 
 _executor_numbers = itertools.count()
 _BINDINGS: dict[Any, type[RingOperation]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
@@ -243,14 +244,16 @@ class Executor:
             self._adopted = {key: known for key, known in self._adopted.items() if known.is_alive}
             parts = [[arguments[place] for place in places] for places in self._parts.values()]
             ring, specs = self._adopt([self.plan.bank(index) for index in self._parts], parts)
-            ring.reserve(self.plan.slots, 0)
+            if ring is not None:
+                ring.reserve(self.plan.slots, 0)
             # The memory of these tensors may be another one now.
             memories = self._memories(arguments)
             if memories not in self._adopted:
-                remark = f"for {', '.join(spec.name for spec in specs)}"
+                remark = f"here for {', '.join(spec.name for spec in specs)}" if specs else ""
                 bound = bind(self._top, dict(zip(self._parts, specs, strict=True)), ring, remark)
                 references = tuple(StorageWeakRef(tensor.untyped_storage()) for tensors in parts for tensor in tensors)
-                self._adopted[memories] = AdoptedSchedule(Schedule(bound, weakref.ref(ring)), references)
+                reference = None if ring is None else weakref.ref(ring)
+                self._adopted[memories] = AdoptedSchedule(Schedule(bound, reference), references)
             schedule = self._adopted[memories].schedule
             if not self._own.is_alive or self._own.ring is None:
                 self._own = schedule

@@ -197,7 +197,7 @@ def _one_rank_does_not_come() -> None:
 
 
 def test_a_rank_that_never_runs_is_named() -> None:
-    with pytest.raises(RankError, match=r"rank 1 did not publish a list of banks within 1 s; every rank of the group"):
+    with pytest.raises(RankError, match=r"rank 1 did not publish a list of blocks within 1 s; every rank of the group"):
         run_ranks(2, _one_rank_does_not_come)
 
 
