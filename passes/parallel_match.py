@@ -177,7 +177,7 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
             "each was expected"
         )
     (dispatch,), (count,) = dispatches, counts
-    rows, counted = dispatch.input, count.input
+    rows, counted = dispatch.input, _reshaped(count.input)
     if fake_value(rows).dim() != 2 or not _is(fake_value(rows).shape[1], match.record.hidden):
         raise NotThisForm("what the AllToAll before it carries are no rows of tokens")
     bounds = _bounds_from_counts(count, group, match.record.experts)
@@ -422,7 +422,7 @@ def _walk_back(
         if collective is not None:
             exchanges.append(collective)
             if stop_at_inputs_of(collective):
-                stops.add(collective.input)
+                stops.add(collective.input if collective.is_float else _reshaped(collective.input))
         for used in inputs:
             if used not in queued:
                 queued.add(used)
@@ -430,6 +430,17 @@ def _walk_back(
     region.reverse()
     exchanges.reverse()
     return region, exchanges, leaves
+
+
+def _reshaped(counts: Node) -> Node:
+    """The counts before they were only seen in other shapes: sizes may be read from there."""
+    node = counts
+    while is_view(node) and isinstance(fake_value(node.all_input_nodes[0]), torch.Tensor):
+        source = node.all_input_nodes[0]
+        if str(fake_value(source).numel()) != str(fake_value(node).numel()):
+            break
+        node = source
+    return node
 
 
 def _check_leaves(leaves: set[Node], match: BlockMatch) -> None:
