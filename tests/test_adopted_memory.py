@@ -150,7 +150,7 @@ def _stays(number: int) -> None:
                 compiled(hidden)
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 5))])
 def test_what_cannot_move_is_copied_and_counted(number: int) -> None:
     run_ranks(2, _stays, number)
 
@@ -209,6 +209,7 @@ def _one_stays() -> None:
                 assert len(_shared_ranges()) == ranges
 
 
+@pytest.mark.slow
 def test_shards_of_one_model_go_while_another_one_runs() -> None:
     run_ranks(2, _one_stays)
 
@@ -227,5 +228,6 @@ def _other_options() -> None:
         assert torch.equal(_compile(model, slots=3)(hidden), build_stack(other)(hidden))
 
 
+@pytest.mark.slow
 def test_other_options_are_refused_while_a_model_lives_and_taken_afterwards() -> None:
     run_ranks(2, _other_options)

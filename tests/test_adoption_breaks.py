@@ -66,7 +66,7 @@ def _runs_exact(how: str, form: str) -> tuple[int, RingStatistics]:
 
 
 @pytest.mark.parametrize("form", ["all_to_all", pytest.param("all_reduce", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["layer by layer", "graph break"])
+@pytest.mark.parametrize("how", ["layer by layer", pytest.param("graph break", marks=pytest.mark.slow)])
 def test_layers_that_share_code_have_their_own_experts_and_fetch_for_each_other(how: str, form: str) -> None:
     for compilations, statistics in run_ranks(2, _runs_exact, how, form):
         if how == "layer by layer":
@@ -90,6 +90,7 @@ def _models_side_by_side() -> None:
     assert len(compilations) == 1
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_models_side_by_side() -> None:
     run_ranks(2, _models_side_by_side)
 
@@ -105,5 +106,6 @@ def _one_layer_changes() -> None:
             compiled(hidden)
 
 
+@pytest.mark.slow
 def test_a_changed_layer_is_an_error_in_shared_code_too() -> None:
     run_ranks(2, _one_layer_changes)

@@ -98,9 +98,8 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> Non
 STAGES = ("agree_on", "make_segment", "pack_part", "share", "settle")
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=() if stage == "share" else pytest.mark.slow) for stage in STAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_may_be_killed_in_the_meeting(stage: str, tmp_path: Path) -> None:
     named = _named_memory()
     with ExitStack() as stack:

@@ -87,6 +87,7 @@ def _all_refuse(counts: list[list[int]]) -> None:
     assert time.perf_counter() - started < 40
 
 
+@pytest.mark.slow
 def test_what_all_ranks_refuse_one_may_compile_again_alone() -> None:
     """With the timeout at 50 s: nobody waits for a rank whose shapes do not change."""
     run_ranks(2, _all_refuse, [[8, 8], [9, 8], [7, 8]])
