@@ -150,7 +150,8 @@ def _stays(number: int) -> None:
                 compiled(hidden)
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 5))])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1, 5])
 def test_what_cannot_move_is_copied_and_counted(number: int) -> None:
     run_ranks(2, _stays, number)
 
@@ -176,7 +177,7 @@ def _models_come_and_go(models: int) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("models", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("models", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_models_that_are_gone_give_their_shared_memory_back(models: int) -> None:
     run_ranks(2, _models_come_and_go, models)
 
