@@ -432,15 +432,14 @@ def _walk_back(
     return region, exchanges, leaves
 
 
+_SAME_ORDER = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim)
+
+
 def _reshaped(counts: Node) -> Node:
-    """The counts before they were only seen in other shapes: sizes may be read from there."""
-    node = counts
-    while is_view(node) and isinstance(fake_value(node.all_input_nodes[0]), torch.Tensor):
-        source = node.all_input_nodes[0]
-        if str(fake_value(source).numel()) != str(fake_value(node).numel()):
-            break
-        node = source
-    return node
+    """The counts before they were seen in another shape: a rank may read its own sizes from there."""
+    while is_call(counts, *_SAME_ORDER):
+        counts = counts.all_input_nodes[0]
+    return counts
 
 
 def _check_leaves(leaves: set[Node], match: BlockMatch) -> None:

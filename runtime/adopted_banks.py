@@ -161,7 +161,8 @@ class AdoptedBanks:
         InputError where the ring has other options.
         """
         with self._locked():
-            self._choose(group, options)
+            if banks:
+                self._choose(group, options)
             keys = [_key(bank, tensors) for bank, tensors in zip(banks, parts, strict=True)]
             # A layer that is applied twice brings its bank twice.
             fresh = {key: number for number, key in reversed(list(enumerate(keys))) if key not in self._known}
@@ -243,7 +244,8 @@ class AdoptedBanks:
         for number, tensors in enumerate(parts):
             shards.append(packer.pack_part(number, tensors))
             # Bank by bank, so that no more than one is there twice.
-            held_twice_bytes.append(share_parts(packer, number, tensors, self._weakly(AdoptedBanks._drop_soon)))
+            with peers.rendezvous.telling_failures():
+                held_twice_bytes.append(share_parts(packer, number, tensors, self._weakly(AdoptedBanks._drop_soon)))
         spread = packer.spread(shards)
         met = [
             AdoptedBank(
