@@ -12,6 +12,7 @@ slowest rank takes. Nothing is emulated unless --link says so.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -119,7 +120,7 @@ def _border(results: list[dict[str, Any]]) -> str:
 
 
 def _crossing(points: list[tuple[float, float]]) -> str:
-    for (left, before), (right, after) in zip(points, points[1:], strict=False):
+    for (left, before), (right, after) in itertools.pairwise(points):
         if before < 1 <= after:
             return f"below about {2 ** (left + (1 - before) / (after - before) * (right - left)):.0f} tokens"
     if points[0][1] >= 1:

@@ -138,17 +138,17 @@ def _batched_product(node: Node) -> ExpertProduct | Refusal | None:
     for operand, other in (node.args, tuple(reversed(node.args))):
         assert isinstance(operand, Node)
         assert isinstance(other, Node)
-        selected = view_source(operand)
+        selected = _weight_source(operand)
         if is_call(selected, aten.index.Tensor):
             weights, indices = selected.args[0], selected.args[1]
             if isinstance(weights, Node) and isinstance(indices, (list, tuple)) and len(indices) == 1:
-                source = view_source(weights)
+                source = _weight_source(weights)
                 ids = indices[0]
                 if isinstance(ids, Node) and _is_expert_weight(source):
                     inner, outer = _batched_widths(node, operand)
                     return ExpertProduct(node, "batched_mm", view_source(ids), source, other, inner, outer)
         elif _is_expert_weight(selected) and fake_value(operand).shape[0] == fake_value(selected).shape[0]:
-            if selected.op == "placeholder" and _is_expert_weight(view_source(other)):
+            if selected.op == "placeholder" and _is_expert_weight(_weight_source(other)):
                 continue  # two inputs of one kind, as in attention over given queries and keys: neither is a weight
             inner, outer = _batched_widths(node, operand)
             return ExpertProduct(node, "dense_bmm", node, selected, other, inner, outer)

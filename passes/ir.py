@@ -185,11 +185,16 @@ class MoEBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """What was not taken, where, and why. It runs as it came."""
+    """What was not taken, where, and why. It runs as it came.
+
+    `group` names the process group whose other ranks must leave the block too, since it still talks to them; it is
+    empty where nothing is at stake, or where all ranks refuse by what they all know.
+    """
 
     node: str
     reason: str
     where: str = ""
+    group: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

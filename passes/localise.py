@@ -53,7 +53,7 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
             banks.append(_replace(local.graph, block, len(banks)))
         except (NotThisForm, ContractBroken) as error:
             reason = f"{error}; its collectives stay"
-            refusals.append(Refusal(block.down.node.name, reason, block.name))
+            refusals.append(Refusal(block.down.node.name, reason, block.name, block.group_name))
         else:
             taken.append(f"{block.name} ({block.form})")
     local.graph.lint()
@@ -126,31 +126,39 @@ def _same_value(block: ParallelBlock, result: Node) -> None:
 
 
 def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
-    """Assertions, and what leads to them, on sizes that the block's exchanges brought; they go with the block.
+    """Assertions, and what leads to them, on sizes that the block's exchanges brought or need; they go with the block.
 
     Raises NotThisForm where something else reads what was exchanged: then the exchange cannot go.
     """
     region = set(block.region)
     place = positions(graph)
-    doomed: set[Node] = set()
-    pending = [exchange.node for exchange in block.exchanges if exchange.result is not block.sink]
-    pending = [node for node in pending if node in region]
-    seen = set(pending)
+    exchanged = [exchange.node for exchange in block.exchanges if exchange.result is not block.sink]
+    doomed = _readers_outside(block, [node for node in exchanged if node in region])
+    asserted = _only_asserted(doomed)
+    if asserted != doomed:
+        stray = min(doomed - asserted, key=place.__getitem__)
+        raise NotThisForm(f"what its ranks exchange is also read by {stray.name}")
+    # How much this rank sends is its own affair, and may be read by others too.
+    sizes = [node for node in block.region if is_call(node, aten._local_scalar_dense.default)]
+    return asserted | _only_asserted(_readers_outside(block, sizes))
+
+
+def _readers_outside(block: ParallelBlock, nodes: list[Node]) -> set[Node]:
+    """What depends on `nodes` of the block's region, neither lies in that nor depends on its result."""
+    region = set(block.region)
+    found: set[Node] = set()
+    pending, seen = list(nodes), set(nodes)
     while pending:
         node = pending.pop()
         if node is block.sink or collective_of(node) == block.exchanges[-1]:
             continue
         if node not in region:
-            doomed.add(node)
+            found.add(node)
         for user in node.users:
             if user not in seen and user is not block.sink:
                 seen.add(user)
                 pending.append(user)
-    asserted = _only_asserted(doomed)
-    if asserted != doomed:
-        stray = min(doomed - asserted, key=place.__getitem__)
-        raise NotThisForm(f"what its ranks exchange is also read by {stray.name}")
-    return doomed
+    return found
 
 
 def _only_asserted(nodes: set[Node]) -> set[Node]:

@@ -94,14 +94,15 @@ def find_parallel_blocks(
         combine = _first_collective_after(match, place)
         if combine is None:
             continue
+        down = match.products[-1].node
+        where, group = module_path(down) or match.record.name, combine.group_name
         try:
             block = _match(match, combine, groups, place)
+            group = ""  # what the next line finds is known to all ranks
             _check_bounds(block.bounds)
             blocks.append(block)
         except NotThisForm as error:
-            down = match.products[-1].node
-            reason = f"{error}; its collectives stay"
-            refusals.append(Refusal(down.name, reason, module_path(down) or match.record.name))
+            refusals.append(Refusal(down.name, f"{error}; its collectives stay", where, group))
     return tuple(blocks), tuple(refusals)
 
 
@@ -176,7 +177,7 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
             "each was expected"
         )
     (dispatch,), (count,) = dispatches, counts
-    rows, counted = dispatch.input, count.input
+    rows, counted = dispatch.input, _reshaped(count.input)
     if fake_value(rows).dim() != 2 or not _is(fake_value(rows).shape[1], match.record.hidden):
         raise NotThisForm("what the AllToAll before it carries are no rows of tokens")
     bounds = _bounds_from_counts(count, group, match.record.experts)
@@ -421,7 +422,7 @@ def _walk_back(
         if collective is not None:
             exchanges.append(collective)
             if stop_at_inputs_of(collective):
-                stops.add(collective.input)
+                stops.add(collective.input if collective.is_float else _reshaped(collective.input))
         for used in inputs:
             if used not in queued:
                 queued.add(used)
@@ -429,6 +430,16 @@ def _walk_back(
     region.reverse()
     exchanges.reverse()
     return region, exchanges, leaves
+
+
+_SAME_ORDER = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim)
+
+
+def _reshaped(counts: Node) -> Node:
+    """The counts before they were seen in another shape: a rank may read its own sizes from there."""
+    while is_call(counts, *_SAME_ORDER):
+        counts = counts.all_input_nodes[0]
+    return counts
 
 
 def _check_leaves(leaves: set[Node], match: BlockMatch) -> None:

@@ -116,6 +116,9 @@ class Collective(Transport):
         self._copies.submit(self._gather((bank.index, start, stop), memory)).wait()
         return memory
 
+    def forget(self, bank: BankSpec) -> None:
+        self._banks.pop(bank.index, None)
+
     def begin_run(self) -> None:
         if self._group is not None:
             self._group.check()

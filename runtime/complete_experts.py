@@ -50,6 +50,7 @@ class ShardedExperts:
         self._bank: Bank | None = None
         self._packer: PeerPacker | None = None
         self._seen: object = None
+        self._memory: list[torch.UntypedStorage] = []
         _layers[number] = self
 
     def complete(self, parts: Sequence[torch.Tensor], stay: bool = True) -> list[torch.Tensor]:
@@ -84,6 +85,8 @@ class ShardedExperts:
         bank = packer.pack_part(0, parts)
         packer.connect([bank])
         self._packer, self._seen, self._bank = packer, _signature(parts, stay), bank
+        # They are known by their addresses from now on, so compiled code must not move them into shards of its own.
+        self._memory = [part.untyped_storage() for part in parts] if stay else []
 
     def _check_unchanged(self, parts: Sequence[torch.Tensor], stay: bool) -> None:
         if _signature(parts, stay) != self._seen:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.models.errors import InputError, MoepassError
 from moepass.passes.detect import bank_arguments
@@ -99,7 +100,8 @@ def alive(owned: weakref.ref[_T]) -> _T:
 
 
 # Takes the banks of a graph and this rank's tensors of each; gives their ring, and the banks as that ring knows them.
-Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], tuple[Ring, list[BankSpec]]]
+# Without banks there is no ring.
+Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], tuple[Ring | None, list[BankSpec]]]
 
 _executor_numbers = itertools.count()
 _BINDINGS: dict[Any, type[RingOperation]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
@@ -117,6 +119,26 @@ class Schedule:
         return self.ring is None or self.ring() is not None
 
 
+# The storage that a tensor lies in, and where in it. Unique only while a StorageWeakRef to that storage exists.
+Memory = tuple[int, int]
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+@dataclasses.dataclass(frozen=True)
+class AdoptedSchedule:
+    """The schedule for banks that are parameters, and the storages of these, which keep their addresses unique."""
+
+    schedule: Schedule
+    storages: tuple[StorageWeakRef, ...]
+
+    @property
+    def is_alive(self) -> bool:
+        return self.schedule.is_alive and not any(storage.expired() for storage in self.storages)
+
+
 # The banks of a run: for each bank of the plan the number of its store, and its index there.
 Banks = tuple[tuple[int, int], ...]
 
@@ -128,13 +150,14 @@ class Executor:
     a ring take turns, so threads may call one executor, or several of one model, at the same time.
 
     One executor serves all layers and models that are alike, each with the ring of its own model: whose banks a run
-    reads is told by the shards among its inputs. `graph_module` and `ring` are those that it was compiled for.
+    reads is told by the shards among its inputs. `graph_module` and `ring` are those that it was compiled for, or those
+    of its first run where banks are parameters of the graph.
     """
 
     _boxed_call = True
 
     def __init__(self, top: GraphModule, plan: Plan, ring: Ring | None, adopt: Adopt | None = None) -> None:
-        """Where banks are this rank's parameters, `adopt` makes them complete in the first run and gives their ring."""
+        """Where banks are this rank's parameters, `adopt` completes them when they come first, and has their ring."""
         self.plan = plan
         self._number = next(_executor_numbers)
         self._lock = threading.Lock()
@@ -145,9 +168,12 @@ class Executor:
         streamed = {stay.bank: stay.shards[0] for stay in plan.residencies if stay.shards and not adopt}
         self._streamed = tuple(streamed)
         self._shards = tuple(names.index(name) for name in streamed.values())
+        parts = {stay.bank: tuple(names.index(name) for name in stay.shards) for stay in plan.residencies if adopt}
+        self._parts = parts
         bound = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring)
         self._own = Schedule(bound, None if ring is None else weakref.ref(ring))
         self._others: dict[Banks, Schedule] = {}
+        self._adopted: dict[tuple[Memory, ...], AdoptedSchedule] = {}
         renew_after_fork(self)
 
     def after_fork(self) -> None:
@@ -165,9 +191,7 @@ class Executor:
     def __call__(self, inputs: list[Any]) -> Any:
         arguments = tuple(inputs)
         inputs.clear()  # the boxed convention: the caller's references end here
-        if self._adopt is not None:
-            self._adopt_banks(arguments)
-        schedule = self._schedule_for(arguments)
+        schedule = self._schedule_for(arguments) if self._adopt is None else self._adopted_schedule(arguments)
         if schedule.ring is None:
             return schedule.graph_module(*arguments)
         with alive(schedule.ring).run(self._number, self.plan.slots):
@@ -205,16 +229,35 @@ class Executor:
                 self._others[banks] = Schedule(bound, weakref.ref(ring))
             return self._others[banks]
 
-    def _adopt_banks(self, arguments: Sequence[Any]) -> None:
+    def _adopted_schedule(self, arguments: Sequence[Any]) -> Schedule:
+        memories = self._memories(arguments)
+        found = self._adopted.get(memories)
+        return found.schedule if found is not None and found.schedule.is_alive else self._adopt_for(arguments)
+
+    def _memories(self, arguments: Sequence[Any]) -> tuple[Memory, ...]:
+        return tuple(memory_of(arguments[place]) for places in self._parts.values() for place in places)
+
+    def _adopt_for(self, arguments: Sequence[Any]) -> Schedule:
+        """The schedule for the banks of which these arguments are parts, and which come here for the first time."""
+        assert self._adopt is not None
         with self._lock:
-            if self._adopt is None:
-                return
-            names = [node.name for node in graph_inputs(self._top.graph)]
-            given = dict(zip(names, arguments, strict=True))
-            shards = {stay.bank: [given[name] for name in stay.shards] for stay in self.plan.residencies}
-            ring, banks = self._adopt([self.plan.bank(index) for index in shards], list(shards.values()))
-            self._own = Schedule(bind(self._top, dict(zip(shards, banks, strict=True)), ring), weakref.ref(ring))
-            self._adopt = None
+            self._adopted = {key: known for key, known in self._adopted.items() if known.is_alive}
+            parts = [[arguments[place] for place in places] for places in self._parts.values()]
+            ring, specs = self._adopt([self.plan.bank(index) for index in self._parts], parts)
+            if ring is not None:
+                ring.reserve(self.plan.slots, 0)
+            # The memory of these tensors may be another one now.
+            memories = self._memories(arguments)
+            if memories not in self._adopted:
+                remark = f"here for {', '.join(spec.name for spec in specs)}" if specs else ""
+                bound = bind(self._top, dict(zip(self._parts, specs, strict=True)), ring, remark)
+                references = tuple(StorageWeakRef(tensor.untyped_storage()) for tensors in parts for tensor in tensors)
+                reference = None if ring is None else weakref.ref(ring)
+                self._adopted[memories] = AdoptedSchedule(Schedule(bound, reference), references)
+            schedule = self._adopted[memories].schedule
+            if not self._own.is_alive or self._own.ring is None:
+                self._own = schedule
+            return schedule
 
 
 def _are_planned(specs: Mapping[int, BankSpec]) -> bool:

@@ -7,6 +7,7 @@ memory of its own, from which it sends what the others lack when all gather.
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from moepass.models.expert_placement import shard_bounds
 from moepass.models.unread_tensors import UnreadTensor
 from moepass.models.weight_recipes import recipe_digest
 from moepass.passes.ir import BankSpec
-from moepass.passes.shards import expert_range, shard_layout, shard_pieces
+from moepass.passes.shards import ShardLayout, expert_range, shard_layout, shard_pieces
 from moepass.runtime.banks import Bank, describe_bank, write_parts
 from moepass.runtime.collective import Collective
 from moepass.runtime.homes import Home
@@ -95,6 +96,16 @@ class PeerPacker:
             shard = self._memory(index)
             write_parts(spec, rank, parts, shard)
         return Bank(spec, shard)
+
+    def map_privately(self, index: int) -> mmap.mmap:
+        """This rank's shard of bank `index` once more: see `SharedSegment.map_privately`."""
+        assert self._segment is not None, "agree comes first"
+        places = self._places(self.group.rank)
+        return self._segment.map_privately(places[index], self.layout(index).nbytes)
+
+    def layout(self, index: int) -> ShardLayout:
+        """That of this rank's shard of bank `index`."""
+        return shard_layout(self._specs[index], self.group.rank)
 
     def connect(self, banks: Sequence[Bank]) -> None:
         """Make `banks` complete, by the shards of all other ranks. Raises PeerError where ranks are gone or late."""

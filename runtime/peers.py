@@ -74,8 +74,11 @@ class PeerGroup:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         title: str = OFFLOADING,
         transport: str = PULL,
+        watch: ProcessWatch | None = None,
     ) -> None:
         """Waits for nobody. Every rank makes its groups on `store` in the same order; `title` says how.
+
+        Groups of the same ranks may share a `watch`.
 
         Raises OptionError for a timeout that is no positive number, PeerError where the store is gone.
         """
@@ -85,7 +88,7 @@ class PeerGroup:
         self.size = size
         self.transport = transport
         self.rendezvous = Rendezvous(store, rank, size, float(timeout_s), title)
-        self._watch = ProcessWatch()
+        self._watch = watch or ProcessWatch()
         self._processes: dict[int, ProcessIdentity] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._segment: SharedSegment | None = None
@@ -97,6 +100,7 @@ class PeerGroup:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         title: str = OFFLOADING,
         transport: str = PULL,
+        watch: ProcessWatch | None = None,
     ) -> PeerGroup:
         """The ranks of `group`, by default all. Raises InputError where torch.distributed is not initialised, or where
         this process is not in the group, and what the constructor raises.
@@ -111,7 +115,7 @@ class PeerGroup:
         if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
             raise InputError(f"group is {group!r}, which is no process group that this process belongs to")
         store = c10d._get_process_group_store(group)
-        return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport)
+        return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport, watch)
 
     def agree(self, banks: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """Wait until every rank has come here with the same banks, `digests` of which are one word each.

@@ -60,9 +60,13 @@ class ProcessWatch:
         self._handles: dict[int, int] = {}
         self._numbers: dict[int, ProcessIdentity] = {}
         self._gone: set[int] = set()
+        self._added: dict[int, ProcessIdentity] = {}
 
     def add(self, key: int, process: ProcessIdentity) -> None:
-        """Watch `process` of this machine as number `key`."""
+        """Watch `process` of this machine as number `key`; again does no harm."""
+        if self._added.get(key) == process:
+            return
+        self._added[key] = process
         handle = _open_handle(process.pid)
         if start_ticks(process.pid) != process.start_ticks:
             # Not by the handle: it may be that of a later process with the same number.

@@ -203,6 +203,13 @@ class Ring:
         self._forget_runs()
         self._is_quiet = True
 
+    def forget(self) -> None:
+        """As a run begins: drop what is remembered of banks, which keeps the memory of those that are gone."""
+        for buffer in list(self._ahead):
+            self._drop_ahead(buffer)
+        self._order = LearnedOrder()
+        self._views.clear()
+
     def _forget_runs(self) -> None:
         self._buffer_of = list(range(self.slots))
         self._free = list(range(self.slots))

@@ -52,17 +52,26 @@ class SharedSegment:
         """What another process needs to open this segment, for as long as this object lives in this process."""
         return SegmentAddress(this_process(), self._descriptor, os.fstat(self._descriptor).st_ino, self.nbytes)
 
+    def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:
+        """Bytes [offset, offset + nbytes) as they are now, to read and to write.
+
+        Unwritten pages are those of the segment, and cost nothing; what is written here is seen here alone. Raises
+        SharedMemoryError as `map`.
+        """
+        self._check_range(offset, nbytes)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            return mmap.mmap(self._descriptor, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
+        except OSError as error:
+            raise SharedMemoryError(f"{nbytes} bytes of shared memory cannot be mapped: {error.strerror}") from error
+
     def map(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes [offset, offset + nbytes) as a flat uint8 tensor in memory of its own, which is unmapped with it.
 
         `offset` is a multiple of PAGE_BYTES. Raises SharedMemoryError where the range leaves the segment or cannot be
         mapped.
         """
-        if offset % PAGE_BYTES or offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise SharedMemoryError(
-                f"bytes {offset} to {offset + nbytes} of a segment of {self.nbytes} cannot be mapped; the range must "
-                f"lie in it and start at a multiple of {PAGE_BYTES}"
-            )
+        self._check_range(offset, nbytes)
         with torch.inference_mode(False):  # inference tensors have no version counter
             if nbytes == 0:
                 return torch.empty(0, dtype=torch.uint8)
@@ -79,6 +88,13 @@ class SharedSegment:
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 # The tensor holds the mapping, which ends with its last reference.
                 return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def _check_range(self, offset: int, nbytes: int) -> None:
+        if offset % PAGE_BYTES or offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise SharedMemoryError(
+                f"bytes {offset} to {offset + nbytes} of a segment of {self.nbytes} cannot be mapped; the range must "
+                f"lie in it and start at a multiple of {PAGE_BYTES}"
+            )
 
 
 def create_segment(nbytes: int, label: str) -> SharedSegment:

@@ -43,6 +43,9 @@ class Transport:
         """Bytes [start, stop) of `bank`, in fresh memory on `device`; synchronous."""
         return read_range(sources, start, stop, device)
 
+    def forget(self, bank: BankSpec) -> None:
+        """`bank` is gone; nobody will ask for it again."""
+
     def begin_run(self) -> None:
         """A run begins: what is copied until `end_run` belongs to it. Raises where nothing can be copied any more."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import EXPERTS, TOP_K, GroupedBlock, capture, count, tokens, up_to
+from backend_helper import BLOCKS, EXPERTS, TOP_K, capture, count, tokens, up_to
 from torch import nn
 
 from moepass.passes.complete_shards import COMPLETE_EXPERTS
@@ -33,9 +33,11 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 class Layer(nn.Module):
     """A block that reads what the operator gives."""
 
-    def __init__(self, number: int, *, group: str = "ranks", stay: bool = True, computed: bool = False) -> None:
+    def __init__(
+        self, number: int, form: str = "grouped_mm", *, group: str = "ranks", stay: bool = True, computed: bool = False
+    ) -> None:
         super().__init__()
-        self.block = GroupedBlock(seed=number, bias=True)
+        self.block = BLOCKS[form](seed=number, bias=True)
         self.complete = copy.copy(self.block)
         self.complete._parameters = dict.fromkeys(self.block._parameters)
         self.handle = torch.tensor([number])
@@ -80,8 +82,9 @@ def _planned(*layers: Layer) -> Any:
     return up_to("partition", capture(model, tokens()).module)
 
 
-def test_blocks_read_gathers_of_banks_in_shards() -> None:
-    layers = [Layer(number) for number in range(3)]
+@pytest.mark.parametrize("form", BLOCKS)
+def test_blocks_read_gathers_of_banks_in_shards(form: str) -> None:
+    layers = [Layer(number, form) for number in range(3)]
     module = capture(nn.Sequential(*layers), tokens()).module
     result = up_to("complete_shards", module)
     assert count(module, COMPLETE_EXPERTS) == 3
@@ -96,7 +99,7 @@ def test_blocks_read_gathers_of_banks_in_shards() -> None:
     plan = up_to("partition", module).plan
     assert plan.strategy == "asyncep"
     assert plan.refusals == ()
-    assert [block.parallel for block in plan.blocks] == ["asyncep"] * 3
+    assert [(block.form, block.parallel) for block in plan.blocks] == [(form, "asyncep")] * 3
     assert [block.name for block in plan.blocks] == [bank.name for bank in plan.banks]
     assert [len(stay.shards) for stay in plan.residencies] == [4] * 3
 

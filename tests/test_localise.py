@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
 from torch.fx import GraphModule
 
-from moepass.models.expert_parallel import EP_FORMS
+from moepass.models.collectives import exchange_rows
+from moepass.models.expert_parallel import EP_FORMS, AllToAllExperts
 from moepass.models.expert_placement import shard_bounds
+from moepass.models.grouped_experts import sort_by_expert, weighted_sum
 from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.passes.collectives import KINDS, collectives_of
 from moepass.passes.graph import copy_graph_module, fake_value
@@ -97,6 +99,41 @@ def test_every_form_becomes_local_and_stays_right(
             (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
             tolerance = 1e-5 if dtype is torch.float32 else 5e-2
             torch.testing.assert_close(output, expected[rank][0], rtol=tolerance, atol=tolerance)
+
+
+class OwnSizesExperts(AllToAllExperts):
+    """As torchtitan writes it: counts travel in another shape than that in which a rank reads its own sizes."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        ranks, owned = self.placement.ranks, len(self.placement.owned)
+        chosen = torch.zeros(len(top_k_index), self.placement.experts, dtype=torch.bool)
+        leaving = chosen.scatter(-1, top_k_index, True).sum(dim=0)
+        ones = [1] * ranks
+        arriving = exchange_rows(leaving.view(ranks, owned), send=ones, receive=ones, group_name=self.group_name)
+        send, receive = leaving.view(ranks, owned).sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
+        for size in send + receive:
+            torch._check(size >= 0)
+        _, order = sort_by_expert(top_k_index)
+        rows = exchange_rows(hidden_states[order // top_k_index.shape[1]], send, receive, self.group_name)
+        rows = self._run_arrived(rows, arriving.view(-1))
+        rows = exchange_rows(rows, send=receive, receive=send, group_name=self.group_name)
+        return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
+
+
+def test_ranks_that_read_their_own_sizes_before_the_exchange_become_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EP_FORMS, "all_to_all", OwnSizesExperts)
+    config = StackConfig(layers=2, experts=6)
+    captured = [capture(config, "all_to_all", rank, 2, 12) for rank in range(2)]
+    inputs = [with_tokens(one, hidden_states(config, 12, rank)) for rank, one in enumerate(captured)]
+    expected = run_ranks([one.module for one in captured], inputs)
+    for rank, one in enumerate(captured):
+        result = _localised(one)
+        assert not result.refusals
+        assert _remains(result.module) == []
+        (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
+        torch.testing.assert_close(output, expected[rank][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -99,7 +99,11 @@ def test_observers_see_every_stage_and_disabled_passes_do_not_run() -> None:
 
 def test_matches_and_refusals_of_all_passes_are_collected() -> None:
     result = compile_graph(streamed(Stack(depth=2), tokens()).module, PassContext())
-    assert {match.split(":")[0] for match in result.matches} == set(NAMES) - {"localise", "complete_shards", "sink_lookups"}
+    assert {match.split(":")[0] for match in result.matches} == set(NAMES) - {
+        "localise",
+        "complete_shards",
+        "sink_lookups",
+    }
     assert result.refusals == result.plan.refusals
 
 

@@ -1,0 +1,344 @@
+"""The adopted banks of one process group: which there are, where their shards lie, and when they are gone.
+
+A bank is known by the memory of this rank's tensors, so the code that Dynamo shares between layers finds the experts of
+each. It goes with that memory: where a model is gone, its shards are unmapped, and with the last one the ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moepass.models.errors import InputError
+from moepass.passes.ir import BankSpec
+from moepass.passes.shards import shard_layout
+from moepass.runtime.collective import make_transport
+from moepass.runtime.decisions import MEETING, Decisions, Left, check_decisions, exchange_decisions
+from moepass.runtime.executor import Memory, memory_of
+from moepass.runtime.forking import renew_after_fork
+from moepass.runtime.homes import Home
+from moepass.runtime.link import Link
+from moepass.runtime.peer_home import packer_for
+from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
+from moepass.runtime.processes import ProcessWatch
+from moepass.runtime.rendezvous import PeerError
+from moepass.runtime.ring import Ring, make_ring
+from moepass.runtime.shared_parameters import share_parts
+from moepass.runtime.sources import Source
+from moepass.runtime.transports import PULL, Transport
+
+logger = logging.getLogger("moepass")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdoptionOptions:
+    """How adopted banks stream: see `moepass.options.Options`."""
+
+    slots: int = 2
+    link: Link = dataclasses.field(default_factory=Link)
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    transport: str = PULL
+
+
+# What a bank consists of, and the memory of this rank's part of each tensor.
+BankKey = tuple[object, tuple[Memory, ...]]
+
+
+def _key(bank: BankSpec, parts: Sequence[torch.Tensor]) -> BankKey:
+    return (bank.tensors, bank.expert_bounds), tuple(memory_of(part) for part in parts)
+
+
+def _versions(parts: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdoptedBank:
+    """A bank that ranks met for. `held_twice_bytes` of this rank's part lie in memory of their own beside the shard."""
+
+    spec: BankSpec
+    sources: tuple[Source, ...]
+    group: PeerGroup
+    storages: tuple[StorageWeakRef, ...]
+    versions: tuple[tuple[int, int], ...]
+    held_twice_bytes: int
+
+    @property
+    def is_gone(self) -> bool:
+        """True once a tensor of it was freed: no graph can bring these tensors again."""
+        return any(storage.expired() for storage in self.storages)
+
+
+class AdoptedHome(Home):
+    """Shards on all ranks, brought together meeting by meeting; a shard that changed afterwards is an error."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.watch = ProcessWatch()
+        self.ring: weakref.ref[Ring] | None = None
+        self._banks: dict[int, AdoptedBank] = {}
+        self._has_lost_banks = False
+
+    @property
+    def held_twice_bytes(self) -> int:
+        """Bytes of this rank's experts that lie in memory of their own and in the shards: see `share_parts`."""
+        return sum(bank.held_twice_bytes for bank in list(self._banks.values()))
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shards."""
+        return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in list(self._banks.values()))
+
+    def check(self) -> None:
+        """Raises PeerError where a rank is gone that a bank in use was brought together with."""
+        if self.watch.gone():
+            for group in {bank.group for bank in list(self._banks.values())}:
+                group.check_alive()
+        if self._has_lost_banks and self.ring is not None and (ring := self.ring()) is not None:
+            self._has_lost_banks = False
+            ring.forget()
+
+    def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
+        """The shards of all ranks. Raises InputError where this rank's part is not what the others were given."""
+        adopted = self._banks[bank.index]
+        if _versions(shards) != adopted.versions:
+            raise InputError(
+                f"the expert weights of {bank.name} were changed after their first compiled run, but other ranks have "
+                "the old ones; load weights first, then compile"
+            )
+        return adopted.sources
+
+    def add(self, bank: AdoptedBank) -> None:
+        self._banks[bank.spec.index] = bank
+
+    def drop(self, bank: AdoptedBank) -> None:
+        """Nothing will read it again; a ring may still remember it."""
+        del self._banks[bank.spec.index]
+        self.transport.forget(bank.spec)
+        self._has_lost_banks = True
+
+
+class AdoptedBanks:
+    """The adopted banks of one process group on one device, and the ring that all of them stream through.
+
+    When the last bank is gone, so is the ring, and other options may be used.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.options = AdoptionOptions()
+        self.home = AdoptedHome(make_transport(self.options.transport, self.options.link))
+        self._ring: Ring | None = None
+        self._known: dict[BankKey, AdoptedBank] = {}
+        self._next_index = 0
+        self._uses_of_name: dict[str, int] = {}
+        # Names of blocks that all ranks leave as they came; and whether others do not even say so.
+        self._left: set[str] = set()
+        self._is_alone = False
+        self._is_drop_due = False
+        self._lock = threading.Lock()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def adopt(
+        self,
+        group: ProcessGroup,
+        banks: Sequence[BankSpec],
+        parts: Sequence[Sequence[torch.Tensor]],
+        left: Sequence[Left],
+        options: AdoptionOptions,
+        debug: bool = False,
+    ) -> tuple[Ring | None, list[BankSpec]]:
+        """The ring, and the banks as it numbers them. `parts` are this rank's tensors [own experts, ...] of each.
+
+        Where a bank, or a block that is `left` as it came, is seen for the first time, all ranks meet here. Raises
+        PeerError where ranks are missing, gone, or bring other banks; SharedMemoryError where the machine has none;
+        InputError where the ring has other options.
+        """
+        with self._locked():
+            if banks:
+                self._choose(group, options)
+            keys = [_key(bank, tensors) for bank, tensors in zip(banks, parts, strict=True)]
+            # A layer that is applied twice brings its bank twice.
+            fresh = {key: number for number, key in reversed(list(enumerate(keys))) if key not in self._known}
+            found = {key: bank for key, bank in self._known.items() if key in keys}
+            numbers = sorted(fresh.values())
+            self._decide(group, [banks[number].name for number in numbers], left, options.timeout_s)
+            if fresh:
+                met = self._meet(group, [banks[number] for number in numbers], [parts[number] for number in numbers])
+                found |= {keys[number]: bank for number, bank in zip(numbers, met, strict=True)}
+                # Their memory may be another one now.
+                self._known |= {_key(bank.spec, parts[number]): bank for number, bank in zip(numbers, met, strict=True)}
+            return self._ring_for(debug) if banks else None, [found[key].spec for key in keys]
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            self._drop_gone()
+            yield
+        if self._is_drop_due:
+            self._drop_soon()
+
+    def _decide(self, group: ProcessGroup, fresh: Sequence[str], left: Sequence[Left], timeout_s: float) -> None:
+        """Compare decisions with all ranks where something comes for the first time: see `runtime/decisions.py`.
+
+        What all ranks left once they may leave again alone: a rank may compile for a shape that others do not have.
+        """
+        unknown = [block for block in left if block.name not in self._left]
+        if not fresh and (not unknown or self._is_alone):
+            return
+        try:
+            decisions = exchange_decisions(group, Decisions(tuple(fresh), tuple(left)), timeout_s)
+        except PeerError as error:
+            adopted = [block for block in unknown if block.name in self._uses_of_name]
+            if fresh:
+                raise
+            if adopted:
+                raise PeerError(
+                    f"{error} (block {adopted[0].name}, which all ranks took before, stays as it came in this graph, "
+                    f"because {adopted[0].reason})"
+                ) from error
+            self._is_alone = True
+            logger.warning("blocks that run as they came could not be compared with the other ranks: %s", error)
+            return
+        check_decisions(decisions)
+        self._left |= {block.name for block in left}
+
+    def _choose(self, group: ProcessGroup, options: AdoptionOptions) -> None:
+        if self._known and options != self.options:
+            raise InputError(
+                f"the experts of process group {group.group_name!r} stream with {self.options} already, and share one "
+                f"ring; compile every model of that group with the same options, not with {options}"
+            )
+        if options != self.options:
+            self.options = options
+            self.home = AdoptedHome(make_transport(options.transport, options.link))
+
+    def _ring_for(self, debug: bool) -> Ring:
+        slots = min(self.options.slots, len(self._known))
+        slot_bytes = max((bank.spec.nbytes for bank in self._known.values()), default=0)
+        if self._ring is None:
+            self._ring = make_ring(slots, slot_bytes, self.device, self.options.link, home=self.home)
+            self.home.ring = weakref.ref(self._ring)
+        self._ring.reserve(slots, slot_bytes)
+        # Once asked for, poisoning stays on: all graphs share the ring.
+        self._ring.debug = self._ring.debug or debug
+        return self._ring
+
+    def _meet(
+        self, group: ProcessGroup, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]
+    ) -> list[AdoptedBank]:
+        specs = [
+            dataclasses.replace(bank, index=self._next_index + number, name=self._name(bank.name))
+            for number, bank in enumerate(banks)
+        ]
+        self._next_index += len(banks)
+        peers = PeerGroup.of(group, self.options.timeout_s, MEETING, self.options.transport, self.home.watch)
+        packer = packer_for(peers, self.home.transport)
+        # Ranks hold different experts, so their weights have no digest in common.
+        packer.agree_on(specs, ["" for _ in specs])
+        shards, held_twice_bytes = [], []
+        for number, tensors in enumerate(parts):
+            shards.append(packer.pack_part(number, tensors))
+            if not self.home.transport.is_one_sided:
+                # What ranks send to each other must not change under a write of one of them.
+                held_twice_bytes.append(sum(tensor.nbytes for tensor in tensors))
+                continue
+            # Bank by bank, so that no more than one is there twice.
+            with peers.rendezvous.telling_failures():
+                held_twice_bytes.append(share_parts(packer, number, tensors, self._weakly(AdoptedBanks._drop_soon)))
+        spread = packer.spread(shards)
+        met = [
+            AdoptedBank(
+                spec,
+                spread[spec.index],
+                peers,
+                tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors),
+                _versions(tensors),
+                twice,
+            )
+            for spec, tensors, twice in zip(specs, parts, held_twice_bytes, strict=True)
+        ]
+        for bank in met:
+            self.home.add(bank)
+        if sum(held_twice_bytes):
+            logger.info(
+                "%d of %d bytes of experts are held twice, in the model and in shared memory: they are not contiguous, "
+                "or something else uses their memory",
+                sum(held_twice_bytes),
+                sum(bank.shard.numel() for bank in shards),
+            )
+        return met
+
+    def banks_of(self, model: nn.Module) -> list[BankSpec]:
+        """The adopted banks that parameters of `model` are parts of, in the model's order."""
+        local = [value.to_local() if hasattr(value, "to_local") else value for value in model.parameters()]
+        memories = dict.fromkeys(memory_of(value) for value in local)
+        with self._locked():
+            of_memory = {memory: bank.spec for (_, parts), bank in self._known.items() for memory in parts}
+        return list(dict.fromkeys(of_memory[memory] for memory in memories if memory in of_memory))
+
+    def _name(self, name: str) -> str:
+        """The layers that share code share a name: from the second on, a number tells them apart."""
+        self._uses_of_name[name] = uses = self._uses_of_name.get(name, 0) + 1
+        return name if uses == 1 else f"{name} ({uses})"
+
+    def _weakly(self, method: Callable[[AdoptedBanks], None]) -> Callable[[], None]:
+        """Calls `method` of this object if it is there still."""
+        reference = weakref.ref(self)
+
+        def call() -> None:
+            banks = reference()
+            if banks is not None:
+                method(banks)
+
+        return call
+
+    def _drop_soon(self) -> None:
+        """Memory of a model was freed: in whatever thread that happens, and whatever that thread holds."""
+        self._is_drop_due = True
+        while self._is_drop_due and self._lock.acquire(blocking=False):
+            try:
+                self._drop_gone()
+            finally:
+                self._lock.release()
+
+    def _drop_gone(self) -> None:
+        self._is_drop_due = False
+        gone = [key for key, bank in self._known.items() if bank.is_gone]
+        for key in gone:
+            self.home.drop(self._known.pop(key))
+        if not self._known:
+            self._ring = None
+
+
+_adopted: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, AdoptedBanks]] = weakref.WeakKeyDictionary()
+_adopted_lock = threading.Lock()
+
+
+def adopted_banks(group: ProcessGroup, device: torch.device) -> AdoptedBanks:
+    """Those of `group` on `device`, which live as long as the group."""
+    with _adopted_lock:
+        of_group = _adopted.setdefault(group, {})
+        if device not in of_group:
+            of_group[device] = AdoptedBanks(device)
+        return of_group[device]
+
+
+def adopted_parts(model: nn.Module) -> list[tuple[Transport, list[BankSpec]]]:
+    """The adopted banks that `model` has parts of, with what moves them."""
+    with _adopted_lock:
+        everywhere = [banks for of_group in _adopted.values() for banks in of_group.values()]
+    found = [(banks.home.transport, banks.banks_of(model)) for banks in everywhere]
+    return [(transport, specs) for transport, specs in found if specs]

@@ -1,0 +1,61 @@
+"""Let a model's parameters lie in the shard that they were copied into, so that their bytes are held once.
+
+A parameter gets the shard's pages as its storage, mapped privately: what somebody writes to it later is seen by this
+rank alone, as before, and other ranks go on reading what was agreed on. It stays the same object with the same shape,
+strides and version, so no guard of compiled code notices.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moepass.runtime.peer_home import PeerPacker
+
+
+def share_parts(packer: PeerPacker, index: int, parts: Sequence[torch.Tensor], when_freed: Callable[[], None]) -> int:
+    """Move `parts`, which were packed as bank `index`, into its shard; gives the bytes that cannot move.
+
+    `when_freed` is called once nothing lies there any more, in any thread. No other thread may read `parts` meanwhile.
+    Raises SharedMemoryError where the shard cannot be mapped.
+    """
+    movable = [is_movable(part) for part in parts]
+    if any(movable):
+        mapping = packer.map_privately(index)
+        weakref.finalize(mapping, when_freed).atexit = False
+        for part, place, is_free in zip(parts, packer.layout(index).tensors, movable, strict=True):
+            if is_free:
+                # A storage of its own for each, as savers of models expect. Inference tensors have no version.
+                with torch.inference_mode(False):
+                    shared = torch.frombuffer(
+                        mapping, dtype=part.dtype, count=part.numel(), offset=place.offset_bytes
+                    ).view(part.shape)
+                part.data = shared
+    return sum(part.nbytes for part, is_free in zip(parts, movable, strict=True) if not is_free)
+
+
+def is_movable(tensor: torch.Tensor) -> bool:
+    """True where nothing but `tensor` itself can reach its memory, and its bytes lie there as they do in a shard."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu" or tensor.numel() == 0:
+        return False
+    if tensor.is_inference() or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return False
+    # Not resizable: numpy, another process or a file has that memory too.
+    if not tensor.untyped_storage().resizable():
+        return False
+    users = _users(tensor)
+    return users is not None and users == _users(torch.empty(1))
+
+
+def _users(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """How many hold the tensor outside Python, its storage, and the storage's object in Python; None where unknown.
+
+    Handles of its own count too, in a way of torch's version: compare with a tensor that nobody else has.
+    """
+    if not hasattr(tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
