@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import queue
@@ -120,11 +119,10 @@ def _run(copies: queue.SimpleQueue[PendingCopy | None], link: Link) -> None:
 def _perform(copy: PendingCopy, link: Link) -> None:
     _check_bounds(copy)
     started = time.perf_counter()
-    # memmove releases the interpreter lock and uses this thread alone, where Tensor.copy_ would wake a whole pool.
-    for target, source, size in _in_turn([_slices(source, copy.slot) for source in copy.sources]):
+    for source, offset, size, target in _in_turn([_slices(source, copy.slot) for source in copy.sources]):
         if copy.abandoned.is_set():
             return
-        ctypes.memmove(target, source, size)
+        source.copy(offset, size, target)
     over_link = sum(source.nbytes for source in copy.sources if source.over_link)
     remaining = started + link.seconds(over_link) - time.perf_counter()
     if remaining > 0:
@@ -135,25 +133,22 @@ def _check_bounds(copy: PendingCopy) -> None:
     """Raises ValueError where a piece would leave its source or the slot."""
     pieces = [piece for source in copy.sources for piece in source.pieces]
     needed = max((piece.slot_offset_bytes + piece.nbytes for piece in pieces), default=0)
-    contiguous = all(memory.is_contiguous() for memory in (copy.slot, *(source.memory for source in copy.sources)))
-    if not contiguous or copy.slot.numel() < needed:
+    if not copy.slot.is_contiguous() or copy.slot.numel() < needed:
         raise ValueError(f"{needed} contiguous bytes do not fit a slot of {copy.slot.numel()}")
     for source in copy.sources:
-        end = max((piece.source_offset_bytes + piece.nbytes for piece in source.pieces), default=0)
-        if source.memory.numel() < end:
-            raise ValueError(f"a source of {source.memory.numel()} bytes is read up to byte {end}")
+        source.check_bounds()
 
 
-# Addresses in the slot and in the source, and a number of bytes.
-Slice = tuple[int, int, int]
+# A source, an offset in it, a number of bytes, and the address in the slot that they go to.
+Slice = tuple[Source, int, int, int]
 
 
 def _slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
-    target, origin = slot.data_ptr(), source.memory.data_ptr()
+    target = slot.data_ptr()
     for piece in source.pieces:
         for start in range(0, piece.nbytes, SLICE_BYTES):
             size = min(SLICE_BYTES, piece.nbytes - start)
-            yield target + piece.slot_offset_bytes + start, origin + piece.source_offset_bytes + start, size
+            yield source, piece.source_offset_bytes + start, size, target + piece.slot_offset_bytes + start
 
 
 def _in_turn(sources: list[Iterator[Slice]]) -> Iterator[Slice]:

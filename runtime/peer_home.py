@@ -17,7 +17,7 @@ from moepass.runtime.homes import Home
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment
-from moepass.runtime.sources import Source
+from moepass.runtime.sources import MemorySource, Source
 
 # [Empirical] Numbers of each expert that go into a digest, along each of its dimensions. Any training, however short,
 # changes nearly all of them.
@@ -105,7 +105,7 @@ class PeerPacker:
         order = [(self.group.rank + 1 + step) % self.group.size for step in range(self.group.size)]
         return {
             spec.index: tuple(
-                Source(shards[rank][number], shard_pieces(spec, rank), over_link=rank != self.group.rank)
+                MemorySource(shards[rank][number], shard_pieces(spec, rank), over_link=rank != self.group.rank)
                 for rank in order
             )
             for number, spec in enumerate(self._specs)
