@@ -26,7 +26,10 @@ from moepass.runtime.sources import Source
 
 # The kernel starts to read no more of an announced range than its read-ahead window, of which this is the usual size:
 # what is announced in larger steps is left out. [Empirical] With a window of 8 MB, smaller steps cost nothing more.
-ANNOUNCED_AT_ONCE_BYTES = 128 << 10
+_ANNOUNCED_AT_ONCE_BYTES = 128 << 10
+# Whether bytes are in the cache is asked once for so many: to announce what is there takes a third of the time that it
+# takes to copy it. [Empirical] 12 ms for 512 MB.
+_ASKED_AT_ONCE_BYTES = 4 << 20
 
 
 class DiskFile:
@@ -82,10 +85,21 @@ class DiskFile:
             raise CheckpointError(f"{self.path} ends at byte {offset_bytes + done}, before {offset_bytes + nbytes}")
 
     def announce(self, offset_bytes: int, nbytes: int) -> None:
-        """Let the kernel begin to read these bytes into its cache."""
-        for start in range(offset_bytes, offset_bytes + nbytes, ANNOUNCED_AT_ONCE_BYTES):
-            count = min(ANNOUNCED_AT_ONCE_BYTES, offset_bytes + nbytes - start)
-            os.posix_fadvise(self.descriptor, start, count, os.POSIX_FADV_WILLNEED)
+        """Let the kernel begin to read these bytes into its cache, unless they seem to be there."""
+        stop = offset_bytes + nbytes
+        for start in range(offset_bytes, stop, _ASKED_AT_ONCE_BYTES):
+            if self._is_cached(start):
+                continue
+            for step in range(start, min(start + _ASKED_AT_ONCE_BYTES, stop), _ANNOUNCED_AT_ONCE_BYTES):
+                count = min(_ANNOUNCED_AT_ONCE_BYTES, stop - step)
+                os.posix_fadvise(self.descriptor, step, count, os.POSIX_FADV_WILLNEED)
+
+    def _is_cached(self, offset_bytes: int) -> bool:
+        """Whether this byte is in the kernel's cache; false where that cannot be told."""
+        try:
+            return os.preadv(self.descriptor, [bytearray(1)], offset_bytes, os.RWF_NOWAIT) == 1
+        except OSError:  # not cached, or a file system that does not say
+            return False
 
     def forget(self, offset_bytes: int, nbytes: int) -> None:
         """Let the kernel drop these bytes from its cache."""
@@ -134,5 +148,10 @@ class FileSource(Source):
 
     def announce(self) -> None:
         """Let the kernel begin to read all pieces into its cache."""
+        start = stop = 0
         for piece in self.pieces:
-            self.file.announce(piece.source_offset_bytes, piece.nbytes)
+            if piece.source_offset_bytes != stop:
+                self.file.announce(start, stop - start)
+                start = piece.source_offset_bytes
+            stop = piece.source_offset_bytes + piece.nbytes
+        self.file.announce(start, stop - start)

@@ -29,7 +29,7 @@ class ReadAhead:
 
     def announce(self, sources: Sequence[FileSource]) -> None:
         """Returns at once."""
-        if not hasattr(os, "posix_fadvise"):
+        if not (hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")):
             return
         with self._lock:
             if self._stop is None:
