@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -32,6 +33,7 @@ def main(
     repeats: int = 7,
     slots: int = 2,
     lower: str = "inductor",
+    compiled: bool = True,
     folder: Path | None = None,
 ) -> None:
     """Time forwards of TOKENS tokens; the checkpoint is written below FOLDER (by default that for temporary files)."""
@@ -41,7 +43,7 @@ def main(
         resident = reference_model(layers)
         resident.save_pretrained(place, max_shard_size="200MB")
         os.sync()  # only pages that are on the disk can be dropped
-        variants = _variants(resident, Path(place), slots, lower)
+        variants = _variants(resident, Path(place), slots, lower if compiled else None)
         stored = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
         rows = []
         equal = True
@@ -51,7 +53,8 @@ def main(
             equal = equal and all(torch.equal(run(ids), expected) for run in variants.values())
             rows += _measure(variants, Path(place), ids, repeats)
     print_table(
-        f"Experts on the disk, {layers} layers of 50 MB, {stored / 1e6:.0f} MB in files, fp32, {slots} slot(s)",
+        f"Experts on the disk, {layers} layers of 50 MB, {stored / 1e6:.0f} MB in files, fp32, "
+        + (f"{slots} slot(s)" if compiled else "uncompiled, one bank at a time"),
         ["variant", "tokens", "seconds", "of resident", "from disk MB", "disk MB/s"],
         rows,
         f"ratio: median over pairs. Nothing is emulated. Logits equal the resident model's: {verdict(equal)}",
@@ -61,13 +64,13 @@ def main(
 
 
 def _variants(
-    resident: torch.nn.Module, checkpoint: Path, slots: int, lower: str
+    resident: torch.nn.Module, checkpoint: Path, slots: int, lower: str | None
 ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """What to call for each row of the table, by its name; a cold one begins by dropping the pages."""
+    """What to call for each row of the table, by its name. `lower` None: uncompiled."""
 
     def compiled(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        module = torch.compile(model, backend="asyncep", options={"lower": lower})
-        return lambda ids: module(ids).logits  # type: ignore[no-any-return]
+        module: Any = torch.compile(model, backend="asyncep", options={"lower": lower}) if lower else model
+        return lambda ids: module(ids).logits
 
     disk = moepass.load_pretrained(checkpoint, home="disk", slots=slots)
     home = moepass.offload_report(disk).store.home
