@@ -143,7 +143,10 @@ def _made_of(tensors: Tensors) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.recipe.describe()}\n".encode())
         files |= {stored.tensor.file for stored in tensor.recipe.stored()}
     for file in sorted(files):
-        status = os.stat(file)
+        try:
+            status = os.stat(file)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
         # Times alone are not enough: some tools give every file the same one.
         stamp = (str(file.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         digest.update(f"{stamp}\n".encode())

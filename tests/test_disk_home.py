@@ -425,5 +425,5 @@ def test_a_process_takes_memory_for_its_slots_alone(tmp_path: Path) -> None:
     Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     ((taken, ring_bytes, home_bytes),) = run_ranks(1, _memory_of_a_run, tmp_path)
     assert home_bytes == 3 * ring_bytes == 6 * 16 * 3 * 512 * 512 * 4
-    # Dense weights are views of the file. What else it takes is for compiling (30 MB were seen), and less than one bank.
+    # Dense weights are views of the file. What else it takes is for compiling: less than one bank (30 MB were seen).
     assert taken < ring_bytes + ring_bytes // 2 + 15_000_000
