@@ -55,6 +55,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/two_ranks.py
 	$(BIN)/python benchmarks/idle_rank.py
 	$(BIN)/python benchmarks/load_memory.py
+	$(BIN)/python benchmarks/disk_home.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

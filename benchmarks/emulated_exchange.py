@@ -12,7 +12,7 @@ from moepass.models.moe_stack import MoEStack
 
 @torch.library.custom_op("moepass_benchmarks::link_delay", mutates_args={"rows"})
 def link_delay(rows: torch.Tensor, crossing: torch.Tensor, bytes_per_s: float) -> None:
-    """Sleeps for as long as `crossing` (a number) of `rows` [n, ...] take. It changes nothing, but must stay in place."""
+    """Sleeps for as long as `crossing` (a number) of `rows` [n, ...] take. It changes nothing, but keeps its place."""
     row_bytes = rows[:1].numel() * rows.element_size()
     time.sleep(int(crossing) * row_bytes / bytes_per_s)
 

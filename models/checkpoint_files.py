@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from moepass.models.errors import CheckpointError, InputError, one_of
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -42,6 +42,15 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """`nbytes` bytes of a stored tensor, from its byte `start` on; they lie one after the other in its file."""
+
+    tensor: StoredTensor
+    start: int
+    nbytes: int
 
 
 class CheckpointFiles:
@@ -113,6 +122,6 @@ class CheckpointFiles:
 
 def _dtype(file: Path, key: str, stored: Any) -> torch.dtype:
     name = stored.get_dtype()
-    if name not in _DTYPES:
-        raise InputError(f"{key} in {file} is stored as {name}; moepass reads {one_of(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise InputError(f"{key} in {file} is stored as {name}; moepass reads {one_of(DTYPES)}")
+    return DTYPES[name]

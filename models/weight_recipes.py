@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from moepass.models.checkpoint_files import CheckpointFiles, StoredTensor
+from moepass.models.checkpoint_files import CheckpointFiles, FileRange, StoredTensor
 from moepass.models.errors import InputError
 
 _aten = torch.ops.aten
@@ -52,6 +52,13 @@ class Recipe:
 
     def stored(self) -> Iterator[Stored]:
         """The stored tensors that it reads."""
+        raise NotImplementedError
+
+    def file_ranges(self) -> Iterator[FileRange]:
+        """Where the bytes of the contiguous tensor lie, in their order, if they lie in files as they are.
+
+        Raises UnfollowedError, by its end, where they have to be made.
+        """
         raise NotImplementedError
 
     def copy_to(self, target: torch.Tensor) -> None:
@@ -93,6 +100,10 @@ class Stored(Recipe):
     def stored(self) -> Iterator[Stored]:
         yield self
 
+    def file_ranges(self) -> Iterator[FileRange]:
+        row_bytes = self.nbytes // len(self.taken) if self.taken else 0
+        yield FileRange(self.tensor, (self.taken.start if self.taken else 0) * row_bytes, self.nbytes)
+
     def copy_to(self, target: torch.Tensor) -> None:
         # No part in memory of its own: the copy reads the mapped file.
         target.copy_(self.read())
@@ -123,6 +134,9 @@ class Stacked(Recipe):
     def stored(self) -> Iterator[Stored]:
         return (stored for part in self.parts for stored in part.stored())
 
+    def file_ranges(self) -> Iterator[FileRange]:
+        return (part for stacked in self.parts for part in stacked.file_ranges())
+
     def copy_to(self, target: torch.Tensor) -> None:
         for part, row in zip(self.parts, target, strict=True):
             part.copy_to(row)
@@ -149,6 +163,14 @@ class Joined(Recipe):
 
     def stored(self) -> Iterator[Stored]:
         return (stored for part in self.parts for stored in part.stored())
+
+    def file_ranges(self) -> Iterator[FileRange]:
+        if self.dim > 1:
+            # Short runs, many for each expert: they would cost more than the bytes in them.
+            raise UnfollowedError(f"cat along dimension {self.dim}")
+        for row in range(self.shape[0]):
+            for part in self.parts:
+                yield from part.rows(row, row + 1).file_ranges()
 
     def copy_to(self, target: torch.Tensor) -> None:
         places = target.split([part.shape[self.dim] for part in self.parts], self.dim)
@@ -178,6 +200,11 @@ class Converted(Recipe):
 
     def stored(self) -> Iterator[Stored]:
         return self.part.stored()
+
+    def file_ranges(self) -> Iterator[FileRange]:
+        if self.dtype != self.part.dtype:
+            raise UnfollowedError(f"a conversion from {self.part.dtype} to {self.dtype}")
+        return self.part.file_ranges()
 
     def copy_to(self, target: torch.Tensor) -> None:
         # The copy converts by itself, but only once: a type in between would be left out.
@@ -212,9 +239,19 @@ class Replayed(Recipe):
     def rows(self, start: int, stop: int) -> Recipe:
         arguments = self._row_arguments(start, stop)
         if arguments is None:
-            raise UnfollowedError(str(self.operation).removeprefix("aten.").split(".")[0])
+            raise UnfollowedError(self._name)
         shape = (stop - start, *self.shape[1:])
         return dataclasses.replace(self, arguments=arguments, shape=shape)
+
+    def file_ranges(self) -> Iterator[FileRange]:
+        part = self.arguments[0]
+        if self.operation not in _KEEP_ORDER or not isinstance(part, Recipe):
+            raise UnfollowedError(self._name)
+        return part.file_ranges()
+
+    @property
+    def _name(self) -> str:
+        return str(self.operation).removeprefix("aten.").split(".")[0]
 
     def _row_arguments(self, start: int, stop: int) -> tuple[Any, ...] | None:
         """The arguments that give rows [start, stop) of the result; None where there are none."""
@@ -234,6 +271,9 @@ class Replayed(Recipe):
         arguments = tree_map_only(Recipe, lambda part: part.describe(), (self.arguments, dict(self.keywords)))
         return f"{self.operation}{arguments}[{self.output}]"
 
+
+# Operations whose result has the same bytes as their first argument.
+_KEEP_ORDER = (_aten.clone.default, _aten.view.default, _aten._unsafe_view.default)
 
 # Operations whose rows are made of the same rows of their first argument. Each rule takes the shapes of that argument
 # and of the result, the other arguments and a number of rows, and returns the other arguments for that many rows, or

@@ -376,9 +376,11 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
     refusals = []
     for _, node in sorted(reads.items()):
         read = bank_arguments(node)
-        if len(read.expert_bounds) > 2:
+        if len(read.expert_bounds) > 2 or read.home == "disk":
+            ranks = len(read.expert_bounds) - 1
+            place = "rests in files" if read.home == "disk" else f"lies in shards on {ranks} ranks"
             raise PlanError(
-                f"bank {read.bank_name} lies in shards on {len(read.expert_bounds) - 1} ranks and is read inside a "
+                f"bank {read.bank_name} {place} and is read inside a "
                 "branch or loop of the graph, where nothing can complete it: keep these experts out of torch.cond and "
                 "its like, or in the memory of one process"
             )

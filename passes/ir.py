@@ -7,9 +7,9 @@ A bank passes through three forms of graph:
     scheduled   prefetch, acquire, release   what the executor runs; each carries the event that it waits for
 
 `bank_tensor` is a real operator, because Dynamo and AOT trace through it. Its `shard` is the complete bank, or, where
-`expert_bounds` says so, this rank's part of a bank of `bank_bytes`, which only the executor can complete. The others
-only ever stand in graphs that nothing traces again, so they are plain functions; the executor replaces them by methods
-of its ring.
+`expert_bounds` says so, this rank's part of a bank of `bank_bytes`, which only the executor can complete. Of a bank
+with home `disk` nothing is in memory, and `shard` only says which bank it is. The other operations only ever stand in
+graphs that nothing traces again, so they are plain functions; the executor replaces them by methods of its ring.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def _read_bank_tensor(
     expert_bounds: Sequence[int] = (),
     bank_bytes: int = 0,
 ) -> torch.Tensor:
+    if home == "disk":
+        raise MoepassError(
+            f"bank {bank_name} rests in files, which this graph cannot read: compile with backend='asyncep', or call "
+            "the model uncompiled"
+        )
     if len(expert_bounds) > 2:
         raise MoepassError(
             f"bank {bank_name} lies in shards on {len(expert_bounds) - 1} ranks, and this graph sees one of them: "

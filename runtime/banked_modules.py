@@ -76,6 +76,11 @@ class BankedParameter(nn.Module):
     def resting(self) -> torch.Tensor:
         """The tensor in the bank, a view. Raises InputError where this process has only a part of it."""
         bank = self.store.banks[self.bank]
+        if bank.spec.home == "disk":
+            raise InputError(
+                f"the experts of {bank.spec.name} rest in files, which are read and never written: take or load a "
+                "state_dict before offload_experts, or use home='host'"
+            )
         if len(bank.spec.expert_bounds) > 2:
             raise InputError(
                 f"the experts of {bank.spec.name} lie in shards on {len(bank.spec.expert_bounds) - 1} ranks, and this "

@@ -25,11 +25,17 @@ from moepass.runtime.ring import Ring, make_ring
 class Bank:
     """One layer's experts at rest: `shard` is this process's part, flat uint8, and what a graph takes as its input.
 
-    Where the shard is not all of the bank, the home of the store knows the rest.
+    Where the shard is not all of the bank, the home of the store knows the rest. A bank in files has a shard of one
+    byte, which stands for it in graphs.
     """
 
     spec: BankSpec
     shard: torch.Tensor
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes at rest."""
+        return self.spec.nbytes if self.spec.home == "disk" else self.shard.numel()
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The bank's tensors in `memory`, which holds the complete bank."""
@@ -111,8 +117,8 @@ class BankStore:
 
     @property
     def home_bytes(self) -> int:
-        """Bytes that rest in this process: all banks, or its shards of them."""
-        return sum(bank.shard.numel() for bank in self.banks)
+        """Bytes that rest in this process: all banks, or its shards of them; for home `disk`, bytes in files."""
+        return sum(bank.home_bytes for bank in self.banks)
 
     @property
     def ring_slots(self) -> int:
@@ -185,6 +191,7 @@ class BankStore:
     def _read(self, bank: int, start: int, stop: int) -> torch.Tensor:
         self.home.check()
         sources = self.home.sources(self.banks[bank].spec, [self.banks[bank].shard])
+        self.home.copying(self.banks[bank].spec)
         return self.home.transport.read(self.banks[bank].spec, sources, start, stop, self.device)
 
 

@@ -6,21 +6,21 @@ alike: one copy thread works on them all.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import clip_pieces
-from moepass.runtime.copying import CopyThread, PendingCopy, check_slot, check_source, slices
+from moepass.runtime.copying import CopyThread, PendingCopy, check_slot, slices
 from moepass.runtime.gather_group import GatherGroup, Request
 from moepass.runtime.link import Link
 from moepass.runtime.rendezvous import PeerError, Rendezvous
-from moepass.runtime.sources import Source
+from moepass.runtime.sources import MemorySource, Source
 from moepass.runtime.transports import COLLECTIVE, Transport
 
 
@@ -57,7 +57,8 @@ class PendingGather(PendingCopy):
 
     def _gather(self, link: Link) -> None:
         own = self.sources[self.group.rank]
-        check_source(own)
+        assert isinstance(own, MemorySource), "a rank sends from memory"
+        own.check_bounds()
         if self.wants:
             check_slot(self.sources, self.slot)
         wanted_by = self.group.ask(self.request, self.wants)
@@ -76,8 +77,8 @@ class PendingGather(PendingCopy):
         self.wait_for_link(link, started)
 
     def _copy_own_part(self) -> None:
-        for target, origin, size in slices(self.sources[self.group.rank], self.slot):
-            ctypes.memmove(target, origin, size)
+        for source, offset, size, target in slices(self.sources[self.group.rank], self.slot):
+            source.copy(offset, size, target)
 
 
 class Collective(Transport):
@@ -151,7 +152,10 @@ class Collective(Transport):
         assert self._group is not None, "connect comes first"
         bank, sources = self._banks[request[0]]
         start, stop = request[1:]
-        clipped = [dataclasses.replace(source, pieces=clip_pieces(source.pieces, start, stop)) for source in sources]
+        clipped = [
+            dataclasses.replace(cast("MemorySource", source), pieces=clip_pieces(source.pieces, start, stop))
+            for source in sources
+        ]
         return PendingGather(self._group, request, clipped, slot, bank.name)
 
     def _learn(self, request: Request) -> None:

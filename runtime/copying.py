@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import queue
@@ -76,13 +75,12 @@ class PendingCopy:
         """Fill the slot, here and now, unless the copy is abandoned. Raises ValueError where a piece does not fit."""
         check_slot(self.sources, self.slot)
         for source in self.sources:
-            check_source(source)
+            source.check_bounds()
         started = time.perf_counter()
-        # memmove releases the interpreter lock and uses this thread alone, where Tensor.copy_ would wake a whole pool.
-        for target, origin, size in _in_turn([slices(source, self.slot) for source in self.sources]):
+        for source, offset, size, target in _in_turn([slices(source, self.slot) for source in self.sources]):
             if self.abandoned.is_set():
                 return
-            ctypes.memmove(target, origin, size)
+            source.copy(offset, size, target)
         self.wait_for_link(link, started)
 
     def wait_for_link(self, link: Link, started: float) -> None:
@@ -144,24 +142,17 @@ def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
         raise ValueError(f"{needed} contiguous bytes do not fit a slot of {slot.numel()}")
 
 
-def check_source(source: Source) -> None:
-    """Raises ValueError where a piece would leave its source."""
-    end = max((piece.source_offset_bytes + piece.nbytes for piece in source.pieces), default=0)
-    if not source.memory.is_contiguous() or source.memory.numel() < end:
-        raise ValueError(f"a source of {source.memory.numel()} bytes is read up to byte {end}")
-
-
-# Addresses in the slot and in the source, and a number of bytes.
-Slice = tuple[int, int, int]
+# A source, an offset in it, a number of bytes, and the address in the slot that they go to.
+Slice = tuple[Source, int, int, int]
 
 
 def slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
-    """What a copy from `source` into `slot` moves, one memmove each."""
-    target, origin = slot.data_ptr(), source.memory.data_ptr()
+    """What a copy from `source` into `slot` moves, one call of `Source.copy` each."""
+    target = slot.data_ptr()
     for piece in source.pieces:
         for start in range(0, piece.nbytes, SLICE_BYTES):
             size = min(SLICE_BYTES, piece.nbytes - start)
-            yield target + piece.slot_offset_bytes + start, origin + piece.source_offset_bytes + start, size
+            yield source, piece.source_offset_bytes + start, size, target + piece.slot_offset_bytes + start
 
 
 def _in_turn(sources: list[Iterator[Slice]]) -> Iterator[Slice]:

@@ -22,6 +22,9 @@ class Home:
     def check(self) -> None:
         """Raise where banks can no longer be read. Called before every run; must cost next to nothing."""
 
+    def copying(self, bank: BankSpec) -> None:
+        """A copy of `bank` starts now: time to get ready what usually comes next. Must return at once."""
+
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """Where `bank` is copied from, in the order in which a copy takes slices; `shards` came with the graph."""
         return tuple(whole(shard) for shard in shards)

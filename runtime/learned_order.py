@@ -17,15 +17,9 @@ class Fetch:
     sources: tuple[Source, ...]
 
     def contents(self) -> Hashable:
-        """Equal for two fetches only if they bring the same bytes; None where that cannot be told.
-
-        In-place changes are told by torch's version counter, which inference tensors do not have. Other ranks' shards
-        do not change once they are published.
-        """
-        memories = [source.memory for source in self.sources]
-        if any(memory.is_inference() for memory in memories):
-            return None
-        return self.bank, tuple((memory.data_ptr(), memory._version) for memory in memories)
+        """Equal for two fetches only if they bring the same bytes; None where that cannot be told."""
+        contents = tuple(source.contents() for source in self.sources)
+        return None if None in contents else (self.bank, contents)
 
 
 class LearnedOrder:

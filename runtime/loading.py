@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.expert_placement import shard_bounds
 from moepass.models.unread_tensors import UnreadTensor, unread
 from moepass.models.weight_recipes import UnfollowedError
+from moepass.runtime.disk_home import streams_as_it_is
 from moepass.runtime.loading_progress import Progress, shown_progress
 from moepass.runtime.offload import (
     BankedParameter,
@@ -63,6 +65,8 @@ def load_pretrained(
     experts_implementation: str = "grouped_mm",
     progress: Progress | None = None,
     transport: str | None = None,
+    bank_folder: str | os.PathLike[str] | None = None,
+    page_cache: str = "keep",
 ) -> PreTrainedModel:
     """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
 
@@ -70,6 +74,13 @@ def load_pretrained(
     weights and its own experts only: all of them for home="host", those of its rank for home="peer", where all ranks
     of `group` call this. Beyond these bytes it takes memory for one expert at most. On the CPU dense weights are views
     of the mapped file, as they are with from_pretrained; ranks on one machine share them.
+
+    With home="disk" experts stay in the files of the checkpoint, and each bank is read from there into its slot
+    whenever it is needed. Where that cannot be, because a bank has to be converted or transposed, it is written to
+    `bank_folder`, and used again by whoever loads the same files with that folder. `page_cache` is that of
+    `offload_experts`. Files may be deleted or replaced meanwhile; to change one in place is an error in the next
+    run, or in the one under way. (Dense weights stay mapped: a file that is truncated just while they are read ends
+    the process by SIGBUS.)
 
     `dtype` None keeps what the checkpoint says. `device` is where the model computes, by default the CPU; `slots`,
     `link`, `timeout_s` and `transport` are those of `offload_experts`. Ranks wait `timeout_s` for each other before and
@@ -89,12 +100,14 @@ def load_pretrained(
     with torch.inference_mode(False), torch.no_grad():
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
             plan = _plan(path, dtype, experts_implementation)
-            own_bytes = plan.own_bytes(rank, ranks)
+            own_bytes = plan.own_bytes(rank, ranks, home)
             if meeting is not None:
                 _meet(meeting, plan.description())
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             plan.files.on_read = on_read
-            report = offload_experts(plan.model, home, device, slots, link, group, timeout_s, transport)
+            report = offload_experts(
+                plan.model, home, device, slots, link, group, timeout_s, transport, bank_folder, page_cache
+            )
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
             plan.files.close()
@@ -142,10 +155,21 @@ class _Plan:
         weights = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: value for name, value in weights if isinstance(value, UnreadTensor) and id(value) not in experts}
 
-    def own_bytes(self, rank: int, ranks: int) -> int:
-        """Bytes of the files that `rank` reads. Raises InputError where a rank's experts cannot be read alone."""
+    def in_files(self) -> set[int]:
+        """The tensors, by id, that stay in the checkpoint's files with home `disk`."""
+        banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
+        return {id(value) for bank in banks if streams_as_it_is(bank) for value in bank.values()}
+
+    def own_bytes(self, rank: int, ranks: int, home: str) -> int:
+        """Bytes of the files that `rank` reads to load the model.
+
+        Raises InputError where a rank's experts cannot be read alone.
+        """
         recipes = [tensor.recipe for tensor in self.dense().values()]
+        unread = self.in_files() if home == "disk" else set()
         for name, tensor in self.experts().items():
+            if id(tensor) in unread:
+                continue
             bounds = shard_bounds(tensor.shape[0], ranks)
             try:
                 recipes.append(tensor.recipe.rows(bounds[rank], bounds[rank + 1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -15,13 +16,14 @@ from moepass.models.errors import InputError, OptionError, one_of
 from moepass.runtime.banked_modules import BankedParameter, bank_parameters, banked_parameters, move_as_a_whole
 from moepass.runtime.banks import Bank, BankStore, pack_bank
 from moepass.runtime.collective import make_transport
+from moepass.runtime.disk_home import DiskPacker
 from moepass.runtime.homes import Home
 from moepass.runtime.link import parse_link
 from moepass.runtime.peer_home import packer_for
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.transports import PULL, Transport, check_transport
 
-HOMES = ("host", "peer")
+HOMES = ("host", "peer", "disk")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,8 @@ def offload_experts(
     group: ProcessGroup | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     transport: str | None = None,
+    bank_folder: str | os.PathLike[str] | None = None,
+    page_cache: str = "keep",
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
@@ -129,9 +133,13 @@ def offload_experts(
     every bank and gets the rest from the others when it needs it; an emulated link counts these bytes only. No rank has
     a complete state_dict then, so to take one is an error. All ranks call this, each with the complete model. They wait
     for each other here, each time for `timeout_s` at most. Not on CUDA yet.
+    home="disk": banks are written to `bank_folder`, one safetensors file each, and read from there into the slots. They
+    are not written again, so load_state_dict and state_dict are errors. While one bank is copied the kernel begins to
+    read the next one. With page_cache="keep" what was read stays in the kernel's cache for as long as there is room for
+    it, with "drop" it goes at once: for machines where others need that cache more. Not on CUDA yet.
 
-    transport="pull" (default): ranks of one machine copy from each other's shared memory. They never wait for each
-    other again: afterwards ranks run as many steps as they like, when they like.
+    With home="peer", transport="pull" (default): ranks of one machine copy from each other's shared memory. They never
+    wait for each other again: afterwards ranks run as many steps as they like, when they like.
     transport="collective": for ranks on several machines. All ranks gather a bank together, over gloo connections of
     their own, so they run the same layers, equally often, and no rank may come `timeout_s` later than another; one
     without work for a step calls `moepass.gather_only_step`. Whatever goes wrong on one rank, an exception in its
@@ -140,7 +148,8 @@ def offload_experts(
     Raises OptionError (unknown home or transport, slots below 1, a malformed link or timeout) and InputError (no
     experts, a missing device, no process group). For home="peer" also PeerError where ranks are missing or differ in
     what they bring, and SharedMemoryError where the machine has none and transport is "pull"; the model is then as it
-    was, unless a rank is lost after all agreed.
+    was, unless a rank is lost after all agreed. For home="disk" also InputError where there is no bank_folder, or it
+    has no room; the model is then as it was.
     """
     if home not in HOMES:
         raise OptionError(f"home is {home!r}; it must be one of {one_of(HOMES)}")
@@ -159,7 +168,8 @@ def offload_experts(
         raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
     compute_device = resolve_device(model, device)
     parsed_link = parse_link(link)
-    packer = _packer(home, compute_device, group, timeout_s, make_transport(transport or PULL, parsed_link))
+    moved_by = make_transport(transport or PULL, parsed_link)
+    packer = _packer(home, compute_device, group, timeout_s, bank_folder, page_cache, moved_by)
     banks = _in_banks(found)
     store = BankStore(compute_device, slots, parsed_link, packer.home)
     with torch.inference_mode(False), torch.no_grad():
@@ -203,14 +213,25 @@ def check_transport_of(home: str, transport: str | None) -> None:
 
 
 def _packer(
-    home: str, device: torch.device, group: ProcessGroup | None, timeout_s: float, transport: Transport
+    home: str,
+    device: torch.device,
+    group: ProcessGroup | None,
+    timeout_s: float,
+    bank_folder: str | os.PathLike[str] | None,
+    page_cache: str,
+    transport: Transport,
 ) -> Packer:
+    if group is not None and home != "peer":
+        raise OptionError(f"home is {home!r}, which concerns one process alone; a group goes with home='peer'")
+    if home != "disk" and (bank_folder is not None or page_cache != "keep"):
+        given = f"bank_folder is {str(bank_folder)!r}" if bank_folder is not None else f"page_cache is {page_cache!r}"
+        raise OptionError(f"{given}, but home is {home!r}; it goes with home='disk'")
     if home == "host":
-        if group is not None:
-            raise OptionError("home is 'host', which concerns one process alone; a group goes with home='peer'")
         return HostPacker(pin=device.type == "cuda")
     if device.type != "cpu":
-        raise InputError(f"device is {device}; home='peer' works on cpu only so far, use home='host' there")
+        raise InputError(f"device is {device}; home={home!r} works on cpu only so far, use home='host' there")
+    if home == "disk":
+        return DiskPacker(bank_folder, page_cache)
     return packer_for(PeerGroup.of(group, timeout_s, transport=transport.name), transport)
 
 

@@ -23,14 +23,13 @@ from moepass.runtime.homes import Home
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment
-from moepass.runtime.sources import Source
+from moepass.runtime.sources import MemorySource, RemoteSource, Source
 from moepass.runtime.transports import PULL, Transport
 
 # [Empirical] Numbers of each expert that go into a digest, along each of its dimensions. Any training, however short,
 # changes nearly all of them.
 _SAMPLES = 8
 _PULL = Transport(PULL)
-_UNREADABLE = torch.empty(0, dtype=torch.uint8)
 
 
 class PeerHome(Home):
@@ -134,7 +133,7 @@ class PeerPacker:
         order = [(self.group.rank + 1 + step) % self.group.size for step in range(self.group.size)]
         return {
             spec.index: tuple(
-                Source(shards[rank][number], shard_pieces(spec, rank), over_link=rank != self.group.rank)
+                MemorySource(shards[rank][number], shard_pieces(spec, rank), over_link=rank != self.group.rank)
                 for rank in order
             )
             for number, spec in enumerate(self._specs)
@@ -164,12 +163,12 @@ class GatherPacker(PeerPacker):
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
         """The parts of all ranks by rank, once every rank is ready to send its own. Raises as `connect`."""
-        spread = {}
+        spread: dict[int, tuple[Source, ...]] = {}
         for bank in banks:
             spread[bank.spec.index] = tuple(
-                Source(bank.shard, shard_pieces(bank.spec, rank), over_link=False)
+                MemorySource(bank.shard, shard_pieces(bank.spec, rank), over_link=False)
                 if rank == self.group.rank
-                else Source(_UNREADABLE, shard_pieces(bank.spec, rank))
+                else RemoteSource(shard_pieces(bank.spec, rank))
                 for rank in range(self.group.size)
             )
             self._collective.add(bank.spec, spread[bank.spec.index])

@@ -20,6 +20,7 @@ from moepass.runtime.copying import PendingCopy
 from moepass.runtime.homes import Home
 from moepass.runtime.learned_order import Fetch, LearnedOrder
 from moepass.runtime.link import Link
+from moepass.runtime.sources import MemorySource
 from moepass.runtime.turns import Turns
 
 # All bits set is a NaN in every floating type that experts come in: fp32, bf16, fp16, fp8 e4m3fn and e5m2.
@@ -244,6 +245,7 @@ class Ring:
             self._abandon(ahead.filled)
 
     def _copy(self, fetch: Fetch, buffer: int, after: object) -> object:
+        self.home.copying(fetch.bank)
         self.statistics.copies += 1
         self.statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
         self.statistics.link_bytes += sum(source.nbytes for source in fetch.sources if source.over_link)
@@ -347,6 +349,7 @@ class CudaRing(Ring):
             if isinstance(after, torch.cuda.Event):
                 self._stream.wait_event(after)
             for source in fetch.sources:
+                assert isinstance(source, MemorySource), "what else there is does not come to CUDA yet"
                 for piece in source.pieces:
                     part = memory.narrow(0, piece.slot_offset_bytes, piece.nbytes)
                     part.copy_(source.memory.narrow(0, piece.source_offset_bytes, piece.nbytes), non_blocking=True)

@@ -2,34 +2,88 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from moepass.passes.shards import Piece, clip_pieces
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """Flat uint8 memory, and the pieces of it that a slot needs. `over_link`: they come from another device or rank.
+    """A place with bytes of a bank, and the pieces of it that a slot needs.
 
-    `memory` is empty where this process cannot read it: the rank that has it sends the pieces.
+    `over_link`: they come from another device or rank, or from a disk.
     """
 
-    memory: torch.Tensor
     pieces: tuple[Piece, ...]
-    over_link: bool = True
+    over_link: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes that go from here into a slot."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    def check_bounds(self) -> None:
+        """Raises ValueError where a piece would leave its source."""
+        raise NotImplementedError
+
+    def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
+        """Copy `nbytes` from there to host memory at `address`, without the interpreter lock."""
+        raise NotImplementedError
+
+    def read(self, offset_bytes: int, place: torch.Tensor) -> None:
+        """Fill `place`, flat uint8, from there on."""
+        raise NotImplementedError
+
+    def contents(self) -> Hashable:
+        """Equal at two times only if the bytes are; None where that cannot be told."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MemorySource(Source):
+    """Flat uint8 memory, of any device."""
+
+    memory: torch.Tensor
+    pieces: tuple[Piece, ...]
+    over_link: bool = True
+
+    def check_bounds(self) -> None:
+        if not self.memory.is_contiguous():
+            raise ValueError("a source is not contiguous")
+        end = max((piece.source_offset_bytes + piece.nbytes for piece in self.pieces), default=0)
+        if self.memory.numel() < end:
+            raise ValueError(f"a source of {self.memory.numel()} bytes is read up to byte {end}")
+
+    def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
+        # memmove uses this thread alone, where Tensor.copy_ would wake a whole pool.
+        ctypes.memmove(address, self.memory.data_ptr() + offset_bytes, nbytes)
+
+    def read(self, offset_bytes: int, place: torch.Tensor) -> None:
+        place.copy_(self.memory.narrow(0, offset_bytes, place.numel()))
+
+    def contents(self) -> Hashable:
+        # In-place changes are told by torch's version counter, which inference tensors do not have. Other ranks' shards
+        # do not change once they are published.
+        return None if self.memory.is_inference() else (self.memory.data_ptr(), self.memory._version)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RemoteSource(Source):
+    """Memory of another rank, which this process cannot read: that rank sends the pieces."""
+
+    pieces: tuple[Piece, ...]
+    over_link: bool = True
+
+    def contents(self) -> Hashable:
+        return None
+
 
 def whole(memory: torch.Tensor) -> Source:
     """A source that is laid out like the slot, and fills all of it."""
-    return Source(memory, (Piece(0, 0, memory.numel()),))
+    return MemorySource(memory, (Piece(0, 0, memory.numel()),))
 
 
 def read_range(sources: Sequence[Source], start: int, stop: int, device: torch.device) -> torch.Tensor:
@@ -37,6 +91,5 @@ def read_range(sources: Sequence[Source], start: int, stop: int, device: torch.d
     memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
     for source in sources:
         for piece in clip_pieces(source.pieces, start, stop):
-            part = source.memory.narrow(0, piece.source_offset_bytes, piece.nbytes)
-            memory.narrow(0, piece.slot_offset_bytes, piece.nbytes).copy_(part)
+            source.read(piece.source_offset_bytes, memory.narrow(0, piece.slot_offset_bytes, piece.nbytes))
     return memory

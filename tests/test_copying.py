@@ -12,7 +12,7 @@ from moepass.passes.shards import Piece
 from moepass.runtime import copying
 from moepass.runtime.copying import CopyError, CopyThread, PendingCopy
 from moepass.runtime.link import Link
-from moepass.runtime.sources import Source
+from moepass.runtime.sources import MemorySource
 
 
 def _bytes(nbytes: int, value: int) -> torch.Tensor:
@@ -23,9 +23,9 @@ def test_slices_come_from_every_source_in_turn(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(copying, "SLICE_BYTES", 10)
     memories = [_bytes(30, 1), _bytes(0, 2), _bytes(25, 3)]
     sources = [
-        Source(memories[0], (Piece(0, 0, 15), Piece(15, 40, 15))),
-        Source(memories[1], ()),
-        Source(memories[2], (Piece(0, 15, 25),)),
+        MemorySource(memories[0], (Piece(0, 0, 15), Piece(15, 40, 15))),
+        MemorySource(memories[1], ()),
+        MemorySource(memories[2], (Piece(0, 15, 25),)),
     ]
     order: list[tuple[int, int]] = []
     real = ctypes.memmove
@@ -37,7 +37,7 @@ def test_slices_come_from_every_source_in_turn(monkeypatch: pytest.MonkeyPatch) 
         order.append((owner, size))
         return real(target, source, size)
 
-    monkeypatch.setattr(copying.ctypes, "memmove", recording)
+    monkeypatch.setattr(ctypes, "memmove", recording)
     slot = torch.zeros(60, dtype=torch.uint8)
     CopyThread(Link()).submit(PendingCopy(sources, slot, "layer")).wait()
     assert order == [(0, 10), (2, 10), (0, 5), (2, 10), (0, 10), (2, 5), (0, 5)]
@@ -53,7 +53,7 @@ def test_slices_come_from_every_source_in_turn(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_nothing_is_copied_beyond_the_ends(piece: Piece, message: str) -> None:
     slot = torch.zeros(20, dtype=torch.uint8)
-    sources = [Source(_bytes(12, 1), (Piece(0, 0, 12),)), Source(_bytes(12, 1), (piece,))]
+    sources = [MemorySource(_bytes(12, 1), (Piece(0, 0, 12),)), MemorySource(_bytes(12, 1), (piece,))]
     with pytest.raises(CopyError, match=f"bank layer .*{message}"):
         CopyThread(Link()).submit(PendingCopy(sources, slot, "layer")).wait()
     assert int(slot.sum()) == 0
@@ -61,8 +61,8 @@ def test_nothing_is_copied_beyond_the_ends(piece: Piece, message: str) -> None:
 
 def test_an_emulated_link_counts_only_what_crosses_it() -> None:
     slot = torch.zeros(2000, dtype=torch.uint8)
-    far = Source(_bytes(1000, 1), (Piece(0, 0, 1000),))
-    near = Source(_bytes(1000, 1), (Piece(0, 1000, 1000),), over_link=False)
+    far = MemorySource(_bytes(1000, 1), (Piece(0, 0, 1000),))
+    near = MemorySource(_bytes(1000, 1), (Piece(0, 1000, 1000),), over_link=False)
     thread = CopyThread(Link(5000.0))
     for sources, least, most in (([far, near], 0.19, 0.35), ([near], 0.0, 0.1), ([far, far], 0.39, 0.6)):
         started = time.perf_counter()

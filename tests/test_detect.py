@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,3 +253,11 @@ def test_a_bank_that_is_read_in_a_branch_is_in_the_plan(first: bool, strategy: s
         "it is read inside a branch or loop of the graph, where no block is looked for: gathered synchronously"
     }
     assert ("synchronously" in plan.reason) != first
+
+
+def test_a_bank_in_files_cannot_be_read_in_a_branch(tmp_path: Path) -> None:
+    model = Branches(True)
+    with torch.no_grad():
+        moepass.offload_experts(model, home="disk", bank_folder=tmp_path)
+        with pytest.raises(Exception, match=r"bank blocks\.1 rests in files and is read inside a branch or loop"):
+            torch.compile(model, backend="asyncep", options={"lower": "eager"})(tokens())

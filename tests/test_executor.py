@@ -24,7 +24,6 @@ from moepass.passes.ir import acquire, prefetch, release
 from moepass.passes.lower import lower_segments
 from moepass.passes.partition import partition
 from moepass.passes.protocol import PassContext
-from moepass.runtime import copying
 from moepass.runtime.executor import CopyError, Executor, SegmentError
 
 MODES: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]
@@ -193,7 +192,7 @@ def test_an_exception_in_a_copy_names_the_layer_and_the_ring_goes_on(monkeypatch
         return real(target, source, size)
 
     with monkeypatch.context() as patched:
-        patched.setattr(copying.ctypes, "memmove", failing)
+        patched.setattr(ctypes, "memmove", failing)
         with torch.no_grad(), pytest.raises(CopyError, match=r"bank blocks\.2 .*the bus is on fire") as caught:
             compiled(tokens())
     assert isinstance(caught.value.__cause__, OSError)

@@ -14,7 +14,7 @@ from moepass.models.expert_placement import shard_bounds
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import ALIGNMENT_BYTES, Piece, expert_range, pack_layout, shard_layout, shard_pieces
 from moepass.runtime.banks import describe_bank, write_parts
-from moepass.runtime.sources import Source, read_range, whole
+from moepass.runtime.sources import MemorySource, read_range, whole
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8]
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_all_shards_together_are_the_bank(drawn: tuple[dict[str, torch.Tensor], 
     spec = describe_bank(0, "layer", tensors, home="peer", expert_bounds=bounds)
     assert (spec.tensors, spec.nbytes) == (complete.tensors, complete.nbytes)
     sources = [
-        Source(_packed(spec, rank, tensors), shard_pieces(spec, rank), over_link=False)
+        MemorySource(_packed(spec, rank, tensors), shard_pieces(spec, rank), over_link=False)
         for rank in range(len(bounds) - 1)
     ]
     slot = torch.zeros(spec.nbytes, dtype=torch.uint8)

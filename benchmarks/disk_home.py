@@ -1,0 +1,141 @@
+"""What does it cost to leave the experts on the disk? One checkpoint, in turns: resident, from host memory, from files.
+
+Nothing is emulated. "Cold" means that the kernel was told to drop all pages of the checkpoint from its cache right
+before the forward (posix_fadvise); /proc/self/io then tells what came from the disk. Below the kernel's cache there may
+be others: of the device, or of the host of a virtual machine. Every timed forward follows an untimed one of its kind,
+so a ring begins with the first banks in its slots, as in a steady stream.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from common import median_and_spread, print_table, reference_model, verdict
+
+import moepass
+from moepass.runtime.disk_home import DiskHome
+
+# Between two forwards: until the slots that a run leaves are filled for the next one.
+SETTLE_SECONDS = 0.3
+
+
+def main(
+    layers: int = 12,
+    tokens: str = "64,512",
+    repeats: int = 7,
+    slots: int = 2,
+    lower: str = "inductor",
+    compiled: bool = True,
+    folder: Path | None = None,
+) -> None:
+    """Time forwards of TOKENS tokens; the checkpoint is written below FOLDER (by default that for temporary files)."""
+    torch.set_num_threads(1)  # the copy thread gets the other core
+    with tempfile.TemporaryDirectory(dir=folder) as place, torch.no_grad():
+        # Not loaded again: dense weights would be views of a mapping of all files, and mapped pages are not dropped.
+        resident = reference_model(layers)
+        resident.save_pretrained(place, max_shard_size="200MB")
+        os.sync()  # only pages that are on the disk can be dropped
+        variants = _variants(resident, Path(place), slots, lower if compiled else None)
+        stored = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
+        rows = []
+        equal = True
+        for count in [int(text) for text in tokens.split(",")]:
+            ids = torch.randint(0, 1024, (4, count // 4), generator=torch.Generator().manual_seed(1))
+            expected = variants["resident"](ids)
+            equal = equal and all(torch.equal(run(ids), expected) for run in variants.values())
+            rows += _measure(variants, Path(place), ids, repeats)
+    print_table(
+        f"Experts on the disk, {layers} layers of 50 MB, {stored / 1e6:.0f} MB in files, fp32, "
+        + (f"{slots} slot(s)" if compiled else "uncompiled, one bank at a time"),
+        ["variant", "tokens", "seconds", "of resident", "from disk MB", "disk MB/s"],
+        rows,
+        f"ratio: median over pairs. Nothing is emulated. Logits equal the resident model's: {verdict(equal)}",
+    )
+    if not equal:
+        raise typer.Exit(1)
+
+
+def _variants(
+    resident: torch.nn.Module, checkpoint: Path, slots: int, lower: str | None
+) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """What to call for each row of the table, by its name. `lower` None: uncompiled."""
+
+    def compiled(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        module: Any = torch.compile(model, backend="asyncep", options={"lower": lower}) if lower else model
+        return lambda ids: module(ids).logits
+
+    disk = moepass.load_pretrained(checkpoint, home="disk", slots=slots)
+    home = moepass.offload_report(disk).store.home
+    assert isinstance(home, DiskHome)
+    streamed = compiled(disk)
+
+    def announcing(wanted: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(ids: torch.Tensor) -> torch.Tensor:
+            home.announces = wanted
+            return streamed(ids)
+
+        return run
+
+    return {
+        "resident": compiled(resident),
+        "host": compiled(moepass.load_pretrained(checkpoint, home="host", slots=slots)),
+        "disk, warm": announcing(True),
+        "disk, cold, announced": announcing(True),
+        "disk, cold, not announced": announcing(False),
+    }
+
+
+def _measure(
+    variants: dict[str, Callable[[torch.Tensor], torch.Tensor]], checkpoint: Path, ids: torch.Tensor, repeats: int
+) -> list[list[object]]:
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    from_disk: dict[str, list[int]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, run in variants.items():
+            run(ids)
+            time.sleep(SETTLE_SECONDS)
+            if "cold" in name:
+                _drop_pages(checkpoint)
+            before, started = _bytes_from_disk(), time.perf_counter()
+            run(ids)
+            seconds[name].append(time.perf_counter() - started)
+            from_disk[name].append(_bytes_from_disk() - before)
+    rows: list[list[object]] = []
+    for name, times in seconds.items():
+        ratio = statistics.median(mine / other for mine, other in zip(times, seconds["resident"], strict=True))
+        read = statistics.median(from_disk[name])
+        rows.append(
+            [
+                name,
+                ids.numel(),
+                median_and_spread(times),
+                f"{ratio:.3f}",
+                f"{read / 1e6:.0f}",
+                f"{read / statistics.median(times) / 1e6:.0f}" if read else "",
+            ]
+        )
+    return rows
+
+
+def _drop_pages(checkpoint: Path) -> None:
+    for file in checkpoint.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _bytes_from_disk() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,87 @@
+"""The header of a safetensors file, read from an open file: which bytes of the file are which tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moepass.models.errors import CheckpointError
+
+# The length of the header, before it, and the most that the format allows.
+_LENGTH_BYTES = 8
+_LONGEST_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a tensor lies in its file; `dtype` by the format's name for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """What a file of `nbytes` holds, by its own account."""
+
+    tensors: Mapping[str, Extent]
+    metadata: Mapping[str, str]
+    nbytes: int
+
+
+def read_header(descriptor: int, file: Path) -> FileHeader:
+    """The header of the open file `descriptor`; `file` stands in errors.
+
+    Raises CheckpointError where it is no safetensors file, or has not the size that its header says.
+    """
+    try:
+        length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+        if not 0 < length <= _LONGEST_HEADER_BYTES:
+            raise CheckpointError(f"{file} is no safetensors file: its header would have {length} bytes")
+        text = os.pread(descriptor, length, _LENGTH_BYTES)
+        size = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    try:
+        entries: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+        metadata = msgspec.convert(entries.pop(_METADATA, {}), dict[str, str])
+        tensors = msgspec.convert(entries, dict[str, _Entry])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is truncated or no safetensors file: {error}") from error
+    begin = _LENGTH_BYTES + length
+    extents = {
+        key: Extent(
+            entry.dtype, entry.shape, begin + entry.data_offsets[0], entry.data_offsets[1] - entry.data_offsets[0]
+        )
+        for key, entry in tensors.items()
+    }
+    header = FileHeader(extents, metadata, max((begin, *(e.offset_bytes + e.nbytes for e in extents.values()))))
+    if size != header.nbytes:
+        raise CheckpointError(f"{file} has {size} bytes, but its header says {header.nbytes}: it is truncated")
+    return header
+
+
+def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """What a file begins with whose tensors, given as (dtype, shape, bytes), follow one another in this order."""
+    entries: dict[str, Any] = {_METADATA: dict(metadata)}
+    end = 0
+    for key, (dtype, shape, nbytes) in tensors.items():
+        entries[key] = _Entry(dtype, shape, (end, end + nbytes))
+        end += nbytes
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # as other writers do, so that what follows is aligned
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
