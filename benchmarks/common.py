@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-console = Console(width=120)
+console = Console(width=132)
 
 
 def reference_model(layers: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -56,9 +56,8 @@ def interleaved_seconds(variants: Mapping[str, Callable[[], object]], repeats: i
     return seconds
 
 
-def median_and_spread(values: Sequence[float], digits: int = 3) -> str:
-    middle, least, most = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
-    return f"{middle} ({least} to {most})"
+def median_and_spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> None:

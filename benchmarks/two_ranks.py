@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typer
-from common import median_and_spread, print_table, verdict
+from common import print_table, verdict
 from emulated_exchange import exchanges_take
 
 from moepass.models.moe_stack import MoEStack, StackConfig, build_stack
@@ -74,8 +74,8 @@ def main(
         ["tokens", "skew", "load", *VARIANTS, "eager / pull", "Inductor / pull", "resident / pull", "equal"],
         [_row(result) for result in results],
         f"Tokens per rank; load: the busier rank's share of expert parallelism's work, 1 if both have half of it; "
-        f"seconds: median (least to most) of {repeats} forwards, each after one of its own kind; ratios: median of "
-        f"those forward by forward. {_border(results)}",
+        f"seconds: median of {repeats} forwards, each after one of its own kind, and the largest distance from it; "
+        f"ratios: median of those forward by forward. {_border(results)}",
     )
     missed = [] if is_emulated else list(_missed(results))
     for line in missed:
@@ -85,10 +85,15 @@ def main(
 
 
 def _row(result: dict[str, Any]) -> list[object]:
-    times = [median_and_spread(result["seconds"][name], digits=2) for name in VARIANTS]
+    times = [_middle(result["seconds"][name]) for name in VARIANTS]
     ratios = [f"{_against_pull(result, name):.2f}" for name in ("EP eager", "EP Inductor", "resident")]
     load = f"{result['load']:.2f}"
     return [result["tokens"], f"{result['skew']:g}", load, *times, *ratios, verdict(result["equal"])]
+
+
+def _middle(seconds: list[float]) -> str:
+    middle = statistics.median(seconds)
+    return f"{middle:.3f} ±{max(max(seconds) - middle, middle - min(seconds)) / middle:.0%}"
 
 
 def _against_pull(result: dict[str, Any], name: str) -> float:
@@ -143,7 +148,8 @@ def _rank(
             hidden = torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(rank))
             variants, expected = _variants(config, link)
             wanted = expected(hidden)
-            close = all(torch.allclose(run(hidden), wanted, rtol=1e-4, atol=1e-4) for run in variants.values())
+            outputs = [run(hidden) for run in variants.values()]  # on every rank, whatever comes out
+            close = all(_is_close(output, wanted) for output in outputs)
             seconds = _interleaved(variants, hidden, repeats)
             slowest = {name: _slowest(times) for name, times in seconds.items()}
             result = {"tokens": count, "skew": config.skew, "seconds": slowest, "load": _load(expected, hidden)}
@@ -188,6 +194,12 @@ def _interleaved(
             run(hidden)
             seconds[name].append(time.perf_counter() - started)
     return seconds
+
+
+def _is_close(outputs: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal up to rounding, but for one token in 1000: where two experts of a router tie, rounding may decide."""
+    is_far = ((outputs - wanted).abs() > 1e-4 + 1e-4 * wanted.abs()).any(dim=1)
+    return int(is_far.sum()) <= len(is_far) // 1000
 
 
 def _load(model: MoEStack, hidden: torch.Tensor) -> float:
