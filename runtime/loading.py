@@ -38,6 +38,7 @@ from moepass.runtime.offload import (
     expert_parameters,
     find_expert_modules,
     offload_experts,
+    split_layers,
 )
 from moepass.runtime.peer_home import weights_digest
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
@@ -67,6 +68,7 @@ def load_pretrained(
     transport: str | None = None,
     bank_folder: str | os.PathLike[str] | None = None,
     page_cache: str = "keep",
+    resident_bytes: int = 0,
 ) -> PreTrainedModel:
     """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
 
@@ -83,8 +85,8 @@ def load_pretrained(
     the process by SIGBUS.)
 
     `dtype` None keeps what the checkpoint says. `device` is where the model computes, by default the CPU; `slots`,
-    `link`, `timeout_s` and `transport` are those of `offload_experts`. Ranks wait `timeout_s` for each other before and
-    after they read their experts, so it must be longer than what one rank may need more than another.
+    `link`, `timeout_s`, `transport` and `resident_bytes` are those of `offload_experts`. Ranks wait `timeout_s` for
+    each other before and after they read their experts: give more than what one rank may need longer than another.
 
     On a terminal rank 0 shows a progress bar. `progress(bytes_read, bytes_in_all)` is called instead, on any rank that
     gives it.
@@ -99,14 +101,24 @@ def load_pretrained(
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
-            plan = _plan(path, dtype, experts_implementation)
+            plan = _plan(path, dtype, experts_implementation, resident_bytes)
             own_bytes = plan.own_bytes(rank, ranks, home)
             if meeting is not None:
                 _meet(meeting, plan.description())
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             plan.files.on_read = on_read
             report = offload_experts(
-                plan.model, home, device, slots, link, group, timeout_s, transport, bank_folder, page_cache
+                plan.model,
+                home,
+                device,
+                slots,
+                link,
+                group,
+                timeout_s,
+                transport,
+                bank_folder,
+                page_cache,
+                resident_bytes,
             )
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
@@ -121,7 +133,8 @@ def offload_report(model: nn.Module) -> OffloadReport:
         raise InputError(f"{type(model).__name__} has no offloaded experts; call offload_experts or load_pretrained")
     store = banked[0].store
     layers = tuple(bank.spec.name for bank in store.banks)
-    return OffloadReport(store, store.banks[0].spec.home, layers, store.home_bytes, store.ring_bytes)
+    resident = tuple(find_expert_modules(model))
+    return OffloadReport(store, store.banks[0].spec.home, layers, store.home_bytes, store.ring_bytes, resident)
 
 
 @dataclass(frozen=True)
@@ -138,19 +151,21 @@ class _Plan:
     folder: Path
     files: CheckpointFiles
     model: PreTrainedModel
+    resident_bytes: int
 
     def experts(self) -> dict[str, UnreadTensor]:
         """The tensors that go into banks, by name; those that modules share once."""
         found = {
             id(value): (f"{path}.{name}", value)
-            for path, module in find_expert_modules(self.model).items()
+            for path, modules in split_layers(self.model, self.resident_bytes)[0].items()
+            for module in modules
             for name, value in expert_parameters(module).items()
             if isinstance(value, UnreadTensor)
         }
         return dict(found.values())
 
     def dense(self) -> dict[str, UnreadTensor]:
-        """All others, tied ones once."""
+        """All others, tied ones once; experts that stay resident are among them."""
         experts = {id(tensor) for tensor in self.experts().values()}
         weights = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: value for name, value in weights if isinstance(value, UnreadTensor) and id(value) not in experts}
@@ -197,7 +212,7 @@ class _Plan:
         )
 
 
-def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str) -> _Plan:
+def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str, resident_bytes: int) -> _Plan:
     """Let transformers build the model from unread tensors. Raises CheckpointError and InputError."""
     folder = checkpoints.resolve_model(path)
     config = checkpoints.load_config(folder)
@@ -228,7 +243,7 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
     checkpoints._check_loading(folder, info)
     _name_after(model, folder)
     model.requires_grad_(False)
-    return _Plan(folder, files, model.eval())
+    return _Plan(folder, files, model.eval(), resident_bytes)
 
 
 def _check_options(dtype: object, progress: object) -> None:

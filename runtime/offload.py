@@ -28,13 +28,17 @@ HOMES = ("host", "peer", "disk")
 
 @dataclasses.dataclass(frozen=True)
 class OffloadReport:
-    """What `offload_experts` moved. Bytes at rest in this process, and bytes that the ring takes on `device`."""
+    """What `offload_experts` moved. Bytes at rest in this process, and bytes that the ring takes on `device`.
+
+    `layers` moved; `resident_layers` stayed as they were.
+    """
 
     store: BankStore
     home: str
     layers: tuple[str, ...]
     home_bytes: int
     ring_bytes: int
+    resident_layers: tuple[str, ...] = ()
 
     @property
     def transport(self) -> str:
@@ -64,6 +68,20 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of `model` that hold expert banks, by path, in the model's order."""
     return {path: module for path, module in model.named_modules() if expert_parameters(module)}
+
+
+def split_layers(model: nn.Module, resident_bytes: int) -> tuple[dict[str, list[nn.Module]], tuple[str, ...]]:
+    """What moves and what stays: the modules of each bank by path, and the paths of the first layers, in the model's
+    order, whose experts fit into `resident_bytes` together.
+    """
+    banks = _in_banks(find_expert_modules(model))
+    resident: list[str] = []
+    for path, (module, *_) in banks.items():
+        resident_bytes -= sum(value.nbytes for value in expert_parameters(module).values())
+        if resident_bytes < 0:
+            break
+        resident.append(path)
+    return {path: modules for path, modules in banks.items() if path not in resident}, tuple(resident)
 
 
 def _in_banks(found: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
@@ -119,6 +137,7 @@ def offload_experts(
     transport: str | None = None,
     bank_folder: str | os.PathLike[str] | None = None,
     page_cache: str = "keep",
+    resident_bytes: int = 0,
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
@@ -127,6 +146,9 @@ def offload_experts(
     The model is changed in place. Its parameters are not: a model that shares them keeps them. Layers that share all
     parameters of their experts share a bank. The state_dict holds the experts as before, as views of the banks, and
     load_state_dict writes into them.
+
+    The first layers whose complete experts fit into `resident_bytes` together stay what they are, ordinary parameters,
+    on every rank. That is memory well spent: the stream has their compute time to begin with.
 
     home="host": complete banks in memory of this process.
     home="peer": each rank of `group` (default: all ranks of torch.distributed, which must be initialised) keeps 1/N of
@@ -156,8 +178,15 @@ def offload_experts(
     check_transport_of(home, transport)
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
         raise OptionError(f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation")
-    found = find_expert_modules(model)
-    if not found:
+    if not isinstance(resident_bytes, int) or isinstance(resident_bytes, bool) or resident_bytes < 0:
+        raise OptionError(f"resident_bytes is {resident_bytes!r}; it must be a number of bytes from 0 on")
+    banks, resident = split_layers(model, resident_bytes)
+    if resident and not banks:
+        raise InputError(
+            f"resident_bytes is {resident_bytes}, into which the experts of all {len(resident)} layers fit; leave the "
+            "model as it is, or give less"
+        )
+    if not banks:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())
         reason = (
             "they were offloaded before"
@@ -170,7 +199,6 @@ def offload_experts(
     parsed_link = parse_link(link)
     moved_by = make_transport(transport or PULL, parsed_link)
     packer = _packer(home, compute_device, group, timeout_s, bank_folder, page_cache, moved_by)
-    banks = _in_banks(found)
     store = BankStore(compute_device, slots, parsed_link, packer.home)
     with torch.inference_mode(False), torch.no_grad():
         packer.agree({path: expert_parameters(modules[0]) for path, modules in banks.items()})
@@ -178,7 +206,7 @@ def offload_experts(
             _bank(store, packer, index, path, modules)
         move_as_a_whole(model)
         packer.connect(store.banks)
-    return OffloadReport(store, home, tuple(banks), store.home_bytes, store.ring_bytes)
+    return OffloadReport(store, home, tuple(banks), store.home_bytes, store.ring_bytes, resident)
 
 
 def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequence[nn.Module]) -> None:
@@ -265,5 +293,5 @@ def check_device(device: torch.device | str) -> torch.device:
 
 __all__ = [
     "HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer", "check_device", "check_transport_of",
-    "expert_parameters", "find_expert_modules", "offload_experts", "resolve_device",
+    "expert_parameters", "find_expert_modules", "offload_experts", "resolve_device", "split_layers",
 ]  # fmt: skip

@@ -227,6 +227,27 @@ def test_each_rank_reads_its_own_experts_alone(checkpoint: Path, ranks: int, com
         assert told == sorted(told)
 
 
+def _first_layer_stays(folder: Path, layer_bytes: int) -> tuple[tuple[str, ...], int]:
+    told: list[tuple[int, int]] = []
+    model = moepass.load_pretrained(
+        folder, home="peer", timeout_s=50, resident_bytes=layer_bytes, progress=lambda *now: told.append(now)
+    )
+    report = moepass.offload_report(model)
+    with torch.no_grad():
+        inputs = tiny_inputs(model)
+        compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"})
+        assert torch.equal(compiled(**inputs).logits, _reference(folder)[0](**inputs).logits)
+    assert told[-1][0] == told[-1][1]
+    return report.layers, report.home_bytes
+
+
+def test_the_first_layer_is_read_by_every_rank_where_it_stays(checkpoint: Path) -> None:
+    report = _reference(checkpoint)[1]
+    layer_bytes = report.store.banks[0].spec.nbytes
+    for layers, _ in run_ranks(2, _first_layer_stays, checkpoint, layer_bytes):
+        assert layers == report.layers[1:]
+
+
 def _stacked_on_a_rank(folder: Path) -> int:
     with pytest.MonkeyPatch.context() as patched:
         counts = _count_reads(patched)

@@ -44,6 +44,33 @@ def test_a_ring_has_no_more_slots_than_there_are_banks() -> None:
     assert report.ring_bytes == report.store.ring().device_bytes == 2 * largest
 
 
+@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize("spare", [0, 1])
+def test_the_first_layers_stay_where_memory_allows(form: str, spare: int) -> None:
+    model, reference = Stack(form, depth=4), Stack(form, depth=4)
+    model.load_state_dict(reference.state_dict())
+    layer_bytes = sum(value.nbytes for value in model.blocks[0].parameters())
+    report = moepass.offload_experts(model, resident_bytes=2 * layer_bytes + spare)
+    assert report.resident_layers == ("blocks.0", "blocks.1")
+    assert report.layers == ("blocks.2", "blocks.3")
+    assert torch.equal(model.blocks[1].up, reference.blocks[1].up)
+    with moepass.record_compilations() as compilations:
+        compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"})
+        assert torch.equal(compiled(tokens()), reference(tokens()))
+    plan = compilations[0].plan
+    assert len(plan.blocks) == 4
+    assert [stay.bank for stay in plan.residencies] == [0, 1]
+
+
+def test_a_budget_for_resident_layers_is_checked() -> None:
+    with pytest.raises(moepass.OptionError, match="resident_bytes is -1; it must be a number of bytes from 0 on"):
+        moepass.offload_experts(Stack(depth=2), resident_bytes=-1)
+    with pytest.raises(
+        moepass.InputError, match="resident_bytes is 1000000000, into which the experts of all 2 layers"
+    ):
+        moepass.offload_experts(Stack(depth=2), resident_bytes=10**9)
+
+
 def test_the_experts_leave_the_model() -> None:
     model = Stack("dense_bmm", depth=2)
     dense = sum(value.numel() for name, value in model.named_parameters() if "blocks" not in name)
