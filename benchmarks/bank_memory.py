@@ -1,4 +1,7 @@
-"""Bytes that expert banks hold on the compute side, by depth: slots x bank bytes, whatever the depth."""
+"""Bytes that expert banks hold on the compute side, by depth: slots x bank bytes, whatever the depth.
+
+A model of fewer layers than slots takes a slot for each layer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def main(depths: str = "2,6,12", slots: str = "1,2,3") -> None:
             gc.collect()
     print_table(
         "Expert memory on the compute side (MB)",
-        ["layers", "slots", "one bank", "all banks, at home", "ring, its own account", "ring, counted", "slots x bank"],
+        ["layers", "slots", "one bank", "all banks, at home", "ring, its own account", "ring, counted", "as many x bank"],
         rows,
     )
     if any(row[-1] != "yes" for row in rows):
@@ -38,7 +41,7 @@ def _measure(depth: int, slots: int) -> list[object]:
     assert ring is not None
     bank_bytes = report.home_bytes // depth
     counted = _live_byte_buffers() - report.home_bytes
-    right = ring.device_bytes == counted == slots * bank_bytes
+    right = ring.device_bytes == counted == min(slots, depth) * bank_bytes
     megabytes = [bank_bytes, report.home_bytes, ring.device_bytes, counted]
     return [depth, slots, *[f"{value / 1e6:.1f}" for value in megabytes], verdict(right)]
 
