@@ -63,6 +63,7 @@ def test_standard_output_that_is_closed_is_noticed_before_any_work(command: str,
     _assert_one_line(finished, "standard output cannot be written: Bad file descriptor")
 
 
+@pytest.mark.slow
 def test_closed_streams_that_are_not_needed(checkpoint: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(TEXTS)
@@ -76,6 +77,7 @@ def test_standard_input_that_is_closed(tmp_path: Path) -> None:
     _assert_one_line(finished, "input '-' cannot be read: Bad file descriptor")
 
 
+@pytest.mark.slow
 def test_the_longest_name_is_written(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / ("x" * 255)
     assert _shell(_score(checkpoint, "--output", str(target)), "").returncode == 0
@@ -111,7 +113,7 @@ def test_outputs_that_cannot_be_are_noticed_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("command", ["score", "explain"])
+@pytest.mark.parametrize("command", ["score", pytest.param("explain", marks=pytest.mark.slow)])
 def test_a_reader_that_left_ends_it_quietly_as_it_ends_other_tools(command: str, checkpoint: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
