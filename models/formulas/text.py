@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from moepass.models.errors import InputError, one_of
 
 _MAX_DIGITS_OF_A_POWER = 4096
+_SHOWN_LETTERS = 120
 
 
 def _power(base: float, exponent: float) -> float:
@@ -50,32 +51,40 @@ def evaluate_text(text: str, sizes: Mapping[str, float]) -> float:
     Raises InputError where a size is missing, or `text` is anything but arithmetic.
     """
     try:
-        number = _value(ast.parse(text, mode="eval").body, text, sizes)
-    except InputError:
-        raise
+        number = sum(sign * _value(ast.parse(term, mode="eval").body, sizes) for sign, term in _terms(text))
+    except InputError as error:
+        raise InputError(f"{_shortened(text)}: {error}") from error
     except (SyntaxError, ArithmeticError, ValueError, TypeError, RecursionError) as error:
-        raise InputError(f"{text!r} is no expression of sizes: {error}") from error
+        raise InputError(f"{_shortened(text)} is no expression of sizes: {error}") from error
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-def _value(node: ast.expr, text: str, sizes: Mapping[str, float]) -> float:
+def _terms(text: str) -> Iterator[tuple[int, str]]:
+    """The terms of a sum with their signs, so that no sum is too long for the parser."""
+    depth, begin, sign = 0, 0, 1
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0 and text[place : place + 3] in (" + ", " - "):
+            yield sign, text[begin:place]
+            begin, sign = place + 3, 1 if text[place + 1] == "+" else -1
+    yield sign, text[begin:]
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_LETTERS else text[:_SHOWN_LETTERS] + "...")
+
+
+def _value(node: ast.expr, sizes: Mapping[str, float]) -> float:
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         return node.value
     if isinstance(node, ast.Name):
         if node.id not in sizes:
-            raise InputError(f"no value was given for {node.id} of {text!r}; given are {one_of(sizes) or 'none'}")
+            raise InputError(f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}")
         return sizes[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, text, sizes)
+        return -_value(node.operand, sizes)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        # A sum of many terms nests on the left as deep as it has terms.
-        nested = [node]
-        while isinstance(nested[-1].left, ast.BinOp) and type(nested[-1].left.op) in _OPERATORS:
-            nested.append(nested[-1].left)
-        number = _value(nested[-1].left, text, sizes)
-        for part in reversed(nested):
-            number = _OPERATORS[type(part.op)](number, _value(part.right, text, sizes))
-        return number
+        return _OPERATORS[type(node.op)](_value(node.left, sizes), _value(node.right, sizes))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        return _FUNCTIONS[node.func.id](*(_value(argument, text, sizes) for argument in node.args))
-    raise InputError(f"{text!r} is no expression of sizes: {ast.unparse(node)} is not arithmetic")
+        return _FUNCTIONS[node.func.id](*(_value(argument, sizes) for argument in node.args))
+    raise InputError(f"this is no expression of sizes: {ast.unparse(node)} is not arithmetic")
