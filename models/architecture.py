@@ -369,16 +369,21 @@ def _llama4(config: Any, index: int) -> Layer:
 
 # One reader for each family: (its text configuration, the layer's index) to the layer.
 FAMILIES: Mapping[str, Callable[[Any, int], Layer]] = {
+    "deepseek_v2": _deepseek_v3,
     "deepseek_v3": _deepseek_v3,
+    "flex_olmo": _olmoe,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "granitemoe": _mixtral,
     "jamba": _jamba,
     "llama4_text": _llama4,
+    "minimax_m2": _olmoe,
+    "mistral4": _deepseek_v3,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "phimoe": _mixtral,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
+    "qwen3_vl_moe_text": _qwen3_moe,
 }

@@ -174,7 +174,7 @@ def _baddbmm(call: OpCall) -> OpCost:
     return _product(call, "batch1", "batch2")
 
 
-@op_cost(aten._scaled_mm.default)
+@op_cost(aten._scaled_mm.default, aten._int_mm.default)
 def _scaled_mm(call: OpCall) -> OpCost:
     return _product(call, "self", "mat2")
 
@@ -202,7 +202,7 @@ def _product(call: OpCall, left: str, right: str) -> OpCost:
     return OpCost(formulas.gemm_flops(rows, inner, columns, _product_of(count)), call.traffic_bytes)
 
 
-@op_cost(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+@op_cost(aten._grouped_mm.default, aten._scaled_grouped_mm.default, "transformers.grouped_mm_fallback.default")
 def _grouped_mm(call: OpCall) -> OpCost:
     """Each row meets one expert's matrix. Experts without rows are not read: as many are as uniform routing hits."""
     left, right = list(call.arguments)[:2]

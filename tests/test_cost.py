@@ -193,6 +193,12 @@ def test_expressions_are_read_as_arithmetic(text: str, number: float) -> None:
     assert evaluate_text(text, {"s0": 5, "s1": 2}) == pytest.approx(number)
 
 
+def test_only_finite_numbers_are_sizes() -> None:
+    for text in ("1e999", "(-s0)**0.5", "1e999 - 1e999"):
+        with pytest.raises(InputError, match=r"no size|no expression"):
+            evaluate_text(text, {"s0": 5})
+
+
 @pytest.mark.parametrize(
     "text",
     ["__import__('os')", "s0.real", "[1]", "1 if s0 else 2", "f(1)", "s0 +", "'a'", "9**9**9", "1/0", "Min()", "True"],

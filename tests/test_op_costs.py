@@ -124,6 +124,41 @@ def test_the_fallback_of_transformers_is_a_grouped_product() -> None:
     assert node_cost(node).flops == 2 * 40 * 16 * 32
 
 
+def test_grouped_products_of_other_forms() -> None:
+    offsets = zeros(2, dtype=torch.int32)
+    of_columns = (zeros(2, 5, 16), zeros(16, 14), zeros(5, 14))
+    of_inner = (zeros(5, 16), zeros(16, 7), zeros(2, 5, 7))
+    of_one_size = (zeros(2, 5, 16), zeros(2, 16, 7), zeros(2, 5, 7))
+    for (left, right, value), flops in (
+        (of_columns, 2 * 5 * 16 * 14),
+        (of_inner, 2 * 5 * 16 * 7),
+        (of_one_size, 2 * 2 * 5 * 16 * 7),
+    ):
+        assert node_cost(call(aten._grouped_mm.default, left, right, offsets, value=value)).flops == flops
+
+
+def test_products_with_scales() -> None:
+    eighth = torch.float8_e4m3fn
+    scale = zeros(1)
+    product = aten._scaled_mm.default, zeros(32, 64, dtype=eighth), zeros(64, 16, dtype=eighth), scale, scale
+    assert node_cost(call(*product, value=zeros(32, 16))).flops == 2 * 32 * 64 * 16
+    rows, weights = zeros(40, 16, dtype=eighth), zeros(8, 16, 32, dtype=eighth)
+    offsets = zeros(8, dtype=torch.int32)
+    grouped = call(
+        aten._scaled_grouped_mm.default, rows, weights, zeros(40), zeros(8, 32), offsets, value=zeros(40, 32)
+    )
+    assert node_cost(grouped).flops == 2 * 40 * 16 * 32
+    assert node_cost(grouped).memory_bytes < 40 * 16 + 8 * 16 * 32 + 4 * (40 * 32 + 40 + 8 * 32 + 8)
+
+
+def test_flex_attention_counts_all_pairs() -> None:
+    target = torch.ops.higher_order.flex_attention
+    query, key, value = zeros(3, 4, 12, 16), zeros(3, 2, 20, 16), zeros(3, 2, 20, 8)
+    node = call(target, query, key, value, None, (), 0.25, {}, value=(zeros(3, 4, 12, 8), zeros(3, 4, 12)))
+    assert node_cost(node).flops == 3 * formulas.score_flops(12 * 20, 4, 16, 8)
+    assert node_cost(node).is_known
+
+
 def test_triangular_systems() -> None:
     node = run(aten.linalg_solve_triangular.default, zeros(3, 6, 6), zeros(3, 6, 5), upper=False)
     assert node_cost(node).flops == formulas.triangular_solve_flops(6, 5, count=3)

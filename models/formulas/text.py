@@ -56,6 +56,8 @@ def evaluate_text(text: str, sizes: Mapping[str, float]) -> float:
         raise InputError(f"{_shortened(text)}: {error}") from error
     except (SyntaxError, ArithmeticError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{_shortened(text)} is no expression of sizes: {error}") from error
+    if isinstance(number, complex) or not math.isfinite(number):
+        raise InputError(f"{_shortened(text)} is {number}, which is no size")
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
