@@ -338,9 +338,8 @@ def _gpt_oss(config: Any, index: int) -> Layer:
 def _jamba(config: Any, index: int) -> Layer:
     if config.layers_block_type[index] == "mamba":
         inner, states, rank = config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_dt_rank
-        biases = (2 * inner + config.hidden_size if config.mamba_proj_bias else 0) + inner * bool(
-            config.mamba_conv_bias
-        )
+        biases = inner if config.mamba_conv_bias else 0
+        biases += 2 * inner + config.hidden_size if config.mamba_proj_bias else 0
         attention = Attention(
             kind="state_space",
             heads=inner,

@@ -18,14 +18,14 @@ from moepass.models.presets import preset, preset_names
 small = st.integers(1, 40)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(small, st.integers(0, 40), st.none() | small)
 def test_pairs_are_those_that_a_mask_leaves(sequence: int, prefix: int, window: int | None) -> None:
     seen = [min(position + 1, window or position + 1) for position in range(prefix, prefix + sequence)]
     assert formulas.causal_pairs(sequence, window, prefix) == sum(seen)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(small, st.integers(0, 40), small)
 def test_pairs_within_chunks(sequence: int, prefix: int, chunk: int) -> None:
     seen = [position % chunk + 1 for position in range(prefix, prefix + sequence)]
@@ -50,7 +50,7 @@ def layers(draw: st.DrawFn) -> Layer:
     return Layer(attention, Experts(count, draw(st.integers(1, count)), draw(small), shared, draw(st.booleans())), None)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(layers(), st.integers(1, 4), small, st.integers(0, 40))
 def test_symbols_and_numbers_give_the_same(layer: Layer, batch: int, sequence: int, prefix: int) -> None:
     number = formulas.layer_flops(layer, 16, batch, sequence, prefix)
@@ -63,7 +63,7 @@ def test_symbols_and_numbers_give_the_same(layer: Layer, batch: int, sequence: i
     assert formulas.evaluate(kept, batch=batch, sequence=sequence) == expected
 
 
-@settings(deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(layers(), st.integers(1, 4), st.integers(2, 40), st.data())
 def test_a_text_in_two_parts_costs_what_it_costs_whole(
     layer: Layer, batch: int, sequence: int, data: st.DataObject
@@ -192,7 +192,7 @@ def test_experts_that_are_hit() -> None:
     assert formulas.experts_hit(4, 4, 1) == 4
 
 
-@settings(deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(layers(), st.integers(1, 100))
 def test_traffic_is_at_least_the_weights_and_activations_hold_the_residual_stream(layer: Layer, tokens: int) -> None:
     hidden = 16

@@ -36,7 +36,7 @@ seconds = st.floats(1e-6, 10, allow_nan=False)
 
 
 @pytest.mark.parametrize(("kind", "window"), KINDS)
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=30)
 @given(transfer_seconds=seconds, gamma=st.floats(1, 3))
 def test_one_text_is_long_enough_and_one_token_less_is_not(
     kind: str, window: int | None, transfer_seconds: float, gamma: float
@@ -51,7 +51,7 @@ def test_one_text_is_long_enough_and_one_token_less_is_not(
 
 
 @pytest.mark.parametrize(("kind", "window"), [*KINDS, ("chunked", 5)])
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=30)
 @given(transfer_seconds=seconds, sequence=st.integers(1, 500))
 def test_texts_of_one_length(kind: str, window: int | None, transfer_seconds: float, sequence: int) -> None:
     layer, rate = layer_of(kind, window), 1e9
@@ -66,7 +66,7 @@ def test_texts_of_one_length(kind: str, window: int | None, transfer_seconds: fl
     assert found.flops == pytest.approx(needed, abs=formulas.layer_flops(layer, HIDDEN, 1, sequence) / sequence * 1.01)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=30)
 @given(seconds, st.integers(1, 5000))
 def test_what_is_left_out_errs_to_the_safe_side(transfer_seconds: float, sequence: int) -> None:
     known = {"transfer_seconds": transfer_seconds, "flops_per_s": 1e9}

@@ -18,7 +18,8 @@ def communication_bytes(strategy: str, layer: Layer, hidden: int, tokens: Size, 
     """Bytes per device and MoE layer on the critical path, for a step of `tokens` = B·S tokens.
 
     Bytes sent and bytes received both count, and `asyncep` has none: what it moves, it moves beside the computation
-    (`gathered_bytes`). B·S is the table's own: the tokens that take part in the layer's collectives on one device.
+    (`gathered_bytes`). The table does not say how B·S splits over the devices, so this compares strategies; the time of
+    one collective follows from its own sizes (`all_gather_bytes`, `exchanged_bytes`).
 
     Raises InputError for an unknown strategy and for a layer without experts.
     """
