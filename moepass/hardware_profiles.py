@@ -22,6 +22,7 @@ import msgspec
 
 from moepass.models.errors import InputError, MoepassError, one_of
 from moepass.passes.hardware import (
+    EMPIRICAL_COLLECTIVE_LATENCY,
     EMPIRICAL_EFFICIENCY,
     HARDWARE_SCHEMA,
     Figure,
@@ -34,10 +35,9 @@ _PRESET = re.compile(r"(?:(\d+)x)?([a-z][a-z0-9-]*)")
 # A file that extends itself, in however many steps, would never end.
 _MOST_EXTENSIONS = 8
 
-# [Empirical] What a copy engine takes between two copies that are queued on one stream, and a collective of a few bytes
-# on the devices of one machine: the order of magnitude on recent NVIDIA devices. Both only show in small transfers.
+# [Empirical] What a copy engine takes between two copies that are queued on one stream: the order of magnitude on
+# recent NVIDIA devices. It shows in small transfers alone.
 _SLICE_LATENCY_SECONDS = 1e-6
-_COLLECTIVE_LATENCY_SECONDS = 10e-6
 
 
 def preset_names() -> list[str]:
@@ -119,7 +119,7 @@ def _hardware_of(name: str, raw: dict[str, Any], ranks: int) -> Hardware:
             memory=Figure(1.0 / (1.0 - writes), "derived", "what arrives takes its part of the memory's rate"),
             copy=Figure(1.0, "empirical", "assumed: copies come first on the link"),
         ),
-        collective_latency_seconds=Figure(_COLLECTIVE_LATENCY_SECONDS, "empirical", "for each step of a collective"),
+        collective_latency_seconds=EMPIRICAL_COLLECTIVE_LATENCY,
         peer=link(raw["peer_bytes_per_s"]),
         host=link(raw["host_bytes_per_s"]),
     )

@@ -24,8 +24,9 @@ COMPUTE_AXES: dict[str, tuple[str, ...]] = {
     "attention": ("sequence", "head_dim"),
 }
 # What `bytes` of a collective are, on every rank: what it sends to all ranks, its own part included (all_to_all); the
-# complete result (all_gather); the complete input (reduce_scatter); the buffer (all_reduce); the message (p2p).
-COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
+# complete result (all_gather); the complete input (reduce_scatter); the buffer (all_reduce); the message (p2p); the
+# bank (bank_gather: as transport `collective` gathers one, which is not by the backend's own AllGather everywhere).
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p", "bank_gather")
 
 # The three efficiencies that stand in for measurements where a profile has none. [Empirical] all three:
 #
@@ -69,6 +70,10 @@ EMPIRICAL_EFFICIENCY = Efficiency(
     ),
     Figure(BANDWIDTH_EFFICIENCY, "empirical", "370 of 450 GB/s over NVLink on 8 x H100"),
 )
+
+
+# [Empirical] The order of magnitude on recent NVIDIA devices of one machine; it shows in collectives of few bytes.
+EMPIRICAL_COLLECTIVE_LATENCY = Figure(10e-6, "empirical", "for each step of a collective")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +136,7 @@ class Hardware:
     flops                 peak FLOP/s by dtype: bf16, fp8, fp16, fp32
     memory_bytes          of the device; memory_bytes_per_s counts bytes read and bytes written
     peer, host, disk      links into the device from another device, from host memory, from files; None: there is none
+    local                 copies inside the device's memory; None: at the rate of its memory
     collective_latency_seconds   that a step of a collective takes before its first byte, where it has no table
     overlap               what copies and computation do to each other
     compute               tables of seconds by kind (COMPUTE_AXES) and dtype
@@ -149,6 +155,7 @@ class Hardware:
     peer: TransferLink | None = None
     host: TransferLink | None = None
     disk: TransferLink | None = None
+    local: TransferLink | None = None
     compute: dict[str, dict[str, SecondsTable]] = dataclasses.field(default_factory=dict)
     memory: SecondsTable | None = None
     collectives: Collectives | None = None
@@ -167,7 +174,8 @@ class Hardware:
         named |= {
             f"efficiency.{name}": getattr(self.efficiency, name) for name in ("dense_gemm", "irregular", "bandwidth")
         }
-        for name, link in (("peer", self.peer), ("host", self.host), ("disk", self.disk)):
+        for name in ("peer", "host", "disk", "local"):
+            link: TransferLink | None = getattr(self, name)
             if link is not None:
                 named[f"{name}.bytes_per_s"] = link.bytes_per_s
                 if link.seconds is not None:

@@ -84,6 +84,12 @@ class SecondsTable:
             inside.append(clamped)
         return math.exp(self._interpolate(inside) + beyond)
 
+    def points(self) -> Iterator[tuple[dict[str, float], float]]:
+        """The size for each axis, and the seconds, of every point."""
+        sizes = itertools.product(*[axis.points for axis in self.axes])
+        for point, seconds in zip(sizes, self.seconds, strict=True):
+            yield {axis.name: size for axis, size in zip(self.axes, point, strict=True)}, seconds
+
     def _interpolate(self, position: Sequence[float]) -> float:
         index, weights = 0, [(0, 1.0)]
         for logs, at in zip(self._log_points, position, strict=True):

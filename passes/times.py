@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from moepass.models.errors import InputError, one_of
@@ -98,8 +99,13 @@ def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: 
     if home == "device":
         return 0.0
     if home == "peer" and transport == "collective":
-        return collective_seconds(hardware, "all_gather", bank_bytes)
-    seconds = {"peer": pull_seconds, "host": host_seconds, "hybrid": hybrid_seconds, "disk": disk_seconds}
+        return collective_seconds(hardware, "bank_gather", bank_bytes)
+    seconds: dict[str, Callable[[Hardware, float], float]] = {
+        "peer": pull_seconds,
+        "host": host_seconds,
+        "hybrid": hybrid_seconds,
+        "disk": disk_seconds,
+    }
     if home not in seconds:
         raise InputError(f"home is {home!r}; it must be one of {one_of(['device', *seconds])}")
     return seconds[home](hardware, bank_bytes)
@@ -118,6 +124,8 @@ def _link(hardware: Hardware, name: Literal["peer", "host", "disk"]) -> Transfer
 
 def _local_copy_seconds(hardware: Hardware, nbytes: float) -> float:
     """Inside the memory of one device: every byte is read and written."""
+    if hardware.local is not None:
+        return transfer_seconds(hardware.local, nbytes, hardware.efficiency.bandwidth.value)
     return memory_seconds(hardware, 2 * nbytes)
 
 
@@ -146,7 +154,7 @@ def reached_flops_per_s(hardware: Hardware, dtype: str, work: Work = "gemm") -> 
     table = hardware.compute.get(work, {}).get(dtype_key(dtype))
     if table is not None:
         last = {axis.name: axis.points[-1] for axis in table.axes}
-        return Figure(_flops_of(work, last) / table.at(**last), table.source, f"{work} of the largest measured shape")
+        return Figure(work_flops(work, last) / table.at(**last), table.source, f"{work} of the largest measured shape")
     peak = peak_flops_per_s(hardware, dtype)
     part = hardware.efficiency.dense_gemm if work == "gemm" else hardware.efficiency.irregular
     note = f"{part.value:g} ({part.source}) of {peak.value:.4g} FLOP/s ({peak.source})"
@@ -211,10 +219,11 @@ def _table_seconds(hardware: Hardware, dtype: str, work: Work, flops: float, **s
     table = hardware.compute.get(work, {}).get(dtype_key(dtype))
     if table is None:
         return flops / reached_flops_per_s(hardware, dtype, work).value
-    return table.at(**shape) * flops / _flops_of(work, shape)
+    return table.at(**shape) * flops / work_flops(work, shape)
 
 
-def _flops_of(work: Work, shape: dict[str, float]) -> float:
+def work_flops(work: Work, shape: Mapping[str, float]) -> float:
+    """FLOPs of one point of a table of `work`, with a size for each of its axes."""
     if work == "attention":
         return attention_table_flops(**shape)
     return 2.0 * shape["rows"] * shape["inner"] * shape["columns"]
@@ -245,7 +254,8 @@ def computing_beside_copies(alone_seconds: float, copy_seconds: float, slowdown:
 def collective_seconds(hardware: Hardware, kind: str, nbytes: float, ranks: int | None = None) -> float:
     """A collective of `ranks` (all of the machine's, by default); what `nbytes` are is said in `hardware.COLLECTIVES`.
 
-    By the profile's table where it has one; for another number of ranks, scaled by what crosses the link of one rank.
+    By the profile's table where it has one (for bank_gather also by that of all_gather); for another number of ranks,
+    scaled by what crosses the link of one rank.
     Else steps of latency, and the bytes that cross the link at the reached part of its rate: (N - 1) / N of `nbytes`,
     twice that for all_reduce, all of them for p2p. Raises InputError for an unknown kind.
     """
@@ -257,9 +267,12 @@ def collective_seconds(hardware: Hardware, kind: str, nbytes: float, ranks: int 
     if nbytes <= 0 or count == 1:
         return 0.0
     measured = hardware.collectives
-    if measured is not None and kind in measured.seconds:
-        share = _link_share(kind, count) / _link_share(kind, measured.ranks)
-        return measured.seconds[kind].at(bytes=nbytes * share)
+    if measured is not None:
+        table = measured.seconds.get(kind)
+        if table is None and kind == "bank_gather":
+            table = measured.seconds.get("all_gather")
+        if table is not None:
+            return table.at(bytes=nbytes * _link_share(kind, count) / _link_share(kind, measured.ranks))
     link = hardware.peer or _link(hardware, "host")  # devices without a link of their own meet in host memory
     rate = link.bytes_per_s.value * hardware.efficiency.bandwidth.value
     latency = _steps(kind, count) * hardware.collective_latency_seconds.value
@@ -275,6 +288,6 @@ def _link_share(kind: str, ranks: int) -> float:
 
 def _steps(kind: str, ranks: int) -> int:
     """Messages that follow one another: one where all links are used at once, trees for sums."""
-    if kind in ("p2p", "all_to_all", "all_gather"):
+    if kind not in ("all_reduce", "reduce_scatter"):
         return 1
     return math.ceil(math.log2(ranks)) * (2 if kind == "all_reduce" else 1)
