@@ -219,7 +219,9 @@ def _table_seconds(hardware: Hardware, dtype: str, work: Work, flops: float, **s
     table = hardware.compute.get(work, {}).get(dtype_key(dtype))
     if table is None:
         return flops / reached_flops_per_s(hardware, dtype, work).value
-    return table.at(**shape) * flops / work_flops(work, shape)
+    # Beyond the table the rate stays, whatever power of a size FLOPs grow with.
+    known = {axis.name: min(shape[axis.name], axis.points[-1]) for axis in table.axes}
+    return table.at(**known) * flops / work_flops(work, known)
 
 
 def work_flops(work: Work, shape: Mapping[str, float]) -> float:

@@ -287,7 +287,8 @@ def test_tables_take_the_place_of_efficiencies() -> None:
     assert (reached.source, reached.note) == ("calibrated", "gemm of the largest measured shape")
     seconds = times.grouped_gemm_seconds(hardware, "bf16", 128 * 2048, 128, 4096, 3072)
     assert 2 * 128 * 2048 * 4096 * 3072 / seconds == pytest.approx(500e12)
-    assert times.attention_seconds(hardware, "bf16", 3e14, 0, 20_000, 128) == pytest.approx(1.0)
+    for sequence in (1000, 8192, 20_000):  # within the table, and beyond it
+        assert times.attention_seconds(hardware, "bf16", 3e14, 0, sequence, 128) == pytest.approx(1.0)
     # A dtype without a table keeps its efficiency.
     assert times.reached_flops_per_s(hardware, "fp8").value == pytest.approx(0.80 * 1979e12)
 
