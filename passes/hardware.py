@@ -17,11 +17,12 @@ HARDWARE_SCHEMA = "moepass.hardware/1"
 
 # What a table of seconds exists for, and the sizes that it goes by. `rows`, `inner`, `columns`: [rows, inner] times
 # [inner, columns]. Of a grouped product: rows per expert, and the seconds of one expert. Of attention: the seconds of
-# one head over one causal sequence. `bytes` are read and written in all.
+# one head over one sequence, causal by a flag, which leaves half of it out, or by a mask, which is applied to it all.
 COMPUTE_AXES: dict[str, tuple[str, ...]] = {
     "gemm": ("rows", "inner", "columns"),
     "grouped_gemm": ("rows", "inner", "columns"),
     "attention": ("sequence", "head_dim"),
+    "masked_attention": ("sequence", "head_dim"),
 }
 # What `bytes` of a collective are, on every rank: what it sends to all ranks, its own part included (all_to_all); the
 # complete result (all_gather); the complete input (reduce_scatter); the buffer (all_reduce); the message (p2p); the

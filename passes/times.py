@@ -14,7 +14,9 @@ from typing import Literal
 from moepass.models.errors import InputError, one_of
 from moepass.passes.hardware import COLLECTIVES, Figure, Hardware, TransferLink
 
-Work = Literal["gemm", "grouped_gemm", "attention"]
+Work = Literal["gemm", "grouped_gemm", "attention", "masked_attention"]
+
+_ATTENTION: tuple[Work, ...] = ("attention", "masked_attention")
 
 # The runtime cuts transfers into slices of this size.
 SLICE_BYTES = 4 << 20
@@ -200,18 +202,27 @@ def grouped_gemm_seconds(
 
 
 def attention_seconds(
-    hardware: Hardware, dtype: str, flops: float, moved_bytes: float, sequence: float, head_dim: float
+    hardware: Hardware,
+    dtype: str,
+    flops: float,
+    moved_bytes: float,
+    sequence: float,
+    head_dim: float,
+    *,
+    is_masked: bool = False,
 ) -> float:
-    """Attention of `flops` in all; `sequence` (keys that a query sees at most) and `head_dim` say how fast it runs."""
+    """Attention of `flops` in all; `sequence` (keys that a query sees at most) and `head_dim` say how fast it runs.
+
+    `is_masked`: by a mask, so `flops` are those of all pairs of queries and keys; else what a causal kernel leaves out
+    is not in `flops`. A profile without a table of one has the rate of the other.
+    """
     if flops <= 0:
         return _floor_seconds(hardware, moved_bytes)
-    seconds = _table_seconds(hardware, dtype, "attention", flops, sequence=sequence, head_dim=head_dim)
+    tables = [work for work in _ATTENTION if dtype_key(dtype) in hardware.compute.get(work, {})]
+    wanted: Work = "masked_attention" if is_masked else "attention"
+    work = wanted if wanted in tables or not tables else tables[0]
+    seconds = _table_seconds(hardware, dtype, work, flops, sequence=sequence, head_dim=head_dim)
     return max(seconds, _floor_seconds(hardware, moved_bytes))
-
-
-def attention_table_flops(sequence: float, head_dim: float) -> float:
-    """FLOPs of one point of an attention table: one head, causal, both products; the diagonal is counted as half."""
-    return 2.0 * sequence * sequence * head_dim
 
 
 def _table_seconds(hardware: Hardware, dtype: str, work: Work, flops: float, **shape: float) -> float:
@@ -226,8 +237,8 @@ def _table_seconds(hardware: Hardware, dtype: str, work: Work, flops: float, **s
 
 def work_flops(work: Work, shape: Mapping[str, float]) -> float:
     """FLOPs of one point of a table of `work`, with a size for each of its axes."""
-    if work == "attention":
-        return attention_table_flops(**shape)
+    if work in _ATTENTION:  # one head, both products; the diagonal of a causal one is counted as half
+        return (2.0 if work == "attention" else 4.0) * shape["sequence"] ** 2 * shape["head_dim"]
     return 2.0 * shape["rows"] * shape["inner"] * shape["columns"]
 
 

@@ -30,7 +30,11 @@ class Experiment:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The grids of one calibration. Widths are both inner and outer sizes of products; `experts` have weights each."""
+    """The grids of one calibration. Widths are both inner and outer sizes of products.
+
+    Products by expert run over `experts`, or over so many more that their weights have `cold_bytes`: few rows take as
+    long as the weights take from memory, and no cache may hold these.
+    """
 
     dtypes: tuple[str, ...]
     rows: tuple[int, ...]
@@ -42,6 +46,7 @@ class Sizes:
     memory_bytes: tuple[int, ...]
     transfer_bytes: tuple[int, ...]
     collective_bytes: tuple[int, ...]
+    cold_bytes: int = 0
     patience: Patience = dataclasses.field(default_factory=Patience)
 
 
@@ -58,6 +63,7 @@ CPU_SIZES = Sizes(
     memory_bytes=(64 * _KIB, 1 * _MIB, 16 * _MIB, 128 * _MIB),
     transfer_bytes=(64 * _KIB, 1 * _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB, 128 * _MIB),
     collective_bytes=(1 * _KIB, 64 * _KIB, 1 * _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB),
+    cold_bytes=64 * _MIB,
 )
 CUDA_SIZES = Sizes(
     dtypes=("bf16", "fp16", "fp32"),
@@ -70,6 +76,7 @@ CUDA_SIZES = Sizes(
     memory_bytes=(1 * _MIB, 16 * _MIB, 256 * _MIB, 2048 * _MIB),
     transfer_bytes=(64 * _KIB, 1 * _MIB, 4 * _MIB, 16 * _MIB, 128 * _MIB, 1024 * _MIB),
     collective_bytes=(1 * _KIB, 64 * _KIB, 1 * _MIB, 16 * _MIB, 256 * _MIB, 1024 * _MIB),
+    cold_bytes=256 * _MIB,
 )
 
 

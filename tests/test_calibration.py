@@ -103,7 +103,7 @@ def test_sources_are_read_in_turn() -> None:
 
 # ---- One rank, and two -----------------------------------------------------------------------------------------------
 
-ALONE = {"host", "gemm.fp32", "grouped_gemm.fp32", "attention.fp32", "memory"}
+ALONE = {"host", "gemm.fp32", "grouped_gemm.fp32", "attention.fp32", "masked_attention.fp32", "memory"}
 
 
 def _check(measurements: RankMeasurements, names: set[str]) -> None:
@@ -161,7 +161,8 @@ def _made_up(factor: float, noise: float = 1.0) -> RankMeasurements:
     names = ("host", "peer", "memory", *[f"collective.{kind}" for kind in COLLECTIVES])
     tables = {name: one({"bytes": (1000, 4000, 16000)}) for name in names}
     tables |= {"gemm.fp32": one(shape, 2.0), "grouped_gemm.fp32": one(shape, 2.0)}
-    tables["attention.fp32"] = one({"sequence": (4, 16), "head_dim": (8,)})
+    for name in ("attention", "masked_attention"):
+        tables[f"{name}.fp32"] = one({"sequence": (4, 16), "head_dim": (8,)})
     overlap = {name: Timing(1.0 + factor, 0.2) for name in ("gemm", "memory", "copy")}
     return RankMeasurements("a processor", 1 << 34, tables, overlap, True)
 

@@ -40,7 +40,7 @@ def _measured() -> Hardware:
     )
     attention = table_of(
         {"sequence": (128, 8192), "head_dim": (64, 128)},
-        [times.attention_table_flops(s, d) / 300e12 for s in (128, 8192) for d in (64, 128)],
+        [2 * s * s * d / 300e12 for s in (128, 8192) for d in (64, 128)],
         "calibrated",
     )
     collective = table_of({"bytes": (1e3, 1e9)}, (20e-6, 20e-6 * 1e6), "user")
@@ -161,7 +161,10 @@ def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
             {"extends": "h100", "flops": {"bf16": {"value": 1, "source": "guess"}}},
             r"'guess' - at `\$.flops\[...\].source`",
         ),
-        ({"extends": "h100", "compute": {"gem": {}}}, "compute has 'gem'; it can have attention, gemm, grouped_gemm"),
+        (
+            {"extends": "h100", "compute": {"gem": {}}},
+            "compute has 'gem'; it can have attention, gemm, grouped_gemm, masked",
+        ),
         ({"extends": "h100", "collectives": {"ranks": 1, "seconds": {}}}, "measured on 1 rank"),
         ({"extends": "h100", "collectives": {"ranks": 2, "seconds": {"alltoall": None}}}, r"Expected `object`"),
         (
@@ -288,7 +291,9 @@ def test_tables_take_the_place_of_efficiencies() -> None:
     seconds = times.grouped_gemm_seconds(hardware, "bf16", 128 * 2048, 128, 4096, 3072)
     assert 2 * 128 * 2048 * 4096 * 3072 / seconds == pytest.approx(500e12)
     for sequence in (1000, 8192, 20_000):  # within the table, and beyond it
-        assert times.attention_seconds(hardware, "bf16", 3e14, 0, sequence, 128) == pytest.approx(1.0)
+        for is_masked in (False, True):
+            seconds = times.attention_seconds(hardware, "bf16", 3e14, 0, sequence, 128, is_masked=is_masked)
+            assert seconds == pytest.approx(1.0)
     # A dtype without a table keeps its efficiency.
     assert times.reached_flops_per_s(hardware, "fp8").value == pytest.approx(0.80 * 1979e12)
 
