@@ -39,7 +39,7 @@ from moepass.runtime.stopwatch import Timing
 
 # A single point takes seconds; a rank that says nothing for so long has died or hangs.
 _SILENCE_SECONDS = 300.0
-# [Empirical] On an otherwise idle machine threads had a core for more than 97 % of the time.
+# What the kernel and the clocks may take without a word of it.
 _QUIET_CORE_SHARE = 0.95
 _REACHED = Figure(1.0, "calibrated", "the rates of this profile were reached")
 
@@ -66,7 +66,8 @@ def calibrate(
     Raises InputError for a device that is not there, OptionError for numbers that cannot be, CalibrationError where a
     rank fails.
     """
-    cores = sorted(os.sched_getaffinity(0))
+    can_pin = hasattr(os, "sched_getaffinity")  # not there on every platform
+    cores = sorted(os.sched_getaffinity(0)) if can_pin else list(range(os.cpu_count() or 1))
     kind = _check_device(device)
     devices = torch.cuda.device_count() if kind == "cuda" else len(cores)
     ranks = min(2, devices) if ranks is None and kind == "cpu" else devices if ranks is None else ranks
@@ -79,7 +80,7 @@ def calibrate(
     if sizes is None:
         sizes = CPU_SIZES if kind == "cpu" else CUDA_SIZES
         sizes = quick(sizes) if is_quick else sizes
-    pinned = kind == "cpu" and 1 < ranks <= len(cores)
+    pinned = can_pin and kind == "cpu" and 1 < ranks <= len(cores)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         tasks = [

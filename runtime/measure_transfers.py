@@ -53,7 +53,7 @@ class Lane(abc.ABC):
             if size > 0:
                 start = self._offset if self._offset + size <= source.numel() else 0
                 parts.append((source, Piece(start, number * share, size)))
-        self._offset = (self._offset + share) % max(piece.numel() for piece in self.sources)
+        self._offset = (self._offset + share) % max(source.numel() for source in self.sources)
         return parts
 
     @abc.abstractmethod
