@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from moepass.models.errors import InputError, MoepassError, one_of
+from moepass.models.errors import InputError, one_of
 from moepass.passes.hardware import (
     EMPIRICAL_COLLECTIVE_LATENCY,
     EMPIRICAL_EFFICIENCY,
@@ -149,7 +149,17 @@ def _read_raw(path: Path, extensions_left: int) -> dict[str, Any]:
         base = _read_raw(path.parent / extended, extensions_left - 1)
     else:
         base = msgspec.to_builtins(_preset(extended))
+    _drop_outdated_tables(base, raw)
     return _merged(base, raw)
+
+
+def _drop_outdated_tables(base: dict[str, Any], over: dict[str, Any]) -> None:
+    """Where `over` has a rate, a table that `base` has for the same thing must not be used in its place."""
+    for name in ("peer", "host", "disk", "local"):
+        if isinstance(base.get(name), dict) and isinstance(over.get(name), dict):
+            base[name].pop("seconds", None)
+    if "memory_bytes_per_s" in over:
+        base.pop("memory", None)
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -172,8 +182,6 @@ def _from_raw(raw: dict[str, Any], what: str) -> Hardware:
         hardware = msgspec.convert(raw, Hardware)
     except msgspec.ValidationError as error:
         # What __post_init__ raised comes wrapped, with the field that it was raised for.
-        raise InputError(f"{what}: {error}") from error
-    except MoepassError as error:
         raise InputError(f"{what}: {error}") from error
     unknown = _unknown("$", raw, msgspec.to_builtins(hardware))
     if unknown is not None:

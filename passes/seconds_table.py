@@ -91,7 +91,7 @@ class SecondsTable:
             yield {axis.name: size for axis, size in zip(self.axes, point, strict=True)}, seconds
 
     def _interpolate(self, position: Sequence[float]) -> float:
-        index, weights = 0, [(0, 1.0)]
+        weights = [(0, 1.0)]
         for logs, at in zip(self._log_points, position, strict=True):
             index = _interval(logs, at)
             if len(logs) == 1:

@@ -138,6 +138,17 @@ def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
     assert times.collective_seconds(hardware, "all_to_all", 1e6, ranks=8) == pytest.approx(1e-4)
 
 
+def test_a_rate_takes_the_place_of_a_table(tmp_path: Path) -> None:
+    table = {"axes": [{"name": "bytes", "points": [1, 1e9]}], "seconds": [1e-3, 1e-1], "source": "user"}
+    _file(tmp_path, {"extends": "h100", "host": {"seconds": table}, "memory": table}, "tables.json")
+    known = read_profile(tmp_path / "tables.json")
+    assert times.host_seconds(known, 1e9) == times.memory_seconds(known, 1e9) == pytest.approx(0.1)
+    raw = {"extends": "tables.json", "host": {"bytes_per_s": 1e9}, "memory_bytes_per_s": 1e9}
+    hardware = read_profile(_file(tmp_path, raw))
+    assert times.host_seconds(hardware, 1e9) == pytest.approx(1 / 0.82, rel=1e-3)
+    assert times.memory_seconds(hardware, 1e9) == pytest.approx(1 / 0.82)
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
