@@ -70,15 +70,30 @@ class ScheduleFacts:
         """Nodes that read the slot through `tensors`; the release only marks their end."""
         return [node for node in readers(tensors) if node not in self.releases]
 
+    def successive_fillings(self) -> Iterator[tuple[Node, Node]]:
+        """Prefetches into one slot, each with the next."""
+        previous: dict[object, Node] = {}
+        for filled in self.prefetches:
+            slot = filled.kwargs["slot"]
+            if slot in previous:
+                yield previous[slot], filled
+            previous[slot] = filled
+
 
 @graph_pass(requires={"scheduled"}, provides={"verified"})
 def verify(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Check every rule. Raises ScheduleError on the first violation."""
-    facts = schedule_facts(module.graph, plan)
+    for name, problem in violations(module.graph, plan):
+        raise ScheduleError(name, problem)
+    return PassResult(module, plan, matches=tuple(RULES))
+
+
+def violations(graph: Graph, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Every violation, as the name of its rule and a sentence. After the first, others may be its consequences."""
+    facts = schedule_facts(graph, plan)
     for name, rule in RULES.items():
         for problem in rule.check(facts):
-            raise ScheduleError(name, problem)
-    return PassResult(module, plan, matches=tuple(RULES))
+            yield name, problem
 
 
 def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
@@ -179,21 +194,27 @@ def _follows_plan(facts: ScheduleFacts) -> Iterator[str]:
 def _read_after_write(facts: ScheduleFacts) -> Iterator[str]:
     for filled in facts.prefetches:
         for tensors in facts.acquires_of(filled):
+            if not facts.happens_before(copy_of(filled), tensors):
+                yield f"{tensors.name} stands before {filled.name}, so that it waits for nothing"
             for reader in facts.compute_readers(tensors):
-                if not facts.happens_before(copy_of(filled), reader):
+                # Another acquire may happen to come late enough; the reader has its tensors from this one.
+                if not facts.happens_before(tensors, reader):
                     yield f"{reader.name} may read slot {filled.kwargs['slot']} before {filled.name} has filled it"
 
 
 def _read_before_release(facts: ScheduleFacts) -> Iterator[str]:
     for tensors in facts.acquires:
         for done in facts.releases_of(tensors):
-            for reader in facts.compute_readers(tensors):
+            for reader in [tensors, *facts.compute_readers(tensors)]:
                 if not facts.happens_before(reader, done):
                     yield f"{reader.name} reads slot {tensors.kwargs['slot']} after {done.name} has released it"
 
 
 def _write_after_read(facts: ScheduleFacts) -> Iterator[str]:
-    for earlier, later in _successive_fillings(facts):
+    for earlier, later in facts.successive_fillings():
+        after = later.kwargs.get("after")
+        if isinstance(after, Node) and facts.place[after] > facts.place[later]:
+            yield f"{later.name} waits for {after.name}, which stands behind it, so that it waits for nothing"
         for tensors in facts.acquires_of(earlier):
             for reader in [tensors, *facts.compute_readers(tensors)]:
                 if not facts.happens_before(reader, copy_of(later)):
@@ -201,27 +222,32 @@ def _write_after_read(facts: ScheduleFacts) -> Iterator[str]:
 
 
 def _waits_for_event(facts: ScheduleFacts) -> Iterator[str]:
-    for earlier, later in _successive_fillings(facts):
+    refills = {later for _, later in facts.successive_fillings()}
+    for filled in facts.prefetches:
+        after = filled.kwargs.get("after")
+        if filled not in refills and after is not None:
+            # The ring takes it for a refill, and forgets what it has brought into the slot before the run.
+            yield f"{filled.name} is the first to fill slot {filled.kwargs['slot']}, but waits for {_name(after)}"
+    for earlier, later in facts.successive_fillings():
         after = later.kwargs.get("after")
         expected = [done for tensors in facts.acquires_of(earlier) for done in facts.releases_of(tensors)]
-        if after not in expected:
-            named = after.name if isinstance(after, Node) else after
+        # A later release will do: it happens on the same stream.
+        if after not in facts.releases or not any(facts.happens_before(done, after) for done in expected):
             yield (
-                f"{later.name} refills slot {later.kwargs['slot']} but waits for {named}, not for "
+                f"{later.name} refills slot {later.kwargs['slot']} but waits for {_name(after)}, not for "
                 f"{' or '.join(node.name for node in expected) or 'any release'}"
             )
 
 
-def _successive_fillings(facts: ScheduleFacts) -> Iterator[tuple[Node, Node]]:
-    previous: dict[object, Node] = {}
-    for filled in facts.prefetches:
-        slot = filled.kwargs["slot"]
-        if slot in previous:
-            yield previous[slot], filled
-        previous[slot] = filled
+def _name(value: object) -> object:
+    return value.name if isinstance(value, Node) else value
 
 
 def _fits_ring(facts: ScheduleFacts) -> Iterator[str]:
+    for slot in range(facts.plan.slots):
+        if all(filled.kwargs["slot"] != slot for filled in facts.prefetches):
+            # A run takes as many slots from the ring as its plan says, and gives those back that it releases.
+            yield f"the plan has {facts.plan.slots} slots, and nothing fills slot {slot}, which the ring would lose"
     for filled in facts.prefetches:
         slot, bank = filled.kwargs["slot"], filled.kwargs["bank"]
         if not isinstance(slot, int) or not 0 <= slot < facts.plan.slots:

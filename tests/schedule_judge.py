@@ -1,0 +1,296 @@
+"""Is a scheduled graph right, whatever the timing? The judge of the verifier: it runs graphs on contents, not numbers.
+
+Two parts, which know nothing of the verifier. The host executes runs of graphs one after the other as straight-line
+Python, with the slot operations of the ring (buffers, what is filled ahead of the next run, poison), and issues work to
+a compute stream and a copy stream. Then an adversary decides what happens next on these streams, within what the events
+allow: a buffer holds what was copied into it, or nothing while a copy is under way or after a release.
+
+A graph is wrong where the host raises, where something is left undone, or where under some timing a read sees anything
+but the bank that the canonical graph gathers for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.fx import Graph, Node
+
+from moepass.passes.graph import is_call, is_view, mutates, readers
+from moepass.passes.ir import SLOT_OPS, Plan, acquire, gather, prefetch, release
+
+# The names of the shards that a bank is copied from, and its number.
+Contents = tuple[tuple[str, ...], int]
+
+
+class WrongRunError(Exception):
+    """A run that fails, or reads what it should not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A scheduled graph as the host sees it: slot operations, and the nodes that read a slot through `sources`."""
+
+    name: str
+    plan: Plan
+    nodes: tuple[Node, ...]
+    sources: dict[Node, list[Node]]
+    last_releases: frozenset[Node]
+
+
+def expected_reads(canonical: Graph) -> dict[str, list[Contents]]:
+    """What every node that reads banks must see, from the canonical graph alone."""
+    reads: dict[str, list[Contents]] = {}
+    for node in canonical.nodes:
+        if is_call(node, gather):
+            names = tuple(shard.name for shard in node.args[0])
+            for reader in _real_readers(node):
+                reads.setdefault(reader.name, []).append((names, node.kwargs["bank"]))
+    return reads
+
+
+def _real_readers(node: Node) -> Iterator[Node]:
+    for reader in readers(node):
+        if not is_view(reader) or mutates(reader):
+            yield reader
+
+
+def program(name: str, graph: Graph, plan: Plan, expected: dict[str, list[Contents]]) -> Program:
+    """Raises WrongRunError where the graph is no program: a value is used before it is there."""
+    nodes = list(graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+    sources: dict[Node, list[Node]] = {}
+    for node in nodes:
+        if is_call(node, gather):
+            raise WrongRunError(f"{node.name} is no operation of a ring")
+        if is_call(node, *SLOT_OPS):
+            for user in node.users:
+                if place[user] < place[node]:
+                    raise WrongRunError(f"{user.name} uses {node.name} before it is there")
+            for used in node.all_input_nodes:
+                if place[used] > place[node] and used.op != "placeholder":
+                    raise WrongRunError(f"{node.name} uses {used.name} before it is there")
+            if is_call(node, acquire):
+                for reader in _real_readers(node):
+                    if not is_call(reader, *SLOT_OPS):
+                        sources.setdefault(reader, []).append(node)
+    last = {node.kwargs["slot"]: node for node in nodes if is_call(node, release)}
+    relevant = []
+    for node in nodes:
+        if is_call(node, *SLOT_OPS) or node in sources or node.name in expected:
+            relevant.append(node)
+        if node.op == "output":
+            break
+    return Program(name, plan, tuple(relevant), sources, frozenset(last.values()))
+
+
+@dataclasses.dataclass(eq=False)
+class Copy:
+    buffer: int
+    contents: Contents | None
+    after: object
+    position: int = -1
+    taken: bool = False
+
+
+class Host:
+    """The ring of `moepass.runtime.ring`, issuing to streams instead of copying. One object for all runs."""
+
+    def __init__(self, slots: int, slot_bytes: int, expected: dict[str, list[Contents]]) -> None:
+        self.expected, self.slots, self.slot_bytes = expected, slots, slot_bytes
+        self.compute: list[tuple[str, object, object]] = []
+        self.copies: list[Copy] = []
+        self.free = list(range(slots))
+        self.freed: dict[int, object] = {}
+        self.ahead: dict[int, Copy] = {}
+        self.beginnings: dict[object, dict[int, Contents]] = {}
+        self.last_key: object = None
+
+    def run(self, program: Program) -> None:
+        """Issue one run. Raises WrongRunError where the ring or Python would raise."""
+        try:
+            self._run(program)
+        except (IndexError, KeyError) as error:
+            raise WrongRunError(f"the ring raises {type(error).__name__}: {error}") from error
+
+    def _run(self, program: Program) -> None:
+        self.program = program
+        self.buffer_of = self.free
+        self.free = self.buffer_of[program.plan.slots :]
+        self.beginning: dict[int, Contents] = {}
+        banks = {spec.index: spec.nbytes for spec in program.plan.banks}
+        values: dict[Node, object] = {}
+        started: list[Copy] = []
+        for node in program.nodes:
+            if is_call(node, prefetch):
+                if banks[node.kwargs["bank"]] > self.slot_bytes:  # type: ignore[index]
+                    raise WrongRunError(f"{node.name} does not fit into its slot")
+                values[node] = copy = self._prefetch(node, values)
+                started.append(copy)
+            elif is_call(node, acquire):
+                copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
+                if not isinstance(copy, Copy) or copy.taken:
+                    raise WrongRunError(f"{node.name} waits for what is no copy, or was waited for")
+                copy.taken = True
+                self.compute.append(("wait", copy, None))
+                banks[node.kwargs["bank"]]  # type: ignore[index]
+                values[node] = (self.buffer_of[node.kwargs["slot"]], node.kwargs["bank"])  # type: ignore[index]
+            elif is_call(node, release):
+                values[node] = self._release(node)
+            else:
+                self._read(node, values)
+        if sorted(self.free) != list(range(self.slots)):
+            raise WrongRunError(f"the ring has slots {self.free} after a run, not {self.slots} different ones")
+        for copy in started:
+            if not copy.taken:
+                raise WrongRunError("a copy is never waited for, and stays with the ring for ever")
+
+    def _prefetch(self, node: Node, values: dict[Node, object]) -> Copy:
+        buffer = self.buffer_of[node.kwargs["slot"]]  # type: ignore[index]
+        shards: list[Node] = list(node.args[0])  # type: ignore[arg-type]
+        names = tuple(shard.name for shard in shards)
+        # What the graph computes may be overwritten, or not be computed yet, while a copy reads it.
+        lasts = all(shard.op == "placeholder" for shard in shards)
+        contents: Contents | None = (names, node.kwargs["bank"]) if lasts else None  # type: ignore[assignment]
+        after = node.kwargs["after"]
+        if after is not None:
+            event = values.get(after)  # type: ignore[arg-type]
+            if not isinstance(event, _Event):
+                raise WrongRunError(f"{node.name} waits for what is no event")
+            return self._copy(buffer, contents, event)
+        ahead = self.ahead.pop(buffer, None)
+        copy = ahead if ahead and ahead.contents == contents else self._copy(buffer, contents, self.freed.get(buffer))
+        self.beginning[node.kwargs["slot"]] = contents  # type: ignore[index, assignment]
+        if len(self.beginning) == self.program.plan.slots:
+            key = (self.program.name, self.beginning[0] and self.beginning[0][1])
+            if self.last_key is not None:
+                self.beginnings[self.last_key] = dict(self.beginning)
+            self.last_key = key
+            for position, free in enumerate(self.free):
+                self._fill_ahead(position, free)
+        return copy
+
+    def _release(self, node: Node) -> object:
+        buffer = self.buffer_of[node.kwargs["slot"]]  # type: ignore[index]
+        event = _Event()
+        self.compute.append(("release", buffer, event))
+        self.freed[buffer] = event
+        if node in self.program.last_releases:
+            self.free.append(buffer)
+            self._fill_ahead(len(self.free) - 1, buffer)
+        return event
+
+    def _fill_ahead(self, slot: int, buffer: int) -> None:
+        contents = self.beginnings.get(self.last_key, {}).get(slot)
+        if contents is None:
+            return
+        ahead = self.ahead.get(buffer)
+        if ahead is not None and ahead.contents == contents:
+            return
+        self.ahead[buffer] = self._copy(buffer, contents, self.freed.get(buffer))
+
+    def _copy(self, buffer: int, contents: Contents | None, after: object) -> Copy:
+        copy = Copy(buffer, contents, after, len(self.copies))
+        self.copies.append(copy)
+        return copy
+
+    def _read(self, node: Node, values: dict[Node, object]) -> None:
+        found = [values[source] for source in self.program.sources.get(node, [])]
+        if node.op == "output":
+            raise WrongRunError("the caller sees a slot, which the next run overwrites")
+        expected = self.expected.get(node.name, [])
+        if sorted(bank for _, bank in found) != sorted(bank for _, bank in expected):  # type: ignore[misc]
+            raise WrongRunError(f"{node.name} reads {len(found)} banks, or others than {expected}")
+        for (buffer, _), wanted in zip(
+            sorted(found, key=lambda read: read[1]),  # type: ignore[index]
+            sorted(expected, key=lambda read: read[1]),
+            strict=True,
+        ):  # type: ignore[misc]
+            self.compute.append(("read", buffer, wanted))
+
+
+class _Event:
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+COMPUTE, START, END = 0, 1, 2
+# Copies start as soon as they may and end as late as they may: the slot is in pieces all the while. Or they are over at
+# once. Or nothing is copied before it must be.
+ADVERSARIES = ((START, COMPUTE, END), (END, START, COMPUTE), (COMPUTE, START, END))
+
+
+def play(host: Host, choose: Callable[[list[int]], int]) -> None:
+    """What was issued happens, in the order in which `choose` picks what may happen next."""
+    for _, _, event in host.compute:
+        if isinstance(event, _Event):
+            event.done = False
+    buffers: dict[object, Contents | None] = {}
+    step = following = 0
+    under_way = False
+    compute, copies = host.compute, host.copies
+    while step < len(compute) or following < len(copies):
+        options = []
+        if step < len(compute):
+            what, subject, detail = compute[step]
+            if what != "wait" or subject.position < following:  # type: ignore[attr-defined]
+                options.append(COMPUTE)
+        if under_way:
+            options.append(END)
+        elif following < len(copies):
+            after = copies[following].after
+            if after is None or after.done:  # type: ignore[attr-defined]
+                options.append(START)
+        if not options:
+            raise WrongRunError("deadlock")
+        action = choose(options) if len(options) > 1 else options[0]
+        if action == START:
+            buffers[copies[following].buffer], under_way = None, True
+        elif action == END:
+            buffers[copies[following].buffer], under_way = copies[following].contents, False
+            following += 1
+        else:
+            step += 1
+            if what == "release":
+                buffers[subject] = None  # the debug mode poisons what was released
+                detail.done = True  # type: ignore[attr-defined]
+            elif what == "read" and buffers.get(subject) != detail:
+                raise WrongRunError(f"a read of {detail} sees {buffers.get(subject)}")
+
+
+def wrong_because(
+    graph: Graph,
+    plan: Plan,
+    expected: dict[str, list[Contents]],
+    reference: tuple[Graph, Plan],
+    seed: int = 0,
+    timings: int = 6,
+) -> str | None:
+    """Why some run of the graph goes wrong, or None where all that were tried are right.
+
+    It runs alone, over and over, and between runs of `reference`, a correct schedule on the same ring.
+    """
+    generator = random.Random(seed)
+    try:
+        mine = program("mutant", graph, plan, expected)
+        other = program("reference", *reference, expected)
+        for runs, spare in (([mine] * 3, 0), ([other, other, mine, other, mine], 1)):
+            slots = max([plan.slots, *([reference[1].slots] if spare else [])]) + spare
+            host = Host(slots, max(plan.slot_bytes, 0), expected)
+            if spare:
+                host.slot_bytes = max(host.slot_bytes, reference[1].slot_bytes)
+            for run in runs:
+                host.run(run)
+            for order in ADVERSARIES:
+                play(host, lambda options, order=order: min(options, key=order.index))  # type: ignore[misc]
+            for _ in range(timings):
+                play(host, generator.choice)
+    except WrongRunError as problem:
+        return str(problem)
+    return None
+
+
+__all__ = ["Contents", "Sequence", "WrongRunError", "expected_reads", "wrong_because"]

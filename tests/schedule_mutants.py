@@ -1,0 +1,439 @@
+"""Scheduled graphs to try the verifier on: several models, mutants of their schedules, and other correct schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable
+
+import torch
+from backend_helper import BatchedBlock, DenseBlock, Stack, find, streamed, tokens, up_to
+from schedule_judge import Contents, expected_reads
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.graph import copy_graph_module, is_call, is_view, readers
+from moepass.passes.ir import SLOT_OPS, Plan, Residency, acquire, gather, prefetch, release
+from moepass.passes.plan import lifetimes
+from moepass.passes.plan import plan as plan_slots
+from moepass.passes.protocol import PassContext
+from moepass.passes.schedule import schedule
+
+
+class Shared(nn.Module):
+    """One layer twice, and two blocks that share their routing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = BatchedBlock(seed=0), BatchedBlock(seed=1), DenseBlock(seed=2)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.a(self.c(self.b(self.a(x, ids), ids), ids), ids)
+
+
+class Uneven(nn.Module):
+    """Banks of three sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DenseBlock(width=width, seed=width) for width in (32, 128, 64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x, x).tanh()
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model's canonical graph, what its reads must see, and the schedule that the passes make of it."""
+
+    canonical: GraphModule
+    expected: dict[str, list[Contents]]
+    graph: Graph
+    plan: Plan
+    inputs: tuple[object, ...]
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
+    "dense": lambda: (Stack("dense_bmm", depth=4), (tokens(),)),
+    "batched": lambda: (Stack("batched_mm", depth=3), (tokens(),)),
+    "grouped": lambda: (Stack("grouped_mm", depth=3), (tokens(),)),
+    "shared": lambda: (Shared(), (tokens(), torch.tensor([[0, 1]] * 6))),
+    "uneven": lambda: (Uneven(), (tokens(),)),
+}
+
+
+@functools.cache
+def _canonical(model: str) -> tuple[GraphModule, Plan, tuple[object, ...]]:
+    built, inputs = MODELS[model]()
+    captured = streamed(built, *inputs)
+    result = up_to("rewrite", captured.module)
+    return _skeleton(result.module), result.plan, tuple(captured.inputs)
+
+
+def _skeleton(module: GraphModule) -> GraphModule:
+    """The graph without what no reader of a bank needs, for thousands of copies are made; it returns what they read."""
+    copied = copy_graph_module(module)
+    found = {reader for node in find(copied, gather) for reader in readers(node) if not is_view(reader)}
+    for node in reversed(list(copied.graph.nodes)):
+        if node.op == "output":
+            node.args = (tuple(reader for reader in copied.graph.nodes if reader in found),)
+        elif node.op != "placeholder" and not node.users:
+            copied.graph.erase_node(node)
+    copied.recompile()
+    return copied
+
+
+@functools.cache
+def case(model: str, slots: int) -> Case:
+    canonical, before, inputs = _canonical(model)
+    context = PassContext(slots=slots)
+    planned = plan_slots(canonical, before, context)
+    scheduled = schedule(planned.module, planned.plan, context)
+    return Case(canonical, expected_reads(canonical.graph), scheduled.module.graph, scheduled.plan, inputs)
+
+
+CASES = tuple((model, slots) for model in MODELS for slots in (1, 2, 3))
+
+
+# ---- Mutants ---------------------------------------------------------------------------------------------------------
+
+
+class Mutation:
+    """One copy of a schedule, to be damaged in place; `done` says how."""
+
+    def __init__(self, correct: Case, generator: random.Random) -> None:
+        self.graph = Graph()
+        self.graph.output(self.graph.graph_copy(correct.graph, {}))
+        self.plan = correct.plan
+        self.random = generator
+        self.done: list[str] = []
+
+    def mutate(self) -> None:
+        kind = self.random.choices(tuple(KINDS), tuple(weight for weight, _ in KINDS.values()))[0]
+        if all(self.ops(target) for target in SLOT_OPS):
+            KINDS[kind][1](self)
+            self.done.append(kind)
+
+    def ops(self, *targets: object) -> list[Node]:
+        return [node for node in self.graph.nodes if is_call(node, *(targets or SLOT_OPS))]
+
+    def pick(self, nodes: list[Node]) -> Node:
+        return self.random.choice(nodes)
+
+    def pair(self) -> tuple[Node, Node] | None:
+        """Two slot operations of one kind."""
+        node = self.pick(self.ops())
+        alike = [other for other in self.ops(node.target) if other is not node]
+        return (node, self.pick(alike)) if alike else None
+
+    def stay(self) -> tuple[Node, Node, Node] | None:
+        """The prefetch, acquire and release of one stay, where they are still together."""
+        done = self.pick(self.ops(release))
+        tensors = done.args[0]
+        filled = tensors.args[0] if isinstance(tensors, Node) and is_call(tensors, acquire) else None
+        return (filled, tensors, done) if isinstance(filled, Node) and is_call(filled, prefetch) else None  # type: ignore[return-value]
+
+    def put(self, node: Node, behind: Node) -> None:
+        if behind is not node and node.prev is not behind:
+            behind.append(node)
+
+
+def _move(mutation: Mutation) -> None:
+    """Near its old place as often as anywhere: small moves are the hard ones."""
+    node = mutation.pick(mutation.ops())
+    order = list(mutation.graph.nodes)
+    place = order.index(node)
+    rest = [other for other in order if other is not node and other.op != "output"]
+    target = (
+        place - 1 + mutation.random.randint(-4, 4)
+        if mutation.random.random() < 0.5
+        else mutation.random.randrange(len(rest))
+    )
+    mutation.put(node, rest[max(0, min(target, len(rest) - 1))])
+
+
+def _drop(mutation: Mutation) -> None:
+    node = mutation.pick(mutation.ops())
+    alike: list[Node | None] = [other for other in mutation.ops(node.target) if other is not node]
+    heir = mutation.random.choice([*alike, None])
+    node.replace_all_uses_with(heir)  # type: ignore[arg-type]
+    mutation.graph.erase_node(node)
+
+
+def _drop_stay(mutation: Mutation) -> None:
+    stay, other = mutation.stay(), mutation.stay()
+    if stay is None or other is None or stay[1] is other[1]:
+        return
+    for mine, theirs in zip(reversed(stay), reversed(other), strict=True):
+        mine.replace_all_uses_with(theirs)
+        mutation.graph.erase_node(mine)
+
+
+def _duplicate(mutation: Mutation) -> None:
+    node = mutation.pick(mutation.ops())
+    with mutation.graph.inserting_after(node):
+        twin = mutation.graph.node_copy(node)
+    for user in list(node.users):
+        if user is not twin and mutation.random.random() < 0.5:
+            user.replace_input_with(node, twin)
+    if mutation.random.random() < 0.5:
+        twin.update_kwarg("slot", mutation.random.randrange(3))
+
+
+def _double_stay(mutation: Mutation) -> None:
+    """A bank that is fetched once more, and not read; right behind the release that it waits for."""
+    stay = mutation.stay()
+    if stay is None:
+        return
+    filled, tensors, done = stay
+    with mutation.graph.inserting_after(done):
+        again = mutation.graph.call_function(prefetch, filled.args, {**filled.kwargs, "after": done})
+    if mutation.random.random() < 0.5:
+        with mutation.graph.inserting_after(again):
+            read = mutation.graph.call_function(acquire, (again,), dict(tensors.kwargs))
+        if mutation.random.random() < 0.5:
+            with mutation.graph.inserting_after(read):
+                mutation.graph.call_function(release, (read,), dict(done.kwargs))
+    for refill in mutation.ops(prefetch):
+        if refill.kwargs["after"] is done and refill is not again and mutation.random.random() < 0.5:
+            refill.update_kwarg("after", mutation.ops(release)[-1])
+
+
+def _swap(mutation: Mutation) -> None:
+    """Exchange one argument of two alike."""
+    pair = mutation.pair()
+    if pair is None:
+        return
+    node, other = pair
+    name = mutation.random.choice([*node.kwargs, "args"])
+    if name == "args":
+        node.args, other.args = other.args, node.args
+    else:
+        mine, theirs = node.kwargs[name], other.kwargs[name]
+        node.update_kwarg(name, theirs)
+        other.update_kwarg(name, mine)
+
+
+def _exchange(mutation: Mutation) -> None:
+    """Exchange the places of two slot operations, alike or not."""
+    node, other = mutation.pick(mutation.ops()), mutation.pick(mutation.ops())
+    before_node, before_other = node.prev, other.prev
+    if node is not other and other not in (node.prev, node.next):
+        before_node.append(other)
+        before_other.append(node)
+
+
+def _exchange_readers(mutation: Mutation) -> None:
+    """The readers of two acquires, or all but one, read the other's bank."""
+    node, other = mutation.pick(mutation.ops(acquire)), mutation.pick(mutation.ops(acquire))
+    for mine, theirs in ((node, other), (other, node)):
+        users = [user for user in mine.users if not is_call(user, release)]
+        for user in users:
+            if "moved" not in user.meta and mutation.random.random() < 0.8:
+                user.replace_input_with(mine, theirs)
+                user.meta = {**user.meta, "moved": True}
+    for user in [*node.users, *other.users]:
+        user.meta.pop("moved", None)
+
+
+def _retarget(mutation: Mutation) -> None:
+    node = mutation.pick(mutation.ops())
+    name = mutation.random.choice([name for name in ("slot", "bank", "after") if name in node.kwargs])
+    if name == "after":
+        node.update_kwarg(name, mutation.random.choice([None, *mutation.ops(release)]))
+    else:
+        node.update_kwarg(name, mutation.random.randint(-1, 4))
+
+
+def _rename_stay(mutation: Mutation) -> None:
+    """A whole stay, in the plan too or not, goes to another slot, or says that it is another bank."""
+    stay = mutation.stay()
+    if stay is None:
+        return
+    name = mutation.random.choice(["slot", "bank"])
+    old, new = stay[0].kwargs[name], mutation.random.randint(-1, 4)
+    for node in stay:
+        node.update_kwarg(name, new)
+    if mutation.random.random() < 0.5:
+        stays = list(mutation.plan.residencies)
+        bank, slot = stay[0].kwargs["bank"], stay[0].kwargs["slot"]
+        for index, planned in enumerate(stays):
+            if getattr(planned, name) == old and (name == "bank" or planned.bank == bank):
+                stays[index] = dataclasses.replace(planned, bank=bank, slot=slot)  # type: ignore[arg-type]
+                break
+        mutation.plan = dataclasses.replace(mutation.plan, residencies=tuple(stays))
+
+
+def _rename_slot(mutation: Mutation) -> None:
+    """A slot gets another number everywhere, in the plan too."""
+    old, new = mutation.random.randint(0, 2), mutation.random.randint(-1, 4)
+    for node in mutation.ops():
+        if node.kwargs["slot"] == old:
+            node.update_kwarg("slot", new)
+    stays = [dataclasses.replace(stay, slot=new) if stay.slot == old else stay for stay in mutation.plan.residencies]
+    mutation.plan = dataclasses.replace(mutation.plan, residencies=tuple(stays))
+
+
+def _other_source(mutation: Mutation) -> None:
+    """A prefetch copies from another shard, or from memory of the graph, which may have stolen the shard's name."""
+    filled = mutation.pick(mutation.ops(prefetch))
+    shards = list(filled.args[0])  # type: ignore[arg-type]
+    if mutation.random.random() < 0.3:
+        filled.args = mutation.pick(mutation.ops(prefetch)).args
+        return
+    with mutation.graph.inserting_before(filled):
+        fresh = mutation.graph.call_function(torch.ops.aten.clone.default, (shards[0],))
+    fresh.meta, name = dict(shards[0].meta), shards[0].name
+    if mutation.random.random() < 0.8:
+        shards[0]._rename("original")
+        fresh.name = name
+    filled.args = ([fresh, *shards[1:]],)
+
+
+def _late_release(mutation: Mutation) -> None:
+    """A refill waits for another release, and that of the slot's content comes later, or as late as it may."""
+    refills = [filled for filled in mutation.ops(prefetch) if filled.kwargs["after"] is not None]
+    if not refills:
+        return
+    refill = mutation.pick(refills)
+    own = refill.kwargs["after"]
+    order = list(mutation.graph.nodes)
+    others = [done for done in mutation.ops(release) if done is not own]
+    if not others or not isinstance(own, Node):
+        return
+    refill.update_kwarg("after", mutation.pick(others))
+    spots = [node for node in order[order.index(own) :] if node.op != "output"]
+    mutation.put(own, mutation.pick(spots))
+    if mutation.random.random() < 0.5:
+        mutation.put(refill, mutation.pick([node for node in spots if node is not refill and node is not own] or [own]))
+
+
+def _wait_at_first(mutation: Mutation) -> None:
+    """The first filling of a slot waits for a release."""
+    fresh = [filled for filled in mutation.ops(prefetch) if filled.kwargs["after"] is None]
+    if not fresh:
+        return
+    filled, done = mutation.pick(fresh), mutation.pick(mutation.ops(release))
+    filled.update_kwarg("after", done)
+    if mutation.random.random() < 0.8:
+        mutation.put(filled, done)
+
+
+def _escape(mutation: Mutation) -> None:
+    """The caller gets a piece of a slot; the release may come when nobody sees the slot any more but him."""
+    tensors = mutation.pick(mutation.ops(acquire))
+    (output,) = (node for node in mutation.graph.nodes if node.op == "output")
+    pieces = [user for user in tensors.users if is_view(user)]
+    if not pieces:
+        return
+    output.args = ((*output.args[0], mutation.pick(pieces)),)  # type: ignore[misc]
+    if mutation.random.random() < 0.7:
+        for done in mutation.ops(release):
+            if done.args[0] is tensors:
+                output.append(done)
+
+
+def _put_gather_back(mutation: Mutation) -> None:
+    filled, tensors = mutation.pick(mutation.ops(prefetch)), mutation.pick(mutation.ops(acquire))
+    with mutation.graph.inserting_before(tensors):
+        complete = mutation.graph.call_function(gather, (filled.args[0],), {"bank": filled.kwargs["bank"]})
+    users = [user for user in tensors.users if not is_call(user, release)]
+    for user in users if mutation.random.random() < 0.5 else []:
+        user.replace_input_with(tensors, complete)
+
+
+def _other_ring(mutation: Mutation) -> None:
+    """The plan says that the ring is smaller, or larger, or has smaller slots."""
+    field = mutation.random.choice(["slots", "slot_bytes"])
+    change = mutation.random.choice([-1, 1]) if field == "slots" else -1
+    mutation.plan = dataclasses.replace(mutation.plan, **{field: getattr(mutation.plan, field) + change})
+
+
+KINDS: dict[str, tuple[int, Callable[[Mutation], None]]] = {
+    "move": (20, _move),
+    "drop": (6, _drop),
+    "drop stay": (3, _drop_stay),
+    "duplicate": (6, _duplicate),
+    "double stay": (4, _double_stay),
+    "swap": (10, _swap),
+    "exchange": (8, _exchange),
+    "exchange readers": (4, _exchange_readers),
+    "retarget": (12, _retarget),
+    "rename stay": (6, _rename_stay),
+    "rename slot": (4, _rename_slot),
+    "other source": (5, _other_source),
+    "late release": (8, _late_release),
+    "wait at first": (3, _wait_at_first),
+    "escape": (3, _escape),
+    "put gather back": (2, _put_gather_back),
+    "other ring": (4, _other_ring),
+}
+
+
+def mutant(correct: Case, generator: random.Random) -> Mutation:
+    """One to three mutations of a correct schedule."""
+    mutation = Mutation(correct, generator)
+    for _ in range(generator.choice((1, 1, 2, 3))):
+        mutation.mutate()
+    return mutation
+
+
+# ---- Correct schedules -----------------------------------------------------------------------------------------------
+
+
+def correct_schedule(model: str, slots: int, generator: random.Random) -> tuple[Graph, Plan]:
+    """Another correct schedule: any slot that is free, in any order of copies; prefetch, acquire, release anywhere.
+
+    Within what the rules of a slot allow: the acquire before the first read, the release behind the last, the prefetch
+    behind the release of what the slot held, the release before the refill of the slot.
+    """
+    found = case(model, slots)
+    stays = lifetimes(found.canonical.graph)
+    plan = dataclasses.replace(found.plan, residencies=tuple(_residencies(found, generator)))
+    module = schedule(found.canonical, plan, PassContext(slots=slots)).module
+    assert len(stays) == len(plan.residencies)
+    for _ in range(generator.randrange(8)):
+        _move_legally(module, generator)
+    return module.graph, plan
+
+
+def _residencies(found: Case, generator: random.Random) -> list[Residency]:
+    """Each bank into a slot whose content nobody reads any more; fresh slots stay numbered as they are first filled."""
+    order = list(found.canonical.graph.nodes)
+    place = {node: index for index, node in enumerate(order)}
+    stays = lifetimes(found.canonical.graph)
+    held_by: list[int] = []
+    chosen: list[Residency] = []
+    for position, (stay, planned) in enumerate(zip(stays, found.plan.residencies, strict=True)):
+        begin = place[stay.first_reader]
+        free = [slot for slot, last in enumerate(held_by) if place[stays[last].last_reader] < begin]
+        if len(held_by) < found.plan.slots and (not free or planned.after is None or generator.random() < 0.5):
+            chosen.append(dataclasses.replace(planned, slot=len(held_by), after=None))
+            held_by.append(position)
+            continue
+        slot = generator.choice(free)
+        chosen.append(dataclasses.replace(planned, slot=slot, after=held_by[slot]))
+        held_by[slot] = position
+    return chosen
+
+
+def _move_legally(module: GraphModule, generator: random.Random) -> None:
+    node = generator.choice(find(module, generator.choice(SLOT_OPS)))
+    order = list(module.graph.nodes)
+    place = {other: index for index, other in enumerate(order)}
+    first = max(place[used] for used in node.all_input_nodes)
+    last = min([place[user] for user in node.users] or [len(order) - 1])
+    if is_call(node, release):
+        assert isinstance(node.args[0], Node)
+        first = max(place[reader] for reader in readers(node.args[0]) if reader is not node)
+    if is_call(node, prefetch) and node.kwargs["after"] is None:
+        first = max(first, max(index for other, index in place.items() if other.op == "placeholder"))
+    spots = [other for other in order[first:last] if other is not node]
+    if spots:
+        generator.choice(spots).append(node)
+
+
+__all__ = ["CASES", "KINDS", "Case", "Mutation", "case", "correct_schedule", "mutant"]

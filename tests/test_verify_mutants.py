@@ -1,0 +1,178 @@
+"""The verifier against a judge: what goes wrong under some timing is rejected, what is correct never is."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+from collections.abc import Mapping
+
+import pytest
+import torch
+from schedule_judge import wrong_because
+from schedule_mutants import CASES, KINDS, Case, Mutation, case, correct_schedule, mutant
+from torch.fx import Graph, GraphModule
+
+from moepass.passes.ir import Plan
+from moepass.passes.verify import RULES, ScheduleFacts, schedule_facts
+from moepass.runtime.executor import bind
+from moepass.runtime.link import Link
+from moepass.runtime.ring import make_ring
+
+# Rules about timing alone. The others, and the event that a refill names, are also about what the plan says.
+TIMING = {"read_after_write", "read_before_release", "write_after_read"}
+
+
+def broken_rules(graph: Graph, plan: Plan) -> frozenset[str]:
+    """Every rule that would reject the schedule if it were the only one."""
+    facts = schedule_facts(graph, plan)
+    return frozenset(name for name in RULES if _is_broken(name, facts))
+
+
+def _is_broken(rule: str, facts: ScheduleFacts) -> bool:
+    return next(iter(RULES[rule].check(facts)), None) is not None
+
+
+def judged(found: Case, graph: Graph, plan: Plan, seed: int) -> str | None:
+    return wrong_because(graph, plan, found.expected, (found.graph, found.plan), seed=seed)
+
+
+class Verdicts:
+    """What judge and verifier say about many mutants."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = random.Random(seed)
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.missed: list[str] = []
+        self.false_alarms: list[str] = []
+        # Wrong mutants that one rule alone rejects: without it they would be missed.
+        self.caught_by_one: collections.Counter[str] = collections.Counter()
+        self.kinds: collections.Counter[str] = collections.Counter()
+        for number in range(count):
+            found = case(*CASES[number % len(CASES)])
+            self._add(found, mutant(found, generator), number)
+
+    def _add(self, found: Case, tried: Mutation, number: int) -> None:
+        problem = judged(found, tried.graph, tried.plan, seed=number)
+        broken = broken_rules(tried.graph, tried.plan)
+        self.counts["wrong" if problem else "right", "rejected" if broken else "accepted"] += 1
+        self.kinds.update(tried.done)
+        where = f"mutant {number} of {CASES[number % len(CASES)]} by {tried.done}"
+        if problem and not broken:
+            self.missed.append(f"{where}: {problem}")
+        if problem and len(broken) == 1:
+            self.caught_by_one[next(iter(broken))] += 1
+        if not problem and broken and broken <= TIMING:
+            self.false_alarms.append(f"{where}: rejected by {sorted(broken)}, and no timing goes wrong")
+
+    def check(self) -> None:
+        assert not self.missed, "\n".join(self.missed)
+        assert not self.false_alarms, "\n".join(self.false_alarms)
+
+
+@functools.cache
+def _sample() -> Verdicts:
+    return Verdicts(count=600, seed=0)
+
+
+def test_no_wrong_mutant_is_accepted_and_no_timing_is_blamed_in_vain() -> None:
+    _sample().check()
+
+
+def test_the_mutants_are_of_every_kind_both_right_and_wrong() -> None:
+    found = _sample()
+    assert set(found.kinds) == set(KINDS)
+    assert found.counts["right", "accepted"] >= 40
+    assert found.counts["wrong", "rejected"] >= 300
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_loss_of_a_rule_would_be_noticed(rule: str) -> None:
+    assert _sample().caught_by_one[rule], f"no mutant is rejected by {rule} alone"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_no_wrong_mutant_of_ten_thousand_is_accepted() -> None:
+    found = Verdicts(count=10_500, seed=1)
+    found.check()
+    assert found.counts["wrong", "rejected"] >= 5_000
+    assert found.counts["right", "accepted"] >= 500
+    assert min(found.caught_by_one[rule] for rule in RULES) >= 10
+
+
+def _check_correct_schedules(count: int, seed: int) -> None:
+    generator = random.Random(seed)
+    for number in range(count):
+        model, slots = CASES[number % len(CASES)]
+        graph, plan = correct_schedule(model, slots, generator)
+        assert judged(case(model, slots), graph, plan, seed=number) is None, "the schedule is not correct"
+        assert not broken_rules(graph, plan), f"schedule {number}, of {model} with {slots} slots:\n{graph}"
+
+
+def test_no_correct_schedule_is_rejected() -> None:
+    _check_correct_schedules(count=150, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_no_correct_schedule_of_thousands_is_rejected() -> None:
+    _check_correct_schedules(count=4_000, seed=1)
+
+
+# ---- The judge against the real ring ---------------------------------------------------------------------------------
+
+
+def _run_for_real(found: Case, graph: Graph, plan: Plan, link: Link, runs: int = 3) -> list[tuple[torch.Tensor, ...]]:
+    """The outputs of several runs on a ring that poisons what is released. Raises what they raise."""
+    ring = make_ring(plan.slots, plan.slot_bytes, torch.device("cpu"), link, debug=True)
+    try:
+        bound = bind(GraphModule(found.canonical, graph), {spec.index: spec for spec in plan.banks}, ring)
+        outputs = []
+        for _ in range(runs):
+            with torch.no_grad(), ring.run("mutant", plan.slots):
+                outputs.append(tuple(value.clone() for value in bound(*found.inputs)))
+        return outputs
+    finally:
+        ring.reset()
+
+
+def _goes_wrong(found: Case, tried: Mutation, expected: tuple[torch.Tensor, ...], link: Link) -> str | None:
+    try:
+        outputs = _run_for_real(found, tried.graph, tried.plan, link)
+    except Exception as error:  # whatever it is: a correct schedule raises nothing
+        return f"{type(error).__name__}: {error}"
+    for run, output in enumerate(outputs):
+        # What an escaped slot adds to the outputs is the caller's to see, and not compared.
+        if not all(torch.equal(mine, theirs) for mine, theirs in zip(output, expected, strict=False)):
+            return f"run {run} gives something else"
+    return None
+
+
+def _compare_with_real_runs(count: int, seed: int) -> Mapping[bool, int]:
+    generator = random.Random(seed)
+    wrong: collections.Counter[bool] = collections.Counter()
+    for number in range(count):
+        model, slots = CASES[number % len(CASES)]
+        found = case(model, slots)
+        expected = _run_for_real(found, found.graph, found.plan, Link())[0]
+        tried = mutant(found, generator)
+        # Copies that are over at once, and copies that take longer than anything else.
+        link = generator.choice([Link(), Link(found.plan.slot_bytes / 0.004)])
+        problem = _goes_wrong(found, tried, expected, link)
+        wrong[problem is not None] += 1
+        if problem:
+            assert judged(found, tried.graph, tried.plan, seed=number), f"{tried.done}: {problem}"
+            assert broken_rules(tried.graph, tried.plan), f"{tried.done}: {problem}"
+    return wrong
+
+
+def test_what_goes_wrong_on_a_real_ring_is_wrong_for_the_judge() -> None:
+    wrong = _compare_with_real_runs(count=60, seed=0)
+    assert wrong[True] >= 20
+    assert wrong[False] >= 5
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_on_a_real_ring_is_wrong_for_the_judge_and_the_verifier() -> None:
+    _compare_with_real_runs(count=1_000, seed=1)
