@@ -11,7 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from moepass.models.architecture import short_dtype
 from moepass.models.errors import InputError, one_of
+from moepass.models.formulas.memory import element_bytes
+from moepass.models.formulas.products import gemm_bytes, gemm_flops
 from moepass.passes.hardware import COLLECTIVES, Figure, Hardware, TransferLink
 
 Work = Literal["gemm", "grouped_gemm", "attention", "masked_attention"]
@@ -20,22 +23,6 @@ _ATTENTION: tuple[Work, ...] = ("attention", "masked_attention")
 
 # The runtime cuts transfers into slices of this size.
 SLICE_BYTES = 4 << 20
-
-_BYTES_PER_VALUE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-_DTYPES = {
-    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64",
-    "double": "fp64", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
-}  # fmt: skip
-
-
-def dtype_key(dtype: str) -> str:
-    """The name of a dtype in profiles: `bf16` for `bfloat16`, `torch.bfloat16` and `bf16`. Raises InputError."""
-    name = dtype.removeprefix("torch.")
-    key = _DTYPES.get(name, name)
-    if key not in _BYTES_PER_VALUE:
-        raise InputError(f"dtype {dtype!r} is unknown; it must be one of {one_of(_BYTES_PER_VALUE)}")
-    return key
-
 
 # ---- Transfers of banks into slots -----------------------------------------------------------------------------------
 
@@ -145,7 +132,7 @@ def memory_seconds(hardware: Hardware, moved_bytes: float) -> float:
 
 def peak_flops_per_s(hardware: Hardware, dtype: str) -> Figure:
     """The peak rate for `dtype`. Raises InputError where the profile has none, naming those that it has."""
-    key = dtype_key(dtype)
+    key = short_dtype(dtype)
     if key not in hardware.flops:
         raise InputError(f"profile {hardware.name!r} has no {key} rate; it has {one_of(hardware.flops)}")
     return hardware.flops[key]
@@ -153,7 +140,7 @@ def peak_flops_per_s(hardware: Hardware, dtype: str) -> Figure:
 
 def reached_flops_per_s(hardware: Hardware, dtype: str, work: Work = "gemm") -> Figure:
     """The rate that work of large shapes reaches: the best of the profile's table, else a part of the peak."""
-    table = hardware.compute.get(work, {}).get(dtype_key(dtype))
+    table = hardware.compute.get(work, {}).get(short_dtype(dtype))
     if table is not None:
         last = {axis.name: axis.points[-1] for axis in table.axes}
         return Figure(work_flops(work, last) / table.at(**last), table.source, f"{work} of the largest measured shape")
@@ -171,13 +158,12 @@ def work_seconds(hardware: Hardware, dtype: str, flops: float, moved_bytes: floa
 
 def gemm_seconds(hardware: Hardware, dtype: str, rows: float, inner: float, columns: float) -> float:
     """[rows, inner] times [inner, columns]: by the table, and no less than reading and writing everything once."""
-    flops = 2.0 * rows * inner * columns
+    flops = gemm_flops(rows, inner, columns)
     if flops <= 0:
         return 0.0
-    return max(
-        _table_seconds(hardware, dtype, "gemm", flops, rows=rows, inner=inner, columns=columns),
-        _floor_seconds(hardware, _gemm_bytes(dtype, rows, inner, columns)),
-    )
+    moved = gemm_bytes(rows, inner, columns, element_bytes(short_dtype(dtype)))
+    seconds = _table_seconds(hardware, dtype, "gemm", flops, rows=rows, inner=inner, columns=columns)
+    return max(seconds, _floor_seconds(hardware, moved))
 
 
 def grouped_gemm_seconds(
@@ -192,13 +178,14 @@ def grouped_gemm_seconds(
         return 0.0
     running = min(experts, rows)
     each = rows / running
-    flops = 2.0 * rows * inner * columns
-    table = hardware.compute.get("grouped_gemm", {}).get(dtype_key(dtype))
+    flops = gemm_flops(rows, inner, columns)
+    table = hardware.compute.get("grouped_gemm", {}).get(short_dtype(dtype))
     if table is not None:
         seconds = running * table.at(rows=each, inner=inner, columns=columns)
     else:
         seconds = flops / reached_flops_per_s(hardware, dtype, "grouped_gemm").value
-    return max(seconds, _floor_seconds(hardware, running * _gemm_bytes(dtype, each, inner, columns)))
+    moved = gemm_bytes(each, inner, columns, element_bytes(short_dtype(dtype)), count=running)
+    return max(seconds, _floor_seconds(hardware, moved))
 
 
 def attention_seconds(
@@ -218,7 +205,7 @@ def attention_seconds(
     """
     if flops <= 0:
         return _floor_seconds(hardware, moved_bytes)
-    tables = [work for work in _ATTENTION if dtype_key(dtype) in hardware.compute.get(work, {})]
+    tables = [work for work in _ATTENTION if short_dtype(dtype) in hardware.compute.get(work, {})]
     wanted: Work = "masked_attention" if is_masked else "attention"
     work = wanted if wanted in tables or not tables else tables[0]
     seconds = _table_seconds(hardware, dtype, work, flops, sequence=sequence, head_dim=head_dim)
@@ -227,7 +214,7 @@ def attention_seconds(
 
 def _table_seconds(hardware: Hardware, dtype: str, work: Work, flops: float, **shape: float) -> float:
     """`flops` at the rate that the profile's table has for `shape`, or at the reached rate where it has no table."""
-    table = hardware.compute.get(work, {}).get(dtype_key(dtype))
+    table = hardware.compute.get(work, {}).get(short_dtype(dtype))
     if table is None:
         return flops / reached_flops_per_s(hardware, dtype, work).value
     # Beyond the table the rate stays, whatever power of a size FLOPs grow with.
@@ -239,11 +226,7 @@ def work_flops(work: Work, shape: Mapping[str, float]) -> float:
     """FLOPs of one point of a table of `work`, with a size for each of its axes."""
     if work in _ATTENTION:  # one head, both products; the diagonal of a causal one is counted as half
         return (2.0 if work == "attention" else 4.0) * shape["sequence"] ** 2 * shape["head_dim"]
-    return 2.0 * shape["rows"] * shape["inner"] * shape["columns"]
-
-
-def _gemm_bytes(dtype: str, rows: float, inner: float, columns: float) -> float:
-    return _BYTES_PER_VALUE[dtype_key(dtype)] * (rows * inner + inner * columns + rows * columns)
+    return float(gemm_flops(shape["rows"], shape["inner"], shape["columns"]))
 
 
 def _floor_seconds(hardware: Hardware, moved_bytes: float) -> float:

@@ -267,7 +267,7 @@ def test_what_a_machine_does_not_have() -> None:
         times.gather_seconds(H100, BANK_BYTES, "peer", "push")
     with pytest.raises(InputError, match="has no fp8 rate; it has bf16, fp16"):
         times.gemm_seconds(load_hardware("a100-80g"), "fp8", 1, 1, 1)
-    with pytest.raises(InputError, match="dtype 'int3' is unknown; it must be one of bf16, fp16, fp32, fp64, fp8"):
+    with pytest.raises(InputError, match="dtype 'int3' is unknown; it must be one of "):
         times.gemm_seconds(H100, "int3", 1, 1, 1)
 
 
