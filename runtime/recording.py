@@ -51,7 +51,12 @@ class TimelineRecording:
             if copy.performed is not None
         ]
         self._timeline = timeline_of(self._events + copies, "emulated" if self._is_emulated else "measured")
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what keeps slots and banks alive."""
         self._copies.clear()
+        self._events.clear()
 
 
 _recording: contextvars.ContextVar[TimelineRecording | None] = contextvars.ContextVar("recording", default=None)
@@ -73,6 +78,9 @@ def record_timeline() -> Iterator[TimelineRecording]:
     token = _recording.set(recording)
     try:
         yield recording
+    except BaseException:
+        recording.forget()
+        raise
     finally:
         _recording.reset(token)
     recording.close()

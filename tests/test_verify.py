@@ -155,11 +155,11 @@ def test_a_first_filling_that_waits_is_caught() -> None:
 def test_a_later_release_will_do() -> None:
     """It happens on the same stream as the release of what the slot held, and behind it."""
     module = copy_graph_module(scheduled().module)
-    second, later = find(module, release)[:2]
+    own, later = find(module, release)[:2]
     refill = find(module, prefetch)[2]
     later.append(refill)
     refill.update_kwarg("after", later)
-    assert refill.kwargs["slot"] == second.kwargs["slot"]
+    assert refill.kwargs["slot"] == own.kwargs["slot"] != later.kwargs["slot"]
     _verify(module, scheduled().plan)
 
 
