@@ -244,10 +244,10 @@ def _name(value: object) -> object:
 
 
 def _fits_ring(facts: ScheduleFacts) -> Iterator[str]:
-    for slot in range(facts.plan.slots):
-        if all(filled.kwargs["slot"] != slot for filled in facts.prefetches):
+    for number in range(facts.plan.slots):
+        if all(filled.kwargs["slot"] != number for filled in facts.prefetches):
             # A run takes as many slots from the ring as its plan says, and gives those back that it releases.
-            yield f"the plan has {facts.plan.slots} slots, and nothing fills slot {slot}, which the ring would lose"
+            yield f"the plan has {facts.plan.slots} slots, and nothing fills slot {number}, which the ring would lose"
     for filled in facts.prefetches:
         slot, bank = filled.kwargs["slot"], filled.kwargs["bank"]
         if not isinstance(slot, int) or not 0 <= slot < facts.plan.slots:
