@@ -244,10 +244,9 @@ def _name(value: object) -> object:
 
 
 def _fits_ring(facts: ScheduleFacts) -> Iterator[str]:
-    for number in range(facts.plan.slots):
-        if all(filled.kwargs["slot"] != number for filled in facts.prefetches):
-            # A run takes as many slots from the ring as its plan says, and gives those back that it releases.
-            yield f"the plan has {facts.plan.slots} slots, and nothing fills slot {number}, which the ring would lose"
+    for unused in sorted(set(range(facts.plan.slots)) - {filled.kwargs["slot"] for filled in facts.prefetches}):
+        # A run takes as many slots from the ring as its plan says, and gives those back that it releases.
+        yield f"the plan has {facts.plan.slots} slots, and nothing fills slot {unused}, which the ring would lose"
     for filled in facts.prefetches:
         slot, bank = filled.kwargs["slot"], filled.kwargs["bank"]
         if not isinstance(slot, int) or not 0 <= slot < facts.plan.slots:
@@ -262,6 +261,8 @@ def _fits_ring(facts: ScheduleFacts) -> Iterator[str]:
 def _source_outlives_copy(facts: ScheduleFacts) -> Iterator[str]:
     for filled in facts.prefetches:
         for source in filled.all_input_nodes:
+            if facts.place[source] > facts.place[filled] and source.op == "placeholder":
+                yield f"{filled.name} copies from {source.name}, which stands behind it"
             if source is not filled.kwargs.get("after") and source.op != "placeholder":
                 yield f"{filled.name} copies from {source.name}, memory that the allocator may reuse during the copy"
 

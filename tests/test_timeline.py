@@ -217,20 +217,18 @@ def test_a_device_without_a_recording_says_so(streaming: Streaming) -> None:
 
 
 def _measured(streaming: Streaming, runs: int) -> tuple[list[float], float, float]:
-    """Seconds of each segment, of a step, and of the waits in a step: the best of several, which nothing disturbed."""
+    """Seconds of each segment of a run, of the run, and of its waits: the fastest of several, the least disturbed."""
     with moepass.record_timeline() as recording:
         for _ in range(runs):
             streaming.run()
-    events = recording.timeline.events
-    step = min(recording.timeline.on(HOST), key=lambda event: event.seconds)
-    waits = [event.seconds for event in events if event.op == "wait" and step.start_seconds <= event.start_seconds]
-    segments = [event.seconds for event in events if event.op == "segment"]
-    count = len(segments) // runs
-    return (
-        [min(segments[place::count]) for place in range(count)],
-        step.seconds,
-        sum(waits[: len(streaming.plan.residencies)]),
-    )
+    run = min(recording.timeline.on(HOST), key=lambda event: event.seconds)
+    inside = [
+        event
+        for event in recording.timeline.on(COMPUTE)
+        if run.start_seconds <= event.start_seconds and event.end_seconds <= run.end_seconds
+    ]
+    segments = [event.seconds for event in inside if event.op == "segment"]
+    return segments, run.seconds, sum(event.seconds for event in inside if event.op == "wait")
 
 
 def _predicted(streaming: Streaming, segment_seconds: Sequence[float]) -> Simulation:
