@@ -17,13 +17,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 
 from moepass.models.errors import MoepassError
+from moepass.models.formulas.text import evaluate_text
 
 PLAN_SCHEMA = "moepass.plan/1"
 
@@ -165,13 +166,30 @@ class BankSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cost:
+    """FLOPs, bytes of memory traffic, and bytes to and from other ranks, each an expression in the graph's sizes."""
+
+    flops: str = "0"
+    memory_bytes: str = "0"
+    communication_bytes: str = "0"
+
+    def at(self, sizes: Mapping[str, float]) -> tuple[float, float, float]:
+        """The three numbers for these sizes. Raises InputError where one is missing."""
+        flops, memory, moved = (
+            evaluate_text(text, sizes) for text in (self.flops, self.memory_bytes, self.communication_bytes)
+        )
+        return flops, memory, moved
+
+
+@dataclasses.dataclass(frozen=True)
 class MoEBlock:
     """One MoE block found in a graph.
 
     `form` is how its expert products were written: `grouped_mm`, `batched_mm` or `dense_bmm`. `hidden` and
     `intermediate` are widths of one expert. `top_k` is None where the form computes every expert for every token.
     `bank` is None where the weights are ordinary resident tensors. `parallel` is the form of expert parallelism that
-    the block had, as `all_to_all`; empty where its experts were local from the start.
+    the block had, as `all_to_all`; empty where its experts were local from the start. `cost` is that of its expert
+    products.
     """
 
     name: str
@@ -186,6 +204,7 @@ class MoEBlock:
     products: tuple[str, ...]
     bank: int | None
     parallel: str = ""
+    cost: Cost | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,17 +238,22 @@ class Residency:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One line of the schedule, in host order: `op` is prefetch, acquire, release or segment."""
+    """One line of the schedule, in host order: `op` is prefetch, acquire, release or segment, which has a cost."""
 
     op: str
     name: str
     bank: int | None = None
     slot: int | None = None
+    cost: Cost | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the compiler decided about one graph. Pure data: the single source of truth for every number in it."""
+    """What the compiler decided about one graph. Pure data: the single source of truth for every number in it.
+
+    `cost` is that of the whole graph, in its sizes; `sizes` are these by name, with the values at capture. Operators
+    in `uncosted` count with their memory traffic only, because nobody knows what they compute.
+    """
 
     schema: str = PLAN_SCHEMA
     strategy: str = "resident"
@@ -242,6 +266,9 @@ class Plan:
     residencies: tuple[Residency, ...] = ()
     steps: tuple[Step, ...] = ()
     distinct_segments: int = 0
+    cost: Cost | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
+    uncosted: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()

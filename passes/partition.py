@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.errors import one_of
+from moepass.passes.cost import total_cost
 from moepass.passes.detect import find_blocks
 from moepass.passes.graph import (
     copy_graph_module,
@@ -167,7 +168,8 @@ class _TopLevel:
             element = self.graph.call_function(operator.getitem, (call, position))
             element.meta = dict(node.meta)
             self.values[node] = element
-        self.steps.append(Step("segment", f"{name}: {segment.layers}" if segment.layers else name))
+        label = f"{name}: {segment.layers}" if segment.layers else name
+        self.steps.append(Step("segment", label, cost=total_cost(nodes)))
 
 
 class _Segment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from moepass.passes.complete_shards import complete_shards
+from moepass.passes.cost import cost
 from moepass.passes.detect import detect
 from moepass.passes.ir import Plan
 from moepass.passes.localise import localise
@@ -22,6 +23,7 @@ PASSES: tuple[Pass, ...] = (
     detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
     sink_lookups,  # before anything refers to a place in the graph
+    cost,  # the nodes are those that will run, and every decision after it may look at what they cost
     plan,  # needs the gathers in their final number and order
     schedule,  # carries out the plan
     verify,  # before the cut, while every reader of a slot is still in sight

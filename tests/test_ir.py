@@ -20,6 +20,7 @@ from moepass.passes.ir import (
     BANK_TENSOR,
     PLAN_SCHEMA,
     BankSpec,
+    Cost,
     MoEBlock,
     Plan,
     Refusal,
@@ -42,6 +43,7 @@ TENSORS = st.builds(
     st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn"]),
     COUNTS,
 )
+COSTS = st.none() | st.builds(Cost, NAMES, NAMES, NAMES)
 PLANS = st.builds(
     Plan,
     strategy=NAMES,
@@ -49,7 +51,7 @@ PLANS = st.builds(
     blocks=st.lists(
         st.builds(
             MoEBlock, NAMES, NAMES, COUNTS, MAYBE, COUNTS, COUNTS, st.booleans(), NAMES, COUNTS,
-            st.lists(NAMES, max_size=3).map(tuple), MAYBE,
+            st.lists(NAMES, max_size=3).map(tuple), MAYBE, cost=COSTS,
         ),
         max_size=3,
     ).map(tuple),
@@ -62,8 +64,11 @@ PLANS = st.builds(
     residencies=st.lists(
         st.builds(Residency, NAMES, COUNTS, COUNTS, MAYBE, st.lists(NAMES, max_size=2).map(tuple)), max_size=3
     ).map(tuple),
-    steps=st.lists(st.builds(Step, NAMES, NAMES, MAYBE, MAYBE), max_size=3).map(tuple),
+    steps=st.lists(st.builds(Step, NAMES, NAMES, MAYBE, MAYBE, COSTS), max_size=3).map(tuple),
     distinct_segments=COUNTS,
+    cost=COSTS,
+    sizes=st.lists(st.tuples(NAMES, COUNTS), max_size=3).map(tuple),
+    uncosted=st.lists(NAMES, max_size=3).map(tuple),
 )  # fmt: skip
 
 
@@ -87,7 +92,7 @@ def test_plans_have_the_same_digest_exactly_if_they_are_equal(one: Plan, other: 
 
 def test_any_changed_field_changes_the_digest() -> None:
     plan = _real_plan()
-    values = {"str": "changed", "int": 12345, "tuple": ()}
+    values = {"str": "changed", "int": 12345, "tuple": (), "Cost": Cost("7*s0")}
     for field in dataclasses.fields(Plan):
         old = getattr(plan, field.name)
         new = values[type(old).__name__]

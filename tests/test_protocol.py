@@ -103,6 +103,7 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
         "localise",
         "complete_shards",
         "sink_lookups",
+        "cost",
     }
     assert result.refusals == result.plan.refusals
 

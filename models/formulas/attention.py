@@ -1,0 +1,82 @@
+"""What token mixing costs beyond its projections: scores of attention, scans of linear attention and state spaces.
+
+Attention reads pairs: a token and one that it sees. A causal text of S tokens has S(S + 1)/2 of them, half of the
+square that torch's counter assumes. Where P tokens before the text are cached or shared, S·P pairs come on top.
+"""
+
+from __future__ import annotations
+
+from moepass.models.architecture import Attention
+from moepass.models.errors import InputError
+from moepass.models.formulas.products import gemm_flops, triangular_solve_flops
+from moepass.models.formulas.sizes import Size, divided, smaller, whole_parts
+
+# Tokens that the delta rule takes at once: `chunk_size` of transformers' and flash-linear-attention's kernels.
+DELTA_RULE_CHUNK = 64
+
+# FLOPs per token, channel and state of a selective scan: `selective_scan_flop_count` of mamba-ssm.
+SCAN_FLOPS = 9
+
+
+def causal_pairs(sequence: Size, window: Size | None = None, prefix: Size = 0) -> Size:
+    """Pairs of one text of `sequence` tokens behind `prefix` others, each token seeing at most `window` tokens."""
+    if prefix == 0:
+        ramp = sequence if window is None else smaller(sequence, window)
+        return divided(ramp * (ramp + 1), 2) + (sequence - ramp) * ramp
+    return causal_pairs(prefix + sequence, window) - causal_pairs(prefix, window)
+
+
+def chunked_pairs(sequence: Size, chunk: int, prefix: Size = 0) -> Size:
+    """The same where a token sees only what precedes it in its own chunk of `chunk` tokens."""
+    if prefix == 0:
+        full = whole_parts(sequence, chunk)
+        return full * causal_pairs(chunk) + causal_pairs(sequence - full * chunk)
+    return chunked_pairs(prefix + sequence, chunk) - chunked_pairs(prefix, chunk)
+
+
+def attention_pairs(attention: Attention, sequence: Size, prefix: Size = 0) -> Size:
+    """Pairs that `attention` looks at in one text. Raises InputError for kinds that look at none."""
+    if attention.kind == "chunked":
+        assert attention.window is not None
+        return chunked_pairs(sequence, attention.window, prefix)
+    if attention.kind in ("full", "sliding"):
+        return causal_pairs(sequence, attention.window, prefix)
+    raise InputError(f"attention of kind {attention.kind!r} has a state and looks at no pairs of tokens")
+
+
+def score_flops(pairs: Size, heads: Size, head_dim: Size, value_head_dim: Size) -> Size:
+    """FLOPs of queries times keys and of weights times values.
+
+    Grouped queries (GQA) save bytes and no FLOPs, so `heads` are those of the queries. Latent attention (MLA) in
+    prefill runs on keys and values that were brought to full size, so it costs what `heads` full heads cost.
+    """
+    return 2 * heads * (head_dim + value_head_dim) * pairs
+
+
+def delta_rule_flops(tokens: Size, heads: Size, key_dim: Size, value_dim: Size) -> Size:
+    """FLOPs of the gated delta rule, chunk by chunk of C tokens (arXiv 2412.06464, in its WY form), per head and token:
+
+    keys times keys and queries times keys 4·C·dk; two triangular systems C·(dk + dv); the state read twice and written
+    once 6·dk·dv; weights times values 2·C·dv.
+    """
+    chunk = DELTA_RULE_CHUNK
+    among_tokens = 2 * gemm_flops(chunk, key_dim, chunk) + gemm_flops(chunk, chunk, value_dim)
+    with_state = 3 * gemm_flops(chunk, key_dim, value_dim)
+    systems = triangular_solve_flops(chunk, key_dim + value_dim)
+    # All three are multiples of the chunk, so a token's share is a whole number.
+    return divided(among_tokens + with_state + systems, chunk) * tokens * heads
+
+
+def selective_scan_flops(tokens: Size, channels: Size, states: Size) -> Size:
+    """FLOPs of a selective scan (Mamba) without its gate and skip, which are elementwise."""
+    return SCAN_FLOPS * tokens * channels * states
+
+
+def mixing_flops(attention: Attention, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
+    """FLOPs of `batch` texts of `sequence` tokens beyond the projections, each behind `prefix` cached tokens."""
+    if attention.kind == "linear":
+        return delta_rule_flops(batch * sequence, attention.heads, attention.head_dim, attention.value_head_dim)
+    if attention.kind == "state_space":
+        return selective_scan_flops(batch * sequence, attention.heads, attention.head_dim)
+    pairs = attention_pairs(attention, sequence, prefix)
+    return batch * score_flops(pairs, attention.heads, attention.head_dim, attention.value_head_dim)

@@ -1,0 +1,70 @@
+"""Bytes that strategies move between devices, and bytes that a gather moves.
+
+A strategy is named by its form of attention and its form of experts: `dp` data parallel, `tp` tensor parallel, `sp`
+sequence parallel, `pp` pipeline parallel, `ep` expert parallel. The table is that of arXiv 2605.02960.
+"""
+
+from __future__ import annotations
+
+from moepass.models.architecture import Layer
+from moepass.models.errors import InputError, one_of
+from moepass.models.formulas.memory import element_bytes
+from moepass.models.formulas.sizes import Size, divided
+
+STRATEGIES = ("dp_ep", "dp_tp", "tp_ep", "tp_tp", "pp_pp", "sp_tp", "sp_ep", "asyncep")
+
+
+def communication_bytes(strategy: str, layer: Layer, hidden: int, tokens: Size, ranks: Size, dtype: str) -> Size:
+    """Bytes per device and MoE layer on the critical path, for a step of `tokens` = B·S tokens.
+
+    Bytes sent and bytes received both count, and `asyncep` has none: what it moves, it moves beside the computation
+    (`gathered_bytes`). B·S is the table's own: the tokens that take part in the layer's collectives on one device.
+
+    Raises InputError for an unknown strategy and for a layer without experts.
+    """
+    if strategy not in STRATEGIES:
+        raise InputError(f"strategy {strategy!r} is unknown; it must be one of {one_of(STRATEGIES)}")
+    if layer.experts is None:
+        raise InputError("communication_bytes is about layers with experts, and this layer has none")
+    row = hidden * element_bytes(dtype)
+    routed = layer.experts.top_k * row
+    key_values = (layer.attention.key_width + layer.attention.value_width) * element_bytes(dtype)
+    if strategy == "asyncep":
+        return 0 * tokens
+    if strategy == "pp_pp":
+        return 2 * tokens * row
+    per_token = {
+        "dp_tp": 4 * row,
+        "tp_tp": 4 * row,
+        "dp_ep": 4 * routed,
+        "tp_ep": 2 * row + 4 * routed,
+        "sp_tp": key_values + 4 * row,
+        "sp_ep": key_values + 4 * routed,
+    }[strategy]
+    return divided(per_token * tokens * (ranks - 1), ranks)
+
+
+def gathered_bytes(bank_bytes: Size, ranks: Size) -> Size:
+    """Bytes that one rank pulls from its peers to complete a bank of which it has its share."""
+    return divided(bank_bytes * (ranks - 1), ranks)
+
+
+def staged_bytes(bank_bytes: Size, ranks: Size) -> Size:
+    """Bytes of one rank's share: what a host link moves per layer where peers do the rest (home hybrid)."""
+    return divided(bank_bytes, ranks)
+
+
+def all_gather_bytes(complete_bytes: Size, ranks: Size | None) -> Size:
+    """Bytes that a rank sends and receives in an AllGather to, or a ReduceScatter of, `complete_bytes`.
+
+    An AllReduce is one of each. Where the number of ranks is not known, that of infinitely many.
+    """
+    return 2 * complete_bytes if ranks is None else 2 * gathered_bytes(complete_bytes, ranks)
+
+
+def exchanged_bytes(both_bytes: Size, ranks: Size | None) -> Size:
+    """Bytes that a rank sends and receives in an AllToAll whose input and output have `both_bytes` together.
+
+    One part of `ranks` is its own, if all parts are alike.
+    """
+    return both_bytes if ranks is None else gathered_bytes(both_bytes, ranks)

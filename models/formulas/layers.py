@@ -1,0 +1,129 @@
+"""Parameters and FLOPs of layers and models."""
+
+from __future__ import annotations
+
+from moepass.models.architecture import Architecture, Attention, Experts, Layer
+from moepass.models.formulas.attention import mixing_flops
+from moepass.models.formulas.sizes import Size
+
+
+def projection_parameters(attention: Attention, hidden: int) -> int:
+    """Weights of the products before and after mixing, the convolution's included; biases and norms are not."""
+    output = attention.output_width * hidden
+    if attention.kind == "state_space":
+        inner, states, rank = attention.heads, attention.head_dim, attention.time_step_rank
+        # Input and gate; time step, input and output of the states; the time step's second half; the convolution.
+        return hidden * 2 * inner + inner * (rank + 2 * states) + rank * inner + inner * attention.convolution + output
+    if attention.kind == "linear":
+        mixed = 2 * attention.key_width + attention.value_width
+        # Queries, keys, values and an output gate; a decay and a step per head; the convolution.
+        inputs = hidden * (mixed + attention.value_width) + hidden * 2 * attention.heads
+        return inputs + mixed * attention.convolution + output
+    if attention.latent is not None:
+        latent = attention.latent
+        query = attention.query_width
+        queries = hidden * query if latent.query_rank is None else (hidden + query) * latent.query_rank
+        plain_dim = attention.head_dim - latent.position_dim
+        expanded = attention.kv_heads * (plain_dim + attention.value_head_dim)
+        return queries + hidden * (latent.kv_rank + latent.position_dim) + latent.kv_rank * expanded + output
+    queries = hidden * attention.query_width * (2 if attention.output_gate else 1)
+    return queries + hidden * (attention.key_width + attention.value_width) + output
+
+
+def attention_parameters(attention: Attention, hidden: int) -> int:
+    """All parameters of token mixing."""
+    return projection_parameters(attention, hidden) + attention.other_parameters
+
+
+def mlp_parameters(hidden: int, width: int, gated: bool = True) -> int:
+    """Weights of a feed-forward network: up, down, and gate where it has one."""
+    return (3 if gated else 2) * hidden * width
+
+
+def expert_parameters(experts: Experts, hidden: int) -> int:
+    """Parameters of one routed expert, its biases included: a bank holds `experts.count` times as many."""
+    bias = (2 if experts.gated else 1) * experts.width + hidden if experts.bias else 0
+    return mlp_parameters(hidden, experts.width, experts.gated) + bias
+
+
+def _always_read(experts: Experts, hidden: int) -> int:
+    """Weights of router and shared experts, which every token meets."""
+    router = hidden * experts.count
+    gate = hidden if experts.shared_gate else 0
+    return router + mlp_parameters(hidden, experts.shared_width, experts.gated) + gate
+
+
+def experts_parameters(experts: Experts, hidden: int, routed: int | None = None) -> int:
+    """Parameters of an MoE block, of which `routed` experts count (all where None)."""
+    counted = experts.count if routed is None else routed
+    bias = experts.count if experts.router_bias else 0
+    return _always_read(experts, hidden) + bias + counted * expert_parameters(experts, hidden)
+
+
+def layer_parameters(layer: Layer, hidden: int, routed: int | None = None) -> int:
+    """Parameters of a layer, of whose experts `routed` count (all where None)."""
+    if layer.experts is None:
+        assert layer.dense_width is not None
+        block = mlp_parameters(hidden, layer.dense_width)
+    else:
+        block = experts_parameters(layer.experts, hidden, routed)
+    return attention_parameters(layer.attention, hidden) + block + layer.norms
+
+
+def model_parameters(architecture: Architecture) -> int:
+    """Parameters of the model; an embedding that is the head too counts once."""
+    hidden = architecture.hidden
+    layers = sum(count * layer_parameters(layer, hidden) for layer, count in architecture.layer_counts.items())
+    tables = architecture.vocab * hidden * (1 if architecture.tied_embeddings else 2)
+    return layers + tables + architecture.other_parameters
+
+
+def active_parameters(architecture: Architecture, *, embedding: bool = True, head: bool = True) -> int:
+    """Parameters that one token meets. Publishers differ in whether they count the embedding and the head."""
+    hidden = architecture.hidden
+    layers = sum(
+        count * layer_parameters(layer, hidden, routed=layer.experts.top_k if layer.experts else None)
+        for layer, count in architecture.layer_counts.items()
+    )
+    table = architecture.vocab * hidden
+    tables = table * bool(embedding or head) if architecture.tied_embeddings else table * (embedding + head)
+    return layers + tables + architecture.other_parameters
+
+
+def flops_per_token(layer: Layer, hidden: int) -> int:
+    """design.md's f: FLOPs of a layer per token, all products but those whose size depends on the text's length.
+
+    2·(projections + H·E router + k·3·H·h routed + 3·H·h shared), or 2·(projections + 3·H·w) for a dense layer.
+    """
+    weights = projection_parameters(layer.attention, hidden)
+    if layer.experts is None:
+        assert layer.dense_width is not None
+        return 2 * (weights + mlp_parameters(hidden, layer.dense_width))
+    experts = layer.experts
+    routed = experts.top_k * mlp_parameters(hidden, experts.width, experts.gated)
+    return 2 * (weights + _always_read(experts, hidden) + routed)
+
+
+def layer_flops(layer: Layer, hidden: int, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
+    """FLOPs of a layer for `batch` texts of `sequence` tokens, each behind `prefix` cached or shared tokens."""
+    weights = batch * sequence * flops_per_token(layer, hidden)
+    return weights + mixing_flops(layer.attention, batch, sequence, prefix)
+
+
+def head_flops(architecture: Architecture, positions: Size) -> Size:
+    """FLOPs of the logits at `positions` tokens."""
+    return 2 * positions * architecture.hidden * architecture.vocab
+
+
+def model_flops(
+    architecture: Architecture, batch: Size, sequence: Size, prefix: Size = 0, positions: Size | None = None
+) -> Size:
+    """FLOPs of a forward pass over `batch` texts of `sequence` tokens, each behind `prefix` cached or shared tokens.
+
+    `positions` are the tokens whose logits are computed: one per text where None, as prefill-only work needs.
+    """
+    layers = sum(
+        count * layer_flops(layer, architecture.hidden, batch, sequence, prefix)
+        for layer, count in architecture.layer_counts.items()
+    )
+    return layers + head_flops(architecture, batch if positions is None else positions)

@@ -1,0 +1,174 @@
+"""The saturation threshold: the smallest number of tokens per rank and step whose computation hides a transfer.
+
+    compute(n) ÷ F  >=  γ · t        F reached or peak rate, t the transfer's seconds, γ the margin (1.2)
+
+What compute(n) is depends on where n tokens come from, because attention scores grow with the length of a text and not
+with their number. Both cases are solved with SymPy:
+
+    texts       of a length that is given: more tokens are more texts, so scores cost a constant per token, and
+                n = γ·t·F / (f + scores per token). Exact for every kind of attention.
+    one text    that gets longer: n·f + a·n(n + 1)/2 = γ·t·F, a quadratic equation in n; behind a window of w tokens
+                scores grow by w per token, so the equation becomes linear.
+
+Where no length is known, scores are left out, which errs to a threshold that is too high and never too low.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import sympy
+
+from moepass.models.architecture import Layer
+from moepass.models.errors import InputError
+from moepass.models.formulas.attention import causal_pairs, mixing_flops, score_flops
+from moepass.models.formulas.layers import flops_per_token, layer_flops
+from moepass.models.formulas.sizes import Size, evaluate, tokens
+
+GAMMA = 1.2
+
+_symbols = sympy.symbols(
+    "flops_per_token score_flops_per_token score_flops_per_pair flops_per_s transfer_seconds gamma", positive=True
+)
+_flops_per_token, _scores_per_token, _scores_per_pair, _flops_per_s, _transfer_seconds, _gamma = _symbols
+_window = sympy.Symbol("window", positive=True, integer=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saturation:
+    """A solved threshold, in `tokens` and `flops` per rank and step.
+
+    `formula` is the solution in words that are symbols, `values` what they stood for here, and `expression` the
+    formula as SymPy has it.
+    """
+
+    tokens: int
+    flops: float
+    formula: str
+    values: dict[str, float]
+    expression: Size = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=1)
+def threshold_of_texts() -> Size:
+    """n for texts of one length, in the symbols of this module."""
+    (solution,) = sympy.solve(
+        sympy.Eq(tokens * (_flops_per_token + _scores_per_token) / _flops_per_s, _hidden()), tokens
+    )
+    return solution
+
+
+@functools.lru_cache(maxsize=2)
+def threshold_of_one_text(windowed: bool = False) -> Size:
+    """n for one text that sees all before, or only the last `window` tokens, in the symbols of this module."""
+
+    def solved(pairs: Size) -> Size:
+        seconds = (tokens * _flops_per_token + _scores_per_pair * pairs) / _flops_per_s
+        roots = sympy.solve(sympy.Eq(seconds, _hidden()), tokens)
+        (solution,) = [root for root in roots if _is_positive(root)]
+        return solution
+
+    inside = solved(causal_pairs(tokens))
+    if not windowed:
+        return inside
+    behind = solved(causal_pairs(_window) + (tokens - _window) * _window)
+    return sympy.Piecewise((inside, inside <= _window), (behind, True))
+
+
+def _hidden() -> Size:
+    return _gamma * _transfer_seconds
+
+
+def _is_positive(root: Size) -> bool:
+    # One root of the quadratic equation is negative for all values, so any will tell.
+    return bool(root.subs({symbol: 1 for symbol in root.free_symbols if symbol != _gamma}).subs(_gamma, 100) > 0)
+
+
+def saturation(
+    layer: Layer,
+    hidden: int,
+    *,
+    transfer_seconds: float,
+    flops_per_s: float,
+    gamma: float = GAMMA,
+    sequence: int | None = None,
+    one_text: bool = False,
+) -> Saturation:
+    """The threshold of one layer, whose computation hides a transfer of `transfer_seconds`.
+
+    Args:
+        layer: the layer that computes meanwhile; `hidden`: the model's width.
+        transfer_seconds: of one bank.
+        flops_per_s: the rate that is reached, or the peak.
+        gamma: how much longer than the transfer the computation must be.
+        sequence: tokens of each text. Without it, and without `one_text`, attention scores are left out.
+        one_text: the tokens are those of one text.
+
+    Raises:
+        InputError: a rate or margin that is not positive, a negative transfer, both `sequence` and `one_text`, or one
+            text under chunked attention, where n jumps from chunk to chunk.
+    """
+    for name, value in (("flops_per_s", flops_per_s), ("gamma", gamma)):
+        if not (value > 0 and math.isfinite(value)):
+            raise InputError(f"{name} is {value}; it must be a number above 0")
+    if not (transfer_seconds >= 0 and math.isfinite(transfer_seconds)):
+        raise InputError(f"transfer_seconds is {transfer_seconds}; it must be a number of at least 0")
+    if sequence is not None and sequence < 1:
+        raise InputError(f"sequence is {sequence}; a text has at least 1 token")
+    if one_text and sequence is not None:
+        raise InputError(f"the tokens are those of one text, or of texts of {sequence} tokens: give one of both")
+    values = {
+        "flops_per_token": float(flops_per_token(layer, hidden)),
+        "flops_per_s": float(flops_per_s),
+        "transfer_seconds": float(transfer_seconds),
+        "gamma": float(gamma),
+    }
+    expression, scores = _one_text(layer) if one_text else _texts(layer, sequence)
+    values.update(scores)
+    exact = evaluate(expression, **values)
+    count = _smallest(layer, hidden, exact, gamma * transfer_seconds * flops_per_s, sequence, one_text)
+    flops = _flops(layer, hidden, count, sequence, one_text)
+    return Saturation(count, flops, f"tokens = {expression}", values, expression)
+
+
+def _texts(layer: Layer, sequence: int | None) -> tuple[Size, dict[str, float]]:
+    return threshold_of_texts(), {"score_flops_per_token": _scores_per_token_of(layer, sequence)}
+
+
+def _one_text(layer: Layer) -> tuple[Size, dict[str, float]]:
+    attention = layer.attention
+    if attention.kind == "chunked":
+        raise InputError("the threshold of one text is not defined under chunked attention: give its length instead")
+    if attention.kind not in ("full", "sliding"):
+        return _texts(layer, 1)
+    per_pair = float(score_flops(1, attention.heads, attention.head_dim, attention.value_head_dim))
+    scores = {"score_flops_per_pair": per_pair}
+    if attention.window is None:
+        return threshold_of_one_text(), scores
+    return threshold_of_one_text(windowed=True), {**scores, "window": attention.window}
+
+
+def _scores_per_token_of(layer: Layer, sequence: int | None) -> float:
+    if sequence is None:
+        # States cost the same per token whatever the length; scores of pairs are left out.
+        has_state = layer.attention.kind in ("linear", "state_space")
+        return float(mixing_flops(layer.attention, 1, 1)) if has_state else 0.0
+    return float(mixing_flops(layer.attention, 1, sequence)) / sequence
+
+
+def _flops(layer: Layer, hidden: int, count: int, sequence: int | None, one_text: bool) -> float:
+    if one_text:
+        return float(layer_flops(layer, hidden, 1, count))
+    return count * (flops_per_token(layer, hidden) + _scores_per_token_of(layer, sequence))
+
+
+def _smallest(layer: Layer, hidden: int, exact: float, needed: float, sequence: int | None, one_text: bool) -> int:
+    """The smallest whole number that does: rounding of floats may be off by one next to a whole solution."""
+    count = math.ceil(exact)
+    while count > 0 and _flops(layer, hidden, count - 1, sequence, one_text) >= needed:
+        count -= 1
+    while _flops(layer, hidden, count, sequence, one_text) < needed:
+        count += 1
+    return count

@@ -1,0 +1,49 @@
+"""Sizes as formulas take them: numbers, or SymPy expressions."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import sympy
+
+from moepass.models.errors import InputError, one_of
+
+# An int, or a sympy.Expr (untyped here, so that arithmetic on both stays readable).
+Size: TypeAlias = Any
+
+# Texts in a step, tokens of each, their product, and the ranks that share a bank.
+batch, sequence, tokens, ranks = sympy.symbols("batch sequence tokens ranks", integer=True, positive=True)
+
+
+def smaller(left: Size, right: Size) -> Size:
+    """The smaller one."""
+    if isinstance(left, int) and isinstance(right, int):
+        return min(left, right)
+    return sympy.Min(left, right)
+
+
+def divided(value: Size, divisor: Size) -> Size:
+    """`value` over `divisor`; a whole number where both are and it comes out even."""
+    if isinstance(value, int) and isinstance(divisor, int):
+        return value // divisor if value % divisor == 0 else value / divisor
+    return value / divisor
+
+
+def whole_parts(value: Size, part: Size) -> Size:
+    """How many times `part` fits into `value`."""
+    if isinstance(value, int) and isinstance(part, int):
+        return value // part
+    return sympy.floor(value / sympy.sympify(part))
+
+
+def evaluate(expression: Size, **values: float) -> float:
+    """The number that `expression` is for `values` of its symbols by name; an int where it is whole.
+
+    Raises InputError where a symbol has no value; values for symbols that it does not have are no error.
+    """
+    expression = sympy.sympify(expression)
+    missing = {symbol.name for symbol in expression.free_symbols} - values.keys()
+    if missing:
+        raise InputError(f"no value was given for {one_of(missing)} of {expression}")
+    number = expression.subs({symbol: values[symbol.name] for symbol in expression.free_symbols})
+    return int(number) if number.is_Integer else float(number)

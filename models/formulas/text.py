@@ -1,0 +1,90 @@
+"""Numbers from expressions that were written down as text: what a plan holds, read without evaluating code."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+
+from moepass.models.errors import InputError, one_of
+
+_MAX_DIGITS_OF_A_POWER = 4096
+_SHOWN_LETTERS = 120
+
+
+def _power(base: float, exponent: float) -> float:
+    # Whole powers are exact; one that would fill the memory is no size of anything.
+    if isinstance(base, int) and abs(base) > 1 and exponent * math.log10(abs(base)) > _MAX_DIGITS_OF_A_POWER:
+        raise OverflowError(f"{base}**{exponent} is too large")
+    return float(base**exponent) if isinstance(base, float) else base**exponent
+
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+# As SymPy and torch write them.
+_FUNCTIONS: Mapping[str, Callable[..., float]] = {
+    "Min": min,
+    "Max": max,
+    "floor": math.floor,
+    "ceiling": math.ceil,
+    "sqrt": math.sqrt,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "IntTrueDiv": operator.truediv,
+    "CeilDiv": lambda value, divisor: -(-value // divisor),
+}
+
+
+def evaluate_text(text: str, sizes: Mapping[str, float]) -> float:
+    """The number that an expression of sizes by name stands for; an int where it is whole.
+
+    Raises InputError where a size is missing, or `text` is anything but arithmetic.
+    """
+    try:
+        number = sum(sign * _value(ast.parse(term, mode="eval").body, sizes) for sign, term in _terms(text))
+    except InputError as error:
+        raise InputError(f"{_shortened(text)}: {error}") from error
+    except (SyntaxError, ArithmeticError, ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{_shortened(text)} is no expression of sizes: {error}") from error
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _terms(text: str) -> Iterator[tuple[int, str]]:
+    """The terms of a sum with their signs, so that no sum is too long for the parser."""
+    depth, begin, sign = 0, 0, 1
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0 and text[place : place + 3] in (" + ", " - "):
+            yield sign, text[begin:place]
+            begin, sign = place + 3, 1 if text[place + 1] == "+" else -1
+    yield sign, text[begin:]
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_LETTERS else text[:_SHOWN_LETTERS] + "...")
+
+
+def _value(node: ast.expr, sizes: Mapping[str, float]) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+        return node.value
+    if isinstance(node, ast.Name):
+        if node.id not in sizes:
+            raise InputError(f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}")
+        return sizes[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, sizes)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, sizes), _value(node.right, sizes))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        return _FUNCTIONS[node.func.id](*(_value(argument, sizes) for argument in node.args))
+    raise InputError(f"this is no expression of sizes: {ast.unparse(node)} is not arithmetic")

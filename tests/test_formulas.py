@@ -1,0 +1,229 @@
+"""The formulas: against counting one by one, against each other, and against the numbers of the literature."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.models import formulas
+from moepass.models.architecture import Architecture, Attention, Experts, Layer
+from moepass.models.errors import InputError
+from moepass.models.formulas.attention import delta_rule_flops
+from moepass.models.presets import preset, preset_names
+
+small = st.integers(1, 40)
+
+
+@settings(deadline=None, derandomize=True)
+@given(small, st.integers(0, 40), st.none() | small)
+def test_pairs_are_those_that_a_mask_leaves(sequence: int, prefix: int, window: int | None) -> None:
+    seen = [min(position + 1, window or position + 1) for position in range(prefix, prefix + sequence)]
+    assert formulas.causal_pairs(sequence, window, prefix) == sum(seen)
+
+
+@settings(deadline=None, derandomize=True)
+@given(small, st.integers(0, 40), small)
+def test_pairs_within_chunks(sequence: int, prefix: int, chunk: int) -> None:
+    seen = [position % chunk + 1 for position in range(prefix, prefix + sequence)]
+    assert formulas.chunked_pairs(sequence, chunk, prefix) == sum(seen)
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> Attention:
+    kind = draw(st.sampled_from(["full", "sliding", "chunked", "linear", "state_space"]))
+    window = draw(small) if kind in ("sliding", "chunked") else None
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    return Attention(kind, kv_heads * group, kv_heads, draw(small), draw(small), window)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> Layer:
+    attention = draw(attentions())
+    if draw(st.booleans()):
+        return Layer(attention, None, draw(small))
+    count = draw(small)
+    shared = draw(st.integers(0, 8))
+    return Layer(attention, Experts(count, draw(st.integers(1, count)), draw(small), shared, draw(st.booleans())), None)
+
+
+@settings(deadline=None, derandomize=True)
+@given(layers(), st.integers(1, 4), small, st.integers(0, 40))
+def test_symbols_and_numbers_give_the_same(layer: Layer, batch: int, sequence: int, prefix: int) -> None:
+    number = formulas.layer_flops(layer, 16, batch, sequence, prefix)
+    assert isinstance(number, int)
+    prefix_symbol = sympy.Symbol("prefix", integer=True, nonnegative=True)
+    expression = formulas.layer_flops(layer, 16, formulas.batch, formulas.sequence, prefix_symbol)
+    assert formulas.evaluate(expression, batch=batch, sequence=sequence, prefix=prefix) == number
+    kept = formulas.kv_bytes(layer.attention, formulas.batch, formulas.sequence, "bf16")
+    expected = formulas.kv_bytes(layer.attention, batch, sequence, "bf16")
+    assert formulas.evaluate(kept, batch=batch, sequence=sequence) == expected
+
+
+@settings(deadline=None, derandomize=True)
+@given(layers(), st.integers(1, 4), st.integers(2, 40), st.data())
+def test_a_text_in_two_parts_costs_what_it_costs_whole(
+    layer: Layer, batch: int, sequence: int, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(1, sequence - 1))
+    first = formulas.layer_flops(layer, 16, batch, cut)
+    second = formulas.layer_flops(layer, 16, batch, sequence - cut, prefix=cut)
+    assert first + second == formulas.layer_flops(layer, 16, batch, sequence)
+
+
+def test_f_is_that_of_the_design() -> None:
+    """design.md: 2·(attention projections + H·E + k·3·H·h + 3·H·h shared)."""
+    qwen = preset("qwen3-235b-a22b")
+    hidden, experts, width, top_k = 4096, 128, 1536, 8
+    projections = 2 * hidden * 64 * 128 + 2 * hidden * 4 * 128
+    assert formulas.flops_per_token(qwen.typical_moe_layer, hidden) == 2 * (
+        projections + hidden * experts + top_k * 3 * hidden * width
+    )
+    deepseek = preset("deepseek-v3")
+    hidden, experts, width, top_k = 7168, 256, 2048, 8
+    latent = hidden * 1536 + 1536 * 128 * 192 + hidden * (512 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * hidden
+    assert formulas.flops_per_token(deepseek.typical_moe_layer, hidden) == 2 * (
+        latent + hidden * experts + (top_k + 1) * 3 * hidden * width
+    )
+    assert formulas.flops_per_token(deepseek.layers[0], hidden) == 2 * (latent + 3 * hidden * 18432)
+
+
+def test_scores_are_half_of_the_square() -> None:
+    """4·S²·heads·head_dim for all pairs, and the causal half of it with its diagonal."""
+    attention = preset("qwen3-235b-a22b").layers[0].attention
+    assert formulas.mixing_flops(attention, 3, 512) == 3 * 4 * 64 * 128 * 512 * 513 // 2
+    latent = preset("deepseek-v3").layers[0].attention
+    assert formulas.mixing_flops(latent, 1, 512) == 2 * 128 * (192 + 128) * 512 * 513 // 2
+
+
+def test_the_delta_rule_counts_the_products_of_a_chunk() -> None:
+    chunk, key, value = 64, 128, 32
+    of_one_chunk = (
+        2 * 2 * chunk * chunk * key  # keys and queries times keys
+        + chunk * chunk * (key + value)  # two triangular systems
+        + 3 * 2 * chunk * key * value  # the state read twice, written once
+        + 2 * chunk * chunk * value  # weights times values
+    )
+    assert delta_rule_flops(3 * chunk, 5, key, value) == 3 * 5 * of_one_chunk
+
+
+def test_kv_bytes_are_two_l_b_s_nkv_dh_b() -> None:
+    qwen = preset("qwen3-235b-a22b")
+    assert formulas.model_kv_bytes(qwen, 7, 1000) == 2 * 94 * 7 * 1000 * 4 * 128 * 2
+    # Latent attention keeps 512 + 64 values per token and layer, whatever its heads.
+    assert formulas.model_kv_bytes(preset("deepseek-v3"), 7, 1000) == 61 * 7 * 1000 * 576 * 2
+    gpt = preset("gpt-oss-120b")
+    assert formulas.model_kv_bytes(gpt, 1, 1000) == 2 * 8 * 64 * 2 * 18 * (1000 + 128)
+
+
+def test_bank_bytes() -> None:
+    qwen = preset("qwen3-235b-a22b").typical_moe_layer
+    assert qwen.experts is not None
+    assert formulas.bank_bytes(qwen.experts, 4096, "bf16") == 128 * 3 * 4096 * 1536 * 2
+    gpt = preset("gpt-oss-120b").typical_moe_layer
+    assert gpt.experts is not None
+    # Biases lie in the bank.
+    assert formulas.bank_bytes(gpt.experts, 2880, "bf16") == 128 * (3 * 2880 * 2880 + 3 * 2880) * 2
+    with pytest.raises(InputError, match=r"int4.*bf16, fp16, fp32, fp8"):
+        formulas.bank_bytes(gpt.experts, 2880, "int4")
+
+
+def test_banks_and_the_rest_are_the_model() -> None:
+    for name in preset_names():
+        model = preset(name)
+        assert formulas.resident_bytes(model) < 2 * formulas.model_parameters(model)
+        banks = [formulas.bank_bytes(layer.experts, model.hidden, "bf16") for layer in model.layers if layer.experts]
+        assert formulas.resident_bytes(model) + sum(banks) == 2 * formulas.model_parameters(model)
+
+
+P, B, S, H, K, KV = 8, 4, 4096, 4096, 8, 4 * 128
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("dp_tp", 4 * 7 / 8 * B * S * H * 2),
+        ("tp_tp", 4 * 7 / 8 * B * S * H * 2),
+        ("dp_ep", 4 * K * 7 / 8 * B * S * H * 2),
+        ("tp_ep", (2 + 4 * K) * 7 / 8 * B * S * H * 2),
+        ("pp_pp", 2 * B * S * H * 2),
+        ("sp_tp", (2 * KV + 4 * H) * 7 / 8 * B * S * 2),
+        ("sp_ep", (2 * KV + 4 * K * H) * 7 / 8 * B * S * 2),
+        ("asyncep", 0),
+    ],
+)
+def test_communication_is_the_table_of_the_paper(strategy: str, expected: float) -> None:
+    layer = preset("qwen3-235b-a22b").typical_moe_layer
+    assert formulas.communication_bytes(strategy, layer, H, B * S, P, "bf16") == expected
+    symbolic = formulas.communication_bytes(strategy, layer, H, formulas.tokens, formulas.ranks, "bf16")
+    assert formulas.evaluate(symbolic, tokens=B * S, ranks=P) == expected
+    assert strategy in formulas.STRATEGIES
+
+
+def test_communication_refuses_what_it_does_not_know() -> None:
+    layer = preset("deepseek-v3").typical_moe_layer
+    with pytest.raises(InputError, match=r"ep_ep.*sp_tp"):
+        formulas.communication_bytes("ep_ep", layer, 7168, 1, 8, "bf16")
+    with pytest.raises(InputError, match="this layer has none"):
+        formulas.communication_bytes("dp_ep", preset("deepseek-v3").layers[0], 7168, 1, 8, "bf16")
+
+
+def test_a_gather_moves_what_a_rank_lacks() -> None:
+    assert formulas.gathered_bytes(1000, 4) + formulas.staged_bytes(1000, 4) == 1000
+    assert formulas.all_gather_bytes(1000, 4) == 1500
+    assert formulas.exchanged_bytes(1000, 4) == 750
+
+
+def test_products_against_their_definition() -> None:
+    assert formulas.gemm_flops(3, 5, 7) == sum(2 for _ in range(3 * 7) for _ in range(5))
+    assert formulas.gemm_bytes(3, 5, 7, 2, count=4) == 4 * 2 * (15 + 35 + 21)
+    assert formulas.grouped_gemm_flops(10, 5, 7) == formulas.gemm_flops(4, 5, 7) + formulas.gemm_flops(6, 5, 7)
+    assert formulas.grouped_gemm_bytes(10, 5, 7, 2, 4) == 4 * (50 + 70 + 70)
+    # Substitution: row i takes i multiplications, as many subtractions less one division.
+    assert formulas.triangular_solve_flops(6, 3) == 3 * sum(2 * i + 1 for i in range(6))
+
+
+def test_experts_that_are_hit() -> None:
+    assert formulas.experts_hit(128, 8, 1) == pytest.approx(8)
+    assert formulas.experts_hit(128, 8, 10_000) == pytest.approx(128)
+    assert formulas.experts_hit(4, 4, 1) == 4
+
+
+@settings(deadline=None, derandomize=True)
+@given(layers(), st.integers(1, 100))
+def test_traffic_is_at_least_the_weights_and_activations_hold_the_residual_stream(layer: Layer, tokens: int) -> None:
+    hidden = 16
+    traffic = formulas.layer_traffic_bytes(layer, hidden, tokens, "bf16")
+    assert traffic > formulas.layer_weight_bytes(layer, hidden, "bf16") + 2 * tokens * hidden * 10
+    live = formulas.activation_bytes(layer, hidden, tokens, "bf16")
+    assert live >= 2 * 2 * tokens * hidden
+    assert live == tokens * formulas.activation_bytes(layer, hidden, 1, "bf16")
+    if layer.experts is not None:
+        assert live >= formulas.routed_activation_bytes(layer.experts, tokens, "bf16")
+
+
+def test_model_flops_are_twice_the_active_parameters_for_short_texts() -> None:
+    """The rule of thumb 2·n·parameters, which leaves the embedding and the length of texts out."""
+    for name in preset_names():
+        model: Architecture = preset(name)
+        flops = formulas.model_flops(model, 1, 16, positions=16)
+        assert flops == pytest.approx(2 * 16 * formulas.active_parameters(model, embedding=False), rel=0.01)
+
+
+def test_a_deep_model_is_costed_quickly() -> None:
+    model = preset("qwen3-235b-a22b")
+    began = time.perf_counter()
+    for _ in range(10):
+        symbolic = formulas.model_flops(model, formulas.batch, formulas.sequence)
+        formulas.evaluate(symbolic, batch=8, sequence=4096)
+        formulas.model_flops(model, 8, 4096)
+        formulas.model_parameters(model)
+    assert time.perf_counter() - began < 2
+
+
+def test_evaluate_names_what_is_missing() -> None:
+    with pytest.raises(InputError, match="sequence"):
+        formulas.evaluate(formulas.batch * formulas.sequence, batch=1)
