@@ -1,10 +1,11 @@
-"""The command line: `moepass score`, `moepass explain`, `moepass demo`.
+"""The command line: `moepass score`, `moepass explain`, `moepass calibrate`, `moepass demo`.
 
 Nothing heavy is imported before a command runs: `moepass --help` must not wait for torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import os
@@ -21,6 +22,8 @@ from moepass.models.errors import InputError, MoepassError, OptionError
 from moepass.streams import READER_LEFT, check_output, check_standard_output, open_output, process_streams
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from moepass.backend import Compilation
     from moepass.runtime.scoring import Score, Scorer
 
@@ -32,6 +35,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class _Lowering(str, enum.Enum):
     inductor = "inductor"
     eager = "eager"
+
+
+class _DeviceKind(str, enum.Enum):
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 class _Format(str, enum.Enum):
@@ -203,6 +211,53 @@ def explain(
         print_explanation(Console(), explanation, every_row=all_rows)
 
 
+@app.command(
+    epilog="Examples:\n\n**moepass calibrate --output hardware.json**\n\n"
+    "**moepass calibrate --device cpu --ranks 1 --threads 1 --quick**"
+)
+def calibrate(
+    output: Annotated[str, typer.Option(metavar="FILE", help="The profile, as JSON; - is standard output.")] = "-",
+    device: Annotated[
+        _DeviceKind | None, typer.Option(help="What to measure.", show_default="cuda where there is a GPU, else cpu")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks that run at once.", show_default="one per GPU; 2 on a CPU"),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="CPU threads of each rank.", show_default="cores shared out evenly"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Coarse grids and few samples, for a first look.")] = False,
+) -> None:
+    """Measure this machine, and write a hardware profile of it.
+
+    Products, products by expert, attention, memory, copies into slots, collectives, and how much copies slow
+    computation down. Leave the machine alone meanwhile: what else runs is measured too.
+    """
+    target = check_output(output)
+    import torch
+
+    from moepass.hardware_profiles import profile_json
+    from moepass.runtime.calibration import calibrate as measure
+
+    kind = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    with _progress_bar("starting") as (bar, task):
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        hardware = measure(kind, ranks, threads, is_quick=quick, versions={"moepass": __version__}, report=report)
+    with open_output(output, target) as sink:
+        sink.write(profile_json(hardware))
+    if target is not None:
+        from rich.console import Console
+
+        from moepass.hardware_report import print_hardware
+
+        print_hardware(Console(), hardware)
+
+
 @app.command()
 def demo(
     texts: Annotated[
@@ -328,6 +383,15 @@ def _answer(line: Line, result: Score) -> dict[str, Any]:
 
 
 def _progress(results: Iterable[tuple[Line, Score]], total: int) -> Iterator[tuple[Line, Score]]:
+    with _progress_bar("compiling, then scoring", total) as (bar, task):
+        for result in results:
+            bar.update(task, advance=1, description="scoring")
+            yield result
+
+
+@contextlib.contextmanager
+def _progress_bar(description: str, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar on standard error, where that is a terminal, and its one task."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -343,10 +407,7 @@ def _progress(results: Iterable[tuple[Line, Score]], total: int) -> Iterator[tup
     )  # fmt: skip
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("compiling, then scoring", total=total)
-        for result in results:
-            progress.update(task, advance=1, description="scoring")
-            yield result
+        yield progress, progress.add_task(description, total=total)
 
 
 def _note_refusals(compilations: Sequence[Compilation]) -> None:

@@ -1,0 +1,207 @@
+"""Tables of seconds by size or shape, and what lies between and beyond their points.
+
+Times grow like powers of sizes over wide ranges, so everything here is done on logarithms: between the points of a
+table a straight line in log-log is exact for every power law. Beyond the largest point of an axis the rate stays what
+it is there: seconds grow in proportion. Below the smallest one they fall as they do between the first two points, at
+the least steep place of the table, and not faster than in proportion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from moepass.models.errors import InputError
+
+# Where a number comes from:
+#   measured     read off this machine, such as the size of its memory
+#   calibrated   timed on the machine that it describes, by `moepass calibrate`
+#   datasheet    what the vendor states
+#   empirical    reached on some machine, and assumed here
+#   emulated     made so for a measurement, such as the speed of an emulated link
+#   user         from a user's own file
+#   derived      computed from others
+Source = Literal["measured", "calibrated", "datasheet", "empirical", "emulated", "user", "derived"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One size that a table goes by: `points` are above 0 and increase."""
+
+    name: str
+    points: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondsTable:
+    """Seconds for every combination of points of the axes, the last axis fastest.
+
+    `spreads` has for each of `seconds` how wide the middle half of its measurements was, relative to their median; it
+    is empty where that is not known. Raises InputError where the numbers make no table.
+    """
+
+    axes: tuple[Axis, ...]
+    seconds: tuple[float, ...]
+    source: Source
+    note: str = ""
+    spreads: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise InputError("a table of seconds has no axes; it needs one or more")
+        for axis in self.axes:
+            grows = all(before < after for before, after in itertools.pairwise(axis.points))
+            if not axis.points or not grows or not all(_is_positive(point) for point in axis.points):
+                raise InputError(
+                    f"axis {axis.name!r} of a table has the points {list(axis.points)}; they must be above 0 and "
+                    "increase"
+                )
+        expected = math.prod(len(axis.points) for axis in self.axes)
+        shape = " x ".join(f"{len(axis.points)} {axis.name}" for axis in self.axes)
+        if len(self.seconds) != expected:
+            raise InputError(f"a table of {shape} has {len(self.seconds)} seconds; it must have {expected}")
+        for value in self.seconds:
+            if not _is_positive(value):
+                raise InputError(f"a table of {shape} has {value!r} seconds; every one must be a number above 0")
+        if self.spreads and len(self.spreads) != expected:
+            raise InputError(f"a table of {shape} has {len(self.spreads)} spreads; it must have {expected}, or none")
+
+    def at(self, **sizes: float) -> float:
+        """Seconds at one size for each axis, all above 0. Raises TypeError where these are not the axes' names."""
+        names = [axis.name for axis in self.axes]
+        if sorted(sizes) != sorted(names):
+            raise TypeError(f"sizes are given for {sorted(sizes)}; the table goes by {names}")
+        inside: list[float] = []
+        beyond = 0.0
+        for axis, slope, logs in zip(self.axes, self._slopes_below, self._log_points, strict=True):
+            position = math.log(sizes[axis.name])
+            clamped = min(max(position, logs[0]), logs[-1])
+            beyond += (position - clamped) * (slope if position < clamped else 1.0)
+            inside.append(clamped)
+        return math.exp(self._interpolate(inside) + beyond)
+
+    def points(self) -> Iterator[tuple[dict[str, float], float]]:
+        """The size for each axis, and the seconds, of every point."""
+        sizes = itertools.product(*[axis.points for axis in self.axes])
+        for point, seconds in zip(sizes, self.seconds, strict=True):
+            yield {axis.name: size for axis, size in zip(self.axes, point, strict=True)}, seconds
+
+    def _interpolate(self, position: Sequence[float]) -> float:
+        index, weights = 0, [(0, 1.0)]
+        for logs, at in zip(self._log_points, position, strict=True):
+            index = _interval(logs, at)
+            if len(logs) == 1:
+                corners = [(0, 1.0)]
+            else:
+                part = (at - logs[index]) / (logs[index + 1] - logs[index])
+                corners = [(index, 1.0 - part), (index + 1, part)]
+            weights = [
+                (flat * len(logs) + corner, weight * share)
+                for flat, weight in weights
+                for corner, share in corners
+                if share
+            ]
+        return sum(self._log_seconds[flat] * weight for flat, weight in weights)
+
+    @functools.cached_property
+    def _log_points(self) -> list[list[float]]:
+        return [[math.log(point) for point in axis.points] for axis in self.axes]
+
+    @functools.cached_property
+    def _log_seconds(self) -> list[float]:
+        return [math.log(value) for value in self.seconds]
+
+    @functools.cached_property
+    def _slopes_below(self) -> list[float]:
+        """For each axis, by which power of a size below its first point seconds fall."""
+        lengths = [len(axis.points) for axis in self.axes]
+        slopes = []
+        for number, logs in enumerate(self._log_points):
+            if len(logs) == 1:
+                slopes.append(1.0)
+                continue
+            steepness = min(
+                (self._log_seconds[line[1]] - self._log_seconds[line[0]]) / (logs[1] - logs[0])
+                for line in _lines(lengths, number)
+            )
+            slopes.append(min(max(steepness, 0.0), 1.0))
+        return slopes
+
+
+def without_dips(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
+    """The table of measured `seconds`, smoothed so that no larger size takes less time.
+
+    `lengths` are the numbers of points of its axes. Neighbours in the wrong order are noise and become their mean (of
+    logarithms), axis by axis, until none is left.
+    """
+    logs = [math.log(value) for value in seconds]
+    for _ in range(_SWEEPS):
+        before = list(logs)
+        for axis in range(len(lengths)):
+            for line in _lines(lengths, axis):
+                for flat, value in zip(line, _isotonic([logs[flat] for flat in line]), strict=True):
+                    logs[flat] = value
+        if logs == before:
+            break
+    # What rounding, or the end of the sweeps, has left.
+    for axis in range(len(lengths)):
+        for line in _lines(lengths, axis):
+            for flat, value in zip(line, itertools.accumulate((logs[flat] for flat in line), max), strict=True):
+                logs[flat] = value
+    return tuple(math.exp(value) for value in logs)
+
+
+# Enough for noise: each sweep leaves a table less wrong than before.
+_SWEEPS = 50
+
+
+def table_of(
+    axes: Mapping[str, Sequence[float]],
+    seconds: Sequence[float],
+    source: Source,
+    note: str = "",
+    spreads: Sequence[float] = (),
+) -> SecondsTable:
+    """A table from measurements, in the order of `itertools.product(*axes.values())`, without dips."""
+    lengths = [len(points) for points in axes.values()]
+    return SecondsTable(
+        tuple(Axis(name, tuple(float(point) for point in points)) for name, points in axes.items()),
+        without_dips(lengths, seconds),
+        source,
+        note,
+        tuple(spreads),
+    )
+
+
+def _isotonic(values: Sequence[float]) -> list[float]:
+    """The nearest sequence (least squares) that does not fall: pools of neighbours that are in the wrong order."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, size = value, 1
+        while pools and pools[-1][0] > mean:
+            other, count = pools.pop()
+            mean, size = (mean * size + other * count) / (size + count), size + count
+        pools.append((mean, size))
+    return [mean for mean, size in pools for _ in range(size)]
+
+
+def _lines(lengths: Sequence[int], axis: int) -> Iterator[list[int]]:
+    """Places in a flat table along `axis`, one list for each combination of the other axes' points."""
+    stride = math.prod(lengths[axis + 1 :])
+    for block in range(math.prod(lengths[:axis])):
+        for offset in range(stride):
+            start = block * stride * lengths[axis] + offset
+            yield [start + step * stride for step in range(lengths[axis])]
+
+
+def _interval(logs: Sequence[float], at: float) -> int:
+    """The index of the last point that is not above `at`, and has one behind it."""
+    return max(0, sum(point <= at for point in logs[:-1]) - 1)
+
+
+def _is_positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0

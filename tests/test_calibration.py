@@ -1,0 +1,270 @@
+"""Calibration with tiny sizes: what is timed, the processes that do it, and the form of the profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from rich.console import Console
+from typer.testing import CliRunner
+
+from moepass.cli import app
+from moepass.hardware_profiles import profile_json, read_profile
+from moepass.hardware_report import print_hardware
+from moepass.models.errors import InputError, OptionError
+from moepass.passes import times
+from moepass.passes.hardware import COLLECTIVES, Conditions
+from moepass.runtime import calibration
+from moepass.runtime.calibration import CalibrationError, calibrate, profile_of
+from moepass.runtime.calibration_rank import Measured, RankMeasurements, measure_rank
+from moepass.runtime.experiments import CPU_SIZES, CUDA_SIZES, Sizes, quick
+from moepass.runtime.measure_transfers import ThreadLane
+from moepass.runtime.stopwatch import Patience, Timing, time_calls, timing_of
+
+CPU = torch.device("cpu")
+TINY = Sizes(
+    dtypes=("fp32",),
+    rows=(1, 8),
+    widths=(4, 16),
+    expert_rows=(1, 4),
+    experts=2,
+    sequences=(4, 16),
+    head_dims=(8,),
+    memory_bytes=(1 << 10, 1 << 14),
+    transfer_bytes=(1 << 12, 1 << 16),
+    collective_bytes=(1 << 8, 1 << 12),
+    patience=Patience(samples=2, sample_seconds=1e-4),
+)
+CONDITIONS = Conditions("2026-01-01T00:00:00+00:00", "a processor", 2, 1, {"torch": "2"}, (), ("disk: no",))
+
+
+# ---- The stopwatch ---------------------------------------------------------------------------------------------------
+
+
+def test_a_timing_is_the_median_and_how_wide_the_middle_half_is() -> None:
+    assert timing_of([5.0, 1.0, 3.0, 2.0, 4.0]) == Timing(3.0, pytest.approx(2 / 3))  # type: ignore[arg-type]
+    assert timing_of([2.0]) == Timing(2.0, 0.0)
+    with pytest.raises(ValueError, match="one measurement or more"):
+        timing_of([])
+
+
+def test_calls_are_as_many_as_asked_for_or_as_fill_a_sample() -> None:
+    calls: list[int] = []
+    time_calls(lambda: calls.append(1), CPU, Patience(samples=3), calls=5)
+    assert len(calls) == 1 + 3 * 5
+    calls.clear()
+    timing = time_calls(lambda: (calls.append(1), time.sleep(0.002)), CPU, Patience(samples=2, sample_seconds=0.008))
+    assert len(calls) > 6
+    assert 0.002 <= timing.seconds < 0.1
+    calls.clear()
+    time_calls(lambda: (calls.append(1), time.sleep(0.02)), CPU, Patience(samples=9, long_seconds=0.01))
+    assert len(calls) == 1 + 2
+
+
+# ---- Transfers -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.lists(st.integers(1, 160), min_size=1, max_size=5))
+def test_every_copy_fills_its_part_of_the_slot_once_from_within_its_sources(
+    lengths: list[int], asked: list[int]
+) -> None:
+    smallest = min(lengths)
+    sources = [torch.full((length,), number + 1, dtype=torch.uint8) for number, length in enumerate(lengths)]
+    slot = torch.zeros(smallest * len(lengths), dtype=torch.uint8)
+    lane = ThreadLane(sources, slot)
+    for nbytes in [min(size, slot.numel()) for size in asked]:
+        slot.zero_()
+        lane.wait(lane.start(nbytes))
+        share = -(-nbytes // len(lengths))
+        expected = [number // share + 1 for number in range(nbytes)]
+        assert slot.tolist() == expected + [0] * (slot.numel() - nbytes)
+
+
+def test_sources_are_read_in_turn() -> None:
+    """So that a transfer does not find its bytes in a cache."""
+    source = torch.arange(12, dtype=torch.uint8)
+    slot = torch.zeros(4, dtype=torch.uint8)
+    lane = ThreadLane([source], slot)
+    seen = []
+    for _ in range(4):
+        lane.wait(lane.start(4))
+        seen.append(slot.tolist())
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [0, 1, 2, 3]]
+
+
+# ---- One rank, and two -----------------------------------------------------------------------------------------------
+
+ALONE = {"host", "gemm.fp32", "grouped_gemm.fp32", "attention.fp32", "memory"}
+
+
+def _check(measurements: RankMeasurements, names: set[str]) -> None:
+    assert set(measurements.tables) == names
+    for measured in measurements.tables.values():
+        points = list(itertools.product(*measured.axes.values()))
+        assert len(measured.timings) == len(points)
+        assert all(0 < timing.seconds < 1 for timing in measured.timings)
+    assert set(measurements.overlap) == {"gemm", "memory", "copy"}
+    assert all(ratio.seconds >= 1 for ratio in measurements.overlap.values())
+    assert measurements.same_as_host
+    assert measurements.memory_bytes > 1 << 28
+
+
+def test_a_rank_alone_measures_itself() -> None:
+    told: list[tuple[int, int, str]] = []
+    _check(measure_rank(TINY, CPU, lambda *step: told.append(step)), ALONE)
+    total = told[0][1]
+    assert [done for done, _, _ in told] == [*range(total + 1)]
+    assert {what for _, _, what in told} == ALONE | {"overlap", "done"}
+
+
+def _measure_here() -> RankMeasurements:
+    return measure_rank(TINY, CPU, lambda done, total, what: None)
+
+
+def test_two_ranks_also_measure_what_lies_between_them() -> None:
+    of_ranks = run_ranks(2, _measure_here)
+    for measurements in of_ranks:
+        _check(measurements, ALONE | {"peer"} | {f"collective.{kind}" for kind in COLLECTIVES})
+    hardware = profile_of(of_ranks, CONDITIONS, "cpu")
+    assert times.gather_seconds(hardware, 1 << 16, "peer", "collective") > 0
+    assert times.pull_seconds(hardware, 1 << 16) > times.host_seconds(hardware, 1 << 15)
+
+
+# ---- The profile -----------------------------------------------------------------------------------------------------
+
+
+def _made_up(factor: float, noise: float = 1.0) -> RankMeasurements:
+    """Rates of 1e9 / `factor` for everything; `noise` is what the middle one of three points is too slow by."""
+
+    def one(axes: dict[str, tuple[int, ...]], flops_per_point: float = 1.0) -> Measured:
+        points = list(itertools.product(*axes.values()))
+        seconds = [flops_per_point * factor * 1e-9 for _ in points]
+        for number, point in enumerate(points):
+            for size in point:
+                seconds[number] *= size
+        if len(points) == 3:
+            seconds[1] *= noise
+        return Measured(axes, tuple(Timing(value, 0.1) for value in seconds))
+
+    shape = {"rows": (1, 8), "inner": (4, 16), "columns": (4, 16)}
+    names = ("host", "peer", "memory", *[f"collective.{kind}" for kind in COLLECTIVES])
+    tables = {name: one({"bytes": (1000, 4000, 16000)}) for name in names}
+    tables |= {"gemm.fp32": one(shape, 2.0), "grouped_gemm.fp32": one(shape, 2.0)}
+    tables["attention.fp32"] = one({"sequence": (4, 16), "head_dim": (8,)})
+    overlap = {name: Timing(1.0 + factor, 0.2) for name in ("gemm", "memory", "copy")}
+    return RankMeasurements("a processor", 1 << 34, tables, overlap, True)
+
+
+def test_a_profile_of_ranks() -> None:
+    hardware = profile_of([_made_up(1.0), _made_up(3.0)], CONDITIONS, "cpu")
+    assert (hardware.name, hardware.ranks) == ("2x a processor", 2)
+    # What a rank does for itself: the median of the ranks. What they do together: the slowest.
+    assert hardware.flops["fp32"].value == pytest.approx(0.5e9)
+    assert times.host_seconds(hardware, 1000) == pytest.approx(2e-6)
+    assert times.collective_seconds(hardware, "all_to_all", 1000) == pytest.approx(3e-6)
+    assert hardware.memory_bytes.value == 1 << 33
+    assert hardware.overlap.gemm.value == pytest.approx(3.0)
+    assert hardware.local == hardware.host
+    assert times.pull_seconds(hardware, 4000) == pytest.approx(2 * 2e-9 * 2000)
+    assert hardware.memory_bytes_per_s.value == pytest.approx(0.5e9)
+    sources = {text.partition(":")[0] for text in hardware.sources().values()}
+    assert sources == {"calibrated", "measured"}
+
+
+@pytest.mark.parametrize("noise", [0.01, 100.0])
+def test_no_table_of_a_profile_has_a_dip(noise: float) -> None:
+    hardware = profile_of([_made_up(1.0, noise), _made_up(3.0, noise)], CONDITIONS, "cpu")
+    assert hardware.collectives is not None
+    tables = [hardware.memory, *hardware.collectives.seconds.values()]
+    tables += [link.seconds for link in (hardware.host, hardware.peer) if link is not None]
+    assert len(tables) == 3 + len(COLLECTIVES)
+    for table in tables:
+        assert table is not None
+        assert list(table.seconds) == sorted(table.seconds)
+
+
+def test_a_profile_is_written_and_read_and_shown(tmp_path: Path) -> None:
+    hardware = profile_of([_made_up(1.0, 100.0), _made_up(3.0)], CONDITIONS, "cpu")
+    file = tmp_path / "profile.json"
+    file.write_bytes(profile_json(hardware))
+    assert read_profile(file) == hardware
+    raw = json.loads(file.read_text())
+    assert raw["conditions"]["date"] == "2026-01-01T00:00:00+00:00"
+    assert raw["host"]["seconds"]["spreads"] == [0.1, 0.1, 0.1]
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_hardware(console, hardware)
+    text = console.export_text()
+    for part in ("500 MFLOP/s", "calibrated", "not measured: disk: no", "2026-01-01", "x 3.00", "bank_gather, 16 kB"):
+        assert part in text
+
+
+# ---- The processes ---------------------------------------------------------------------------------------------------
+
+
+def test_calibrate_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "CPU_SIZES", TINY)
+    monkeypatch.setattr(calibration, "quick", lambda sizes: sizes)
+    file = tmp_path / "mine.json"
+    arguments = ["calibrate", "--device", "cpu", "--ranks", "2", "--threads", "1", "--quick", "--output", str(file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "calibrated" in result.stdout
+    hardware = read_profile(file)
+    conditions = hardware.conditions
+    assert conditions is not None
+    assert (hardware.ranks, conditions.ranks, conditions.threads_per_rank) == (2, 2, 1)
+    assert conditions.versions["torch"] == str(torch.__version__)
+    assert "moepass" in conditions.versions
+    assert any(remark.startswith("quick") for remark in conditions.remarks)
+    assert any(what.startswith("disk") for what in conditions.not_measured)
+    assert any(what.startswith("fp8") for what in conditions.not_measured)
+    assert hardware.collectives is not None
+    assert set(hardware.collectives.seconds) == set(COLLECTIVES)
+    assert times.gemm_seconds(hardware, "float32", 100, 100, 100) > 0
+    with pytest.raises(InputError, match="has no bf16 rate; it has fp32"):
+        times.gemm_seconds(hardware, "bf16", 1, 1, 1)
+
+
+def test_a_rank_that_fails_is_one_error() -> None:
+    wrong = dataclasses.replace(TINY, dtypes=("fp12",))
+    with pytest.raises(CalibrationError, match="calibration: rank 0 ended with code 1: KeyError: 'fp12'"):
+        calibrate(ranks=1, sizes=wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"device": "tpu"}, InputError, "device is 'tpu'; it must be cpu or cuda"),
+        ({"ranks": 0}, OptionError, "ranks is 0; it must be a number from 1 on"),
+        ({"threads": 0}, OptionError, "threads is 0; it must be a number from 1 on"),
+    ],
+)
+def test_what_cannot_be_measured(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        calibrate(**arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_an_error() -> None:
+    with pytest.raises(InputError, match="device is 'cuda', but torch sees no GPU; use cpu"):
+        calibrate("cuda")
+
+
+@pytest.mark.parametrize("sizes", [CPU_SIZES, CUDA_SIZES])
+def test_a_quick_calibration_reaches_as_far_as_a_full_one(sizes: Sizes) -> None:
+    coarse = quick(sizes)
+    for field in dataclasses.fields(Sizes):
+        points = getattr(sizes, field.name)
+        fewer = getattr(coarse, field.name)
+        if isinstance(points, tuple) and field.name not in ("dtypes", "head_dims"):
+            assert set(fewer) < set(points)
+            assert (fewer[0], fewer[-1]) == (points[0], points[-1])
