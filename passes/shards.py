@@ -31,6 +31,10 @@ class Piece:
     slot_offset_bytes: int
     nbytes: int
 
+    def part(self, start: int, stop: int) -> Piece:
+        """Bytes [start, stop) of this piece."""
+        return Piece(self.source_offset_bytes + start, self.slot_offset_bytes + start, stop - start)
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:

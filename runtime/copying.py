@@ -147,9 +147,9 @@ Slice = tuple[Source, int, int, int]
 
 
 def slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
-    """What a copy from `source` into `slot` moves, one call of `Source.copy` each."""
+    """What a copy from `source` into `slot` moves, one call of `Source.copy` each, after what need not be copied."""
     target = slot.data_ptr()
-    for piece in source.pieces:
+    for piece in source.lay(slot):
         for start in range(0, piece.nbytes, SLICE_BYTES):
             size = min(SLICE_BYTES, piece.nbytes - start)
             yield source, piece.source_offset_bytes + start, size, target + piece.slot_offset_bytes + start

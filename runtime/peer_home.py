@@ -23,7 +23,7 @@ from moepass.runtime.homes import Home
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment
-from moepass.runtime.sources import MemorySource, RemoteSource, Source
+from moepass.runtime.sources import MemorySource, RemoteSource, SegmentSource, Source
 from moepass.runtime.transports import PULL, Transport
 
 # [Empirical] Numbers of each expert that go into a digest, along each of its dimensions. Any training, however short,
@@ -132,12 +132,17 @@ class PeerPacker:
         # Every rank begins at another one, so that no shard is read by all at once; its own comes last.
         order = [(self.group.rank + 1 + step) % self.group.size for step in range(self.group.size)]
         return {
-            spec.index: tuple(
-                MemorySource(shards[rank][number], shard_pieces(spec, rank), over_link=rank != self.group.rank)
-                for rank in order
-            )
+            spec.index: tuple(self._source(number, rank, shards[rank][number]) for rank in order)
             for number, spec in enumerate(self._specs)
         }
+
+    def _source(self, number: int, rank: int, shard: torch.Tensor) -> Source:
+        pieces = shard_pieces(self._specs[number], rank)
+        if rank != self.group.rank:
+            return MemorySource(shard, pieces)
+        assert self._segment is not None
+        place = self._places(rank)[number]
+        return SegmentSource(shard, pieces, over_link=False, segment=self._segment, segment_offset_bytes=place)
 
     def _places(self, rank: int) -> list[int]:
         """Where each bank's shard begins in the segment of `rank`, and after them the end of the segment."""

@@ -20,6 +20,7 @@ from moepass.runtime.copying import PendingCopy
 from moepass.runtime.homes import Home
 from moepass.runtime.learned_order import Fetch, LearnedOrder
 from moepass.runtime.link import Link
+from moepass.runtime.page_mapping import private_memory
 from moepass.runtime.sources import MemorySource
 from moepass.runtime.turns import Turns
 
@@ -121,11 +122,14 @@ class Ring:
             self._turns.check()
             slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
             self.reset()
-            # The old ones go first: for a moment both would be too much.
-            self._views.clear()
-            self._buffers.clear()
-            self._buffers = _buffers(slots, slot_bytes, self.device)
+            self._renew_buffers(slots, slot_bytes)
             self._forget_runs()
+
+    def _renew_buffers(self, slots: int, slot_bytes: int) -> None:
+        # The old ones go first: for a moment both would be too much.
+        self._views.clear()
+        self._buffers.clear()
+        self._buffers = _buffers(slots, slot_bytes, self.device)
 
     @contextlib.contextmanager
     def run(self, graph: Hashable, slots: int) -> Iterator[None]:
@@ -205,11 +209,14 @@ class Ring:
         self._is_quiet = True
 
     def forget(self) -> None:
-        """As a run begins: drop what is remembered of banks, which keeps the memory of those that are gone."""
+        """As a run begins: drop what is remembered of banks, which keeps the memory of those that are gone.
+
+        Slots do so too, where pages of shards were laid into them.
+        """
         for buffer in list(self._ahead):
             self._drop_ahead(buffer)
         self._order = LearnedOrder()
-        self._views.clear()
+        self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers))
 
     def _forget_runs(self) -> None:
         self._buffer_of = list(range(self.slots))
@@ -274,6 +281,8 @@ class Ring:
 
 def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:
     with torch.inference_mode(False):  # inference tensors could not be written outside that mode
+        if device.type == "cpu":
+            return [private_memory(slot_bytes) for _ in range(slots)]
         return [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
 

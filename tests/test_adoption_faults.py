@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from test_adoption import SMALL, _compile, _hidden
-from workers import Worker, join_group
+from workers import Worker, join_group, named_memory
 
 from moepass.models.moe_stack import build_stack
 from moepass.runtime.peer_home import PeerPacker
@@ -60,11 +59,6 @@ def _stop_at(connection: Connection, store: str, rank: int, stage: str) -> None:
     _run_until_an_error(connection, store, rank)
 
 
-def _named_memory() -> set[str]:
-    """Shared memory that has a name; without the semaphores of tqdm, which are torch's."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
-
-
 def _survivors_end(workers: list[Worker], killed: int) -> None:
     """They say which rank is missing, once, within the timeout, and end by themselves."""
     survivors = [worker for rank, worker in enumerate(workers) if rank != killed]
@@ -81,7 +75,7 @@ def _survivors_end(workers: list[Worker], killed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(20))
 def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> None:
-    named = _named_memory()
+    named = named_memory()
     choice = random.Random(attempt)
     killed, moment = choice.randrange(RANKS), choice.uniform(0.0, 4.0)
     with ExitStack() as stack:
@@ -92,7 +86,7 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> Non
         time.sleep(moment)  # not to wait for anything: the moment is what is tested
         workers[killed].kill()
         _survivors_end(workers, killed)
-    assert _named_memory() <= named
+    assert named_memory() <= named
 
 
 STAGES = ("agree_on", "make_segment", "pack_part", "share", "settle")
@@ -101,7 +95,7 @@ STAGES = ("agree_on", "make_segment", "pack_part", "share", "settle")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_may_be_killed_in_the_meeting(stage: str, tmp_path: Path) -> None:
-    named = _named_memory()
+    named = named_memory()
     with ExitStack() as stack:
         store = str(tmp_path / "store")
         workers = [stack.enter_context(Worker(_stop_at, store, rank, stage)) for rank in range(RANKS)]
@@ -110,4 +104,4 @@ def test_a_rank_may_be_killed_in_the_meeting(stage: str, tmp_path: Path) -> None
         assert workers[1].hear() == stage
         workers[1].kill()
         _survivors_end(workers, 1)
-    assert _named_memory() <= named
+    assert named_memory() <= named

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from backend_helper import BLOCKS, Stack, tokens
 from ranks import run_ranks
 from torch import nn
-from workers import Worker, join_group
+from workers import Worker, join_group, named_memory
 
 import moepass
 from moepass.models.tiny import tiny_inputs, tiny_model
@@ -305,7 +304,7 @@ def _serve(connection: Connection, store: str, rank: int, size: int, mode: str) 
 
 @pytest.mark.parametrize("mode", ["compiled", "eager"])
 def test_a_killed_rank_is_an_error_on_the_others_at_once_and_leaves_nothing(mode: str, tmp_path: Path) -> None:
-    named = set(os.listdir("/dev/shm"))
+    named = named_memory()
     store = str(tmp_path / "store")
     with (
         Worker(_serve, store, 0, 3, mode) as first,
@@ -330,7 +329,7 @@ def test_a_killed_rank_is_an_error_on_the_others_at_once_and_leaves_nothing(mode
             worker.tell("end")
             worker.process.join(20)
             assert worker.process.exitcode == 0
-    assert set(os.listdir("/dev/shm")) <= named
+    assert named_memory() <= named
 
 
 def _run_until_an_error(connection: Connection, store: str, rank: int, size: int) -> None:
@@ -350,7 +349,7 @@ def _run_until_an_error(connection: Connection, store: str, rank: int, size: int
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(20))
 def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> None:
-    named, store = set(os.listdir("/dev/shm")), str(tmp_path / "store")
+    named, store = named_memory(), str(tmp_path / "store")
     moment = random.Random(attempt).uniform(0.0, 0.2)
     with (
         Worker(_run_until_an_error, store, 0, 3) as first,
@@ -367,7 +366,7 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> Non
             worker.process.join(20)
             assert worker.process.exitcode == 0
         assert time.perf_counter() - started < 10
-    assert set(os.listdir("/dev/shm")) <= named
+    assert named_memory() <= named
 
 
 def test_a_rank_that_drops_its_model_and_ends_is_not_missed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workers import Worker
+from workers import Worker, named_memory
 
 from moepass.runtime import shared_memory
 from moepass.runtime.processes import ProcessIdentity, ProcessWatch, start_ticks, this_process
@@ -51,7 +51,7 @@ def test_another_process_sees_what_the_owner_writes(owner: Worker) -> None:
 
 
 def test_memory_outlives_an_owner_that_is_killed_and_leaves_nothing_behind(owner: Worker) -> None:
-    named = set(os.listdir("/dev/shm"))
+    named = named_memory()
     address = owner.hear()
     memory = open_segment(address).map(PAGE_BYTES, 1000)
     owner.kill()
@@ -66,7 +66,7 @@ def test_memory_outlives_an_owner_that_is_killed_and_leaves_nothing_behind(owner
     del view
     gc.collect()
     assert _mappings("moepass-test") == 0
-    assert set(os.listdir("/dev/shm")) <= named
+    assert named_memory() <= named
 
 
 def test_a_segment_closes_with_its_object() -> None:
