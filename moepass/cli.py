@@ -237,8 +237,10 @@ def calibrate(
     """
     target = check_output(output)
     import torch
+    from rich.console import Console
 
     from moepass.hardware_profiles import profile_json
+    from moepass.hardware_report import print_hardware
     from moepass.runtime.calibration import calibrate as measure
 
     kind = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -250,12 +252,7 @@ def calibrate(
         hardware = measure(kind, ranks, threads, is_quick=quick, versions={"moepass": __version__}, report=report)
     with open_output(output, target) as sink:
         sink.write(profile_json(hardware))
-    if target is not None:
-        from rich.console import Console
-
-        from moepass.hardware_report import print_hardware
-
-        print_hardware(Console(), hardware)
+    print_hardware(Console(stderr=target is None), hardware)
 
 
 @app.command()

@@ -39,6 +39,8 @@ from moepass.runtime.stopwatch import Timing
 
 # A single point takes seconds; a rank that says nothing for so long has died or hangs.
 _SILENCE_SECONDS = 300.0
+# [Empirical] On an otherwise idle machine threads had a core for more than 97 % of the time.
+_QUIET_CORE_SHARE = 0.95
 _REACHED = Figure(1.0, "calibrated", "the rates of this profile were reached")
 
 
@@ -98,6 +100,7 @@ def calibrate(
         "all ranks measured at the same time" if ranks > 1 else "one rank measured, alone on the machine",
         *(["every rank kept to its share of the cores, its copy thread included"] if pinned else []),
         *(["quick: coarse grids and few samples"] if is_quick else []),
+        *_remarks_on_cores(measurements),
     ]
     conditions = Conditions(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -122,6 +125,16 @@ def _check_device(device: str) -> str:
 def _share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
     each = len(cores) // ranks
     return tuple(cores[rank * each : (rank + 1) * each])
+
+
+def _remarks_on_cores(measurements: Sequence[RankMeasurements]) -> list[str]:
+    shares = [rank.core_share for rank in measurements if rank.core_share is not None]
+    if not shares:
+        return []
+    text = f"computing threads had a core for {min(shares):.0%} of the time"
+    if min(shares) < _QUIET_CORE_SHARE:
+        text += ": other programs ran, so rates are too low and times too long; measure again on a quiet machine"
+    return [text]
 
 
 def _not_measured(kind: str, ranks: int, sizes: Sizes) -> tuple[str, ...]:
@@ -231,7 +244,7 @@ def profile_of(measurements: Sequence[RankMeasurements], conditions: Conditions,
     largest = memory.axes[0].points[-1]
     host = _link(tables["host"])
     own = first.memory_bytes if kind == "cuda" else first.memory_bytes // ranks
-    note = "of the device" if kind == "cuda" else "an equal part of the machine's for each rank"
+    note = "of the device" if kind == "cuda" else "an equal part for each rank"
     return Hardware(
         name=f"{ranks}x {first.device}",
         ranks=ranks,
@@ -245,7 +258,7 @@ def profile_of(measurements: Sequence[RankMeasurements], conditions: Conditions,
         collective_latency_seconds=_latency(collectives["p2p"]) if collectives else EMPIRICAL_COLLECTIVE_LATENCY,
         peer=_link(tables["peer"]) if "peer" in tables else None,
         host=host,
-        local=host if first.same_as_host else _link(tables["local"]),
+        local=host if first.local_is_host else _link(tables["local"]),
         compute=compute,
         memory=memory,
         collectives=Collectives(ranks, collectives) if collectives else None,
@@ -258,7 +271,7 @@ def _table(name: str, of_ranks: Sequence[Measured]) -> SecondsTable:
     timings = list(zip(*[measured.timings for measured in of_ranks], strict=True))
     seconds = [float(together(timing.seconds for timing in point)) for point in timings]
     spreads = [round(max(timing.spread for timing in point), 4) for point in timings]
-    note = f"middle half of the measurements within {statistics.median(spreads):.1%} (median of the points)"
+    note = f"middle half of the samples within {statistics.median(spreads):.0%}"
     return table_of(of_ranks[0].axes, [float(f"{value:.5g}") for value in seconds], "calibrated", note, spreads)
 
 
@@ -267,7 +280,7 @@ def _best_rate(table: SecondsTable) -> Figure:
     rates = [(work_flops("gemm", point) / seconds, point) for point, seconds in table.points()]
     rate, shape = max(rates, key=lambda pair: pair[0])
     sizes = " x ".join(f"{size:.0f}" for size in shape.values())
-    return Figure(rate, "calibrated", f"the best of the measured products, {sizes}")
+    return Figure(rate, "calibrated", f"the best product, {sizes}")
 
 
 def _link(table: SecondsTable) -> TransferLink:
@@ -278,10 +291,10 @@ def _link(table: SecondsTable) -> TransferLink:
 
 def _latency(table: SecondsTable) -> Figure:
     smallest = table.axes[0].points[0]
-    return Figure(table.seconds[0], "calibrated", f"{smallest / 1e3:.0f} kB, the smallest that was measured")
+    return Figure(table.seconds[0], "calibrated", f"the smallest transfer, {smallest / 1e3:.0f} kB")
 
 
 def _ratio(timings: Sequence[Timing]) -> Figure:
     value = statistics.median(timing.seconds for timing in timings)
     spread = max(timing.spread for timing in timings)
-    return Figure(value, "calibrated", f"times as long as alone; middle half of the measurements within {spread:.1%}")
+    return Figure(value, "calibrated", f"middle half of the samples within {spread:.0%}")

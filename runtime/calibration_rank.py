@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,13 +52,18 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class RankMeasurements:
-    """Everything that one rank measured: experiments by name, and ratios (see `measure_overlap`)."""
+    """Everything that one rank measured: experiments by name, and ratios (see `measure_overlap`).
+
+    `core_share` is how much of the time a single computing thread had a core; None for more threads, and for a GPU.
+    `local_is_host`: copies inside the device's memory are what copies from the host are.
+    """
 
     device: str
     memory_bytes: int
     tables: dict[str, Measured]
     overlap: dict[str, Timing]
-    same_as_host: bool
+    local_is_host: bool
+    core_share: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +90,7 @@ def measure_rank(sizes: Sizes, device: torch.device, report: Report) -> RankMeas
             experiments += collective_experiments(sizes, device, c10d._get_default_group().group_name)
         total = sum(experiment.points for experiment in experiments) + 1
         tables: dict[str, Measured] = {}
+        clock = _CoreClock()
         done = 0
         for experiment in experiments:
             timings = []
@@ -91,7 +98,8 @@ def measure_rank(sizes: Sizes, device: torch.device, report: Report) -> RankMeas
                 report(done, total, experiment.name)
                 if grouped:
                     dist.barrier()
-                timings.append(experiment.time(**sizes_of_point))
+                with clock if experiment.is_computation else contextlib.nullcontext():
+                    timings.append(experiment.time(**sizes_of_point))
                 done += 1
             tables[experiment.name] = Measured(experiment.axes, tuple(timings))
         report(done, total, "overlap")
@@ -101,7 +109,26 @@ def measure_rank(sizes: Sizes, device: torch.device, report: Report) -> RankMeas
         if grouped:
             dist.barrier()  # nobody's memory goes while others read it
         report(total, total, "done")
-        return RankMeasurements(*_describe(device), tables, overlap, lanes["local"] is lanes["host"])
+        share = clock.share if device.type == "cpu" and torch.get_num_threads() == 1 else None
+        return RankMeasurements(*_describe(device), tables, overlap, lanes["local"] is lanes["host"], share)
+
+
+class _CoreClock:
+    """Adds up how long this thread computed, and how long that took."""
+
+    def __init__(self) -> None:
+        self._computed = self._took = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.thread_time(), time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._computed += time.thread_time() - self._started[0]
+        self._took += time.perf_counter() - self._started[1]
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self._computed / self._took)
 
 
 def _describe(device: torch.device) -> tuple[str, int]:

@@ -17,6 +17,7 @@ class Experiment:
     name: str
     axes: dict[str, tuple[int, ...]]
     time: Callable[..., Timing]
+    is_computation: bool = False
 
     @property
     def points(self) -> int:

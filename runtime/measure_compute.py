@@ -24,11 +24,13 @@ def compute_experiments(sizes: Sizes, device: torch.device) -> list[Experiment]:
         widths = {"inner": sizes.widths, "columns": sizes.widths}
         shapes = {"sequence": sizes.sequences, "head_dim": sizes.head_dims}
         experiments += [
-            Experiment(f"gemm.{name}", {"rows": sizes.rows, **widths}, _gemm(sizes, device, dtype)),
-            Experiment(f"grouped_gemm.{name}", {"rows": sizes.expert_rows, **widths}, _grouped(sizes, device, dtype)),
-            Experiment(f"attention.{name}", shapes, _attention(sizes, device, dtype)),
+            Experiment(f"gemm.{name}", {"rows": sizes.rows, **widths}, _gemm(sizes, device, dtype), True),
+            Experiment(
+                f"grouped_gemm.{name}", {"rows": sizes.expert_rows, **widths}, _grouped(sizes, device, dtype), True
+            ),
+            Experiment(f"attention.{name}", shapes, _attention(sizes, device, dtype), True),
         ]
-    return [*experiments, Experiment("memory", {"bytes": sizes.memory_bytes}, _memory(sizes, device))]
+    return [*experiments, Experiment("memory", {"bytes": sizes.memory_bytes}, _memory(sizes, device), True)]
 
 
 def _gemm(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:

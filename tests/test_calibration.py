@@ -114,8 +114,10 @@ def _check(measurements: RankMeasurements, names: set[str]) -> None:
         assert all(0 < timing.seconds < 1 for timing in measured.timings)
     assert set(measurements.overlap) == {"gemm", "memory", "copy"}
     assert all(ratio.seconds >= 1 for ratio in measurements.overlap.values())
-    assert measurements.same_as_host
+    assert measurements.local_is_host
     assert measurements.memory_bytes > 1 << 28
+    assert measurements.core_share is not None
+    assert 0 < measurements.core_share <= 1
 
 
 def test_a_rank_alone_measures_itself() -> None:
@@ -178,6 +180,17 @@ def test_a_profile_of_ranks() -> None:
     assert hardware.memory_bytes_per_s.value == pytest.approx(0.5e9)
     sources = {text.partition(":")[0] for text in hardware.sources().values()}
     assert sources == {"calibrated", "measured"}
+
+
+@pytest.mark.parametrize(("share", "says"), [(0.99, False), (0.5, True), (None, False)])
+def test_other_programs_are_told(share: float | None, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = dataclasses.replace(_made_up(1.0), core_share=share)
+    tables = {name: table for name, table in measured.tables.items() if "." not in name or "fp32" in name}
+    alone = dataclasses.replace(measured, tables=tables)
+    monkeypatch.setattr(calibration, "_run_ranks", lambda tasks, report: [alone])
+    conditions = calibrate(ranks=1).conditions
+    assert conditions is not None
+    assert any("measure again on a quiet machine" in remark for remark in conditions.remarks) is says
 
 
 @pytest.mark.parametrize("noise", [0.01, 100.0])
