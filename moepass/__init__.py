@@ -5,6 +5,7 @@ moepass.offload_experts(model)                 experts rest in host memory and s
 moepass.load_pretrained(path)                  the same from a checkpoint, each rank reading its own experts alone
 moepass.gather_only_step(model)                transport "collective": a rank without work for a step
 moepass.record_compilations()                  the plans behind a compiled model
+moepass.record_timeline()                      when its segments, transfers and waits really happened
 moepass.register_transformers()                DistributedConfig(..., ep_implementation="asyncep")
 """
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from moepass.runtime.gather_only import gather_only_step
     from moepass.runtime.loading import load_pretrained, offload_report
     from moepass.runtime.offload import OffloadReport, offload_experts
+    from moepass.runtime.recording import record_timeline
     from moepass.runtime.transformers_ep import register_transformers
 
 __version__ = "0.1.0"
@@ -40,6 +42,7 @@ __all__ = [
     "offload_experts",
     "offload_report",
     "record_compilations",
+    "record_timeline",
     "register_transformers",
 ]
 
@@ -58,6 +61,7 @@ _HOME_OF = {
     "offload_experts": "moepass.runtime.offload",
     "offload_report": "moepass.runtime.loading",
     "record_compilations": "moepass.backend",
+    "record_timeline": "moepass.runtime.recording",
     "register_transformers": "moepass.runtime.transformers_ep",
 }
 

@@ -37,6 +37,8 @@ class PendingCopy:
         self.slot = slot
         self.label = label
         self.finished = threading.Event()
+        # When the copy thread began and ended it, of `time.perf_counter`; for recordings.
+        self.performed: tuple[float, float] | None = None
         self.error: BaseException | None = None
         self.abandoned = threading.Event()
         self._process = os.getpid()
@@ -126,11 +128,13 @@ class CopyThread:
 
 def _run(copies: queue.SimpleQueue[PendingCopy | None], link: Link) -> None:
     while (copy := copies.get()) is not None:
+        started = time.perf_counter()
         try:
             copy.perform(link)
         except BaseException as error:  # handed to the thread that waits, which raises it
             copy.error = error
         finally:
+            copy.performed = (started, time.perf_counter())
             copy.finished.set()
         del copy
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,9 +18,11 @@ from moepass.models.errors import InputError, MoepassError
 from moepass.passes.detect import bank_arguments
 from moepass.passes.graph import copy_graph_module, graph_inputs, is_call
 from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, acquire, prefetch, release
+from moepass.passes.timeline import COMPUTE, HOST
 from moepass.runtime.banks import BankStore, find_bank, find_store
 from moepass.runtime.copying import CopyError
 from moepass.runtime.forking import renew_after_fork
+from moepass.runtime.recording import current_recording
 from moepass.runtime.ring import Ring
 
 
@@ -81,6 +84,15 @@ class Located(torch.nn.Module):
         self.layers = layers
 
     def forward(self, *inputs: Any) -> Any:
+        recording = current_recording()
+        if recording is None:
+            return self._run(inputs)
+        started = time.perf_counter()
+        outputs = self._run(inputs)
+        recording.add("segment", f"{self.name}: {self.layers}" if self.layers else self.name, COMPUTE, started)
+        return outputs
+
+    def _run(self, inputs: tuple[Any, ...]) -> Any:
         try:
             return self.segment(*inputs)
         except Exception as error:
@@ -191,6 +203,16 @@ class Executor:
     def __call__(self, inputs: list[Any]) -> Any:
         arguments = tuple(inputs)
         inputs.clear()  # the boxed convention: the caller's references end here
+        recording = current_recording()
+        if recording is None:
+            return self._run(arguments)
+        _refuse_recording(arguments)
+        started = time.perf_counter()
+        outputs = self._run(arguments)
+        recording.add("run", f"graph {self._number}", HOST, started)
+        return outputs
+
+    def _run(self, arguments: tuple[Any, ...]) -> Any:
         schedule = self._schedule_for(arguments) if self._adopt is None else self._adopted_schedule(arguments)
         if schedule.ring is None:
             return schedule.graph_module(*arguments)
@@ -258,6 +280,15 @@ class Executor:
             if not self._own.is_alive or self._own.ring is None:
                 self._own = schedule
             return schedule
+
+
+def _refuse_recording(arguments: Sequence[Any]) -> None:
+    for value in arguments:
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            raise InputError(
+                f"record_timeline: the model computes on {value.device}, where the host's clock does not tell when; "
+                "timelines are recorded on device cpu only"
+            )
 
 
 def _are_planned(specs: Mapping[int, BankSpec]) -> bool:

@@ -16,11 +16,13 @@ import torch
 
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir import BankSpec
+from moepass.passes.timeline import COMPUTE
 from moepass.runtime.copying import PendingCopy
 from moepass.runtime.homes import Home
 from moepass.runtime.learned_order import Fetch, LearnedOrder
 from moepass.runtime.link import Link
 from moepass.runtime.page_mapping import private_memory
+from moepass.runtime.recording import current_recording
 from moepass.runtime.sources import MemorySource
 from moepass.runtime.turns import Turns
 
@@ -305,6 +307,9 @@ class CpuRing(Ring):
     def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> PendingCopy:
         copy = self._copies.submit(self.home.transport.copy(fetch.bank, fetch.sources, memory))
         self._pending.append(copy)
+        recording = current_recording()
+        if recording is not None:
+            recording.add_copy(copy, self.link.is_emulated)
         return copy
 
     def _wait(self, filled: object) -> None:
@@ -313,6 +318,11 @@ class CpuRing(Ring):
         filled.wait()
         self.statistics.waited_seconds += time.perf_counter() - started
         self._pending.remove(filled)
+        recording = current_recording()
+        if recording is not None:
+            # Also those that the run before has started.
+            recording.add_copy(filled, self.link.is_emulated)
+            recording.add("wait", filled.label, COMPUTE, started)
 
     def _event(self) -> object:
         return "done"

@@ -1,0 +1,190 @@
+"""The search for a schedule, held against every schedule there is."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.passes.protocol import PlanError
+from moepass.passes.schedule_search import FoundSchedule, copy_orders, is_possible, search_schedule, steady_step
+from moepass.passes.simulate import simulate_stages
+from moepass.passes.stages import Stage, stage_steps, streamed_stages
+
+
+def stage(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0) -> Stage:
+    return Stage(f"stage {number}", f"layers.{number}", compute, bank_bytes, transfer)
+
+
+SECONDS = st.integers(0, 24).map(lambda eighths: eighths / 8)
+DENSE = st.builds(stage, st.just(0), SECONDS)
+# Banks of one model differ in size now and then; what takes longer need not be larger.
+STREAMED = st.builds(stage, st.just(1), SECONDS, SECONDS, st.sampled_from([4, 6, 10]))
+
+
+def model(most: int) -> st.SearchStrategy[list[Stage]]:
+    return st.lists(st.one_of(DENSE, STREAMED, STREAMED), min_size=2, max_size=most).filter(streamed_stages)
+
+
+def every_schedule(stages: Sequence[Stage], memory_bytes: int, most_slots: int) -> Iterator[float]:
+    """Exposed seconds of every schedule that fits: resident sets, slots, and orders of copies that do not block."""
+    banks = streamed_stages(stages)
+    compute = sum(part.compute_seconds for part in stages)
+    for size in range(len(banks) + 1):
+        for resident in itertools.combinations(banks, size):
+            needed = streamed_stages(stages, resident)
+            resident_bytes = sum(stages[place].bank_bytes for place in resident)
+            slot_bytes = max((stages[place].bank_bytes for place in needed), default=0)
+            for slots in range(1, most_slots + 1):
+                if resident_bytes + min(slots, len(needed)) * slot_bytes > memory_bytes:
+                    continue
+                for order in itertools.permutations(needed):
+                    try:
+                        stage_steps(stages, slots, resident, order)
+                    except PlanError:
+                        continue
+                    yield steady_step(stages, slots, frozenset(resident), order)[0] - compute
+
+
+def check(stages: list[Stage], budget: int, most_slots: int, most_tried: int) -> None:
+    every = list(every_schedule(stages, budget, most_slots))
+    if not every:
+        with pytest.raises(PlanError, match=f"memory_bytes is {budget}; resident banks and one slot for the others"):
+            search_schedule(stages, budget, most_slots)
+        return
+    found = search_schedule(stages, budget, most_slots, most_tried)
+    _check_claims(stages, budget, most_slots, found)
+    assert found.exposed_seconds <= 1.05 * min(every) + 1e-9
+    assert found.least_exposed_seconds <= min(every) + 1e-9
+
+
+def _check_claims(stages: list[Stage], budget: int, most_slots: int, found: FoundSchedule) -> None:
+    assert found.memory_bytes <= budget
+    assert found.slots <= most_slots
+    assert sorted((*found.resident, *found.order)) == list(streamed_stages(stages))
+    real = simulate_stages(stages, found.slots, found.resident, found.order)
+    assert real.step_seconds == pytest.approx(found.step_seconds, rel=1e-6, abs=1e-9)
+    assert real.exposed_seconds == pytest.approx(found.exposed_seconds, rel=1e-5, abs=1e-6)
+    assert found.least_exposed_seconds <= found.exposed_seconds + 1e-9
+
+
+@settings(max_examples=120, deadline=None)
+@given(model(most=5), st.integers(4, 40), st.integers(1, 3))
+def test_small_instances_are_solved(stages: list[Stage], budget: int, most_slots: int) -> None:
+    check(stages, budget, most_slots, most_tried=1500)
+
+
+@settings(max_examples=120, deadline=None)
+@given(model(most=5), st.integers(4, 40), st.integers(1, 3))
+def test_small_instances_are_solved_without_trying_everything(
+    stages: list[Stage], budget: int, most_slots: int
+) -> None:
+    """What is done for deep models: few schedules to begin with, then one exchange after the other."""
+    check(stages, budget, most_slots, most_tried=200)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None)
+@given(model(most=6), st.integers(4, 60), st.integers(1, 4), st.sampled_from([200, 1500]))
+def test_instances_are_solved(stages: list[Stage], budget: int, most_slots: int, most_tried: int) -> None:
+    check(stages, budget, most_slots, most_tried)
+
+
+@settings(max_examples=100, deadline=None)
+@given(model(most=7), st.integers(1, 4))
+def test_the_recurrence_is_the_simulator(stages: list[Stage], slots: int) -> None:
+    needed = streamed_stages(stages)
+    slots = min(slots, len(needed))
+    for order in itertools.islice(copy_orders(len(needed), slots), 6):
+        places = [needed[index] for index in order]
+        step, _ = steady_step(stages, slots, frozenset(), places)
+        assert simulate_stages(stages, slots, order=places).step_seconds == pytest.approx(step, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_the_orders_are_those_that_do_not_block(count: int, slots: int) -> None:
+    stages = [stage(number, 1, 1, 1) for number in range(count)]
+    possible = []
+    for order in itertools.permutations(range(count)):
+        try:
+            stage_steps(stages, slots, order=order)
+        except PlanError:
+            assert not is_possible(order, slots)
+        else:
+            assert is_possible(order, slots)
+            possible.append(order)
+    assert list(copy_orders(count, slots)) == possible
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.builds(stage, st.just(0), SECONDS, st.just(1.0), st.just(4)), min_size=1, max_size=5), st.integers(1, 4)
+)
+def test_equal_banks_come_in_the_order_of_need(stages: list[Stage], slots: int) -> None:
+    count = len(stages)
+    in_turn, _ = steady_step(stages, slots, frozenset(), range(count))
+    for order in copy_orders(count, slots):
+        assert in_turn <= steady_step(stages, slots, frozenset(), order)[0] + 1e-9
+
+
+# Models as they are: a first layer without experts, dense layers between, two kinds of attention.
+def _real(layers: int) -> list[Stage]:
+    stages = []
+    for layer in range(layers):
+        attention = 0.004 if layer % 4 == 3 else 0.0012
+        stages.append(stage(layer, attention))
+        streams = layer > 0 and layer % 6 != 5
+        stages.append(stage(layer, 0.003, 0.0056, 1_200) if streams else stage(layer, 0.001))
+    return stages
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
+def test_deep_models_are_planned_in_well_under_a_second(share: float) -> None:
+    stages = _real(94)
+    banks = sum(part.bank_bytes for part in stages)
+    started = time.process_time()
+    found = search_schedule(stages, int(share * banks))
+    assert time.process_time() - started < 1
+    _check_claims(stages, int(share * banks), 4, found)
+    compute = sum(part.compute_seconds for part in stages)
+    in_turn = simulate_stages(stages, slots=2, resident=_first(stages, int(share * banks) - 2 * 1_200))
+    assert found.exposed_seconds <= in_turn.exposed_seconds
+    assert found.step_seconds <= 1.03 * (compute + found.least_exposed_seconds)
+
+
+def _first(stages: list[Stage], room: int) -> list[int]:
+    """The first layers stay: what `resident_bytes` does."""
+    chosen = []
+    for place in streamed_stages(stages):
+        room -= stages[place].bank_bytes
+        if room < 0:
+            break
+        chosen.append(place)
+    return chosen
+
+
+def test_a_budget_for_all_banks_keeps_all() -> None:
+    found = search_schedule(_real(12), 10**6)
+    assert found.order == ()
+    assert (found.slots, found.slot_bytes, found.exposed_seconds) == (0, 0, 0)
+    assert found.distance == 0
+
+
+def test_a_long_copy_begins_before_a_short_one_where_that_helps() -> None:
+    stages = [stage(0, 10, 1, 5), stage(1, 1, 1, 5), stage(2, 1, 9, 5), stage(3, 10, 4, 5)]
+    found = search_schedule(stages, memory_bytes=10, most_slots=2)
+    assert (found.order, found.resident, found.distance) == ((0, 2, 1, 3), (), 1)
+    assert found.is_exhaustive
+    assert found.exposed_seconds == 4
+
+
+def test_what_cannot_be_searched_is_refused() -> None:
+    with pytest.raises(ValueError, match="most_slots is 0"):
+        search_schedule(_real(4), 10**6, most_slots=0)
+    with pytest.raises(ValueError, match=r"banks come over 2 links, copy, disk; the search knows one"):
+        search_schedule([stage(0, 1, 1, 1), Stage("b", "b", 1, 1, 1, link="disk")], 1)
