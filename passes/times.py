@@ -24,6 +24,10 @@ _ATTENTION: tuple[Work, ...] = ("attention", "masked_attention")
 # The runtime cuts transfers into slices of this size.
 SLICE_BYTES = 4 << 20
 
+# Rows of one tile of a grouped product on GPUs: that of CUTLASS's and DeepGEMM's kernels for large shapes.
+TILE_ROWS = 128
+
+
 # ---- Transfers of banks into slots -----------------------------------------------------------------------------------
 
 
@@ -171,8 +175,9 @@ def grouped_gemm_seconds(
 ) -> float:
     """`rows` in all, spread evenly over `experts`, each with weights [inner, columns] of its own.
 
-    Where there are fewer rows than experts, only as many experts run. Skew changes little: rates are nearly flat above
-    a few hundred rows, and below them weights dominate.
+    Where there are fewer rows than experts, only as many experts run. Kernels compute whole tiles, so without a table
+    that has measured it each expert is given half a tile more than its rows. Skew changes little else: rates are nearly
+    flat above a few hundred rows, and below them weights dominate.
     """
     if min(rows, experts, inner, columns) <= 0:
         return 0.0
@@ -183,7 +188,8 @@ def grouped_gemm_seconds(
     if table is not None:
         seconds = running * table.at(rows=each, inner=inner, columns=columns)
     else:
-        seconds = flops / reached_flops_per_s(hardware, dtype, "grouped_gemm").value
+        padded = (each + TILE_ROWS / 2) / each
+        seconds = padded * flops / reached_flops_per_s(hardware, dtype, "grouped_gemm").value
     moved = gemm_bytes(each, inner, columns, element_bytes(short_dtype(dtype)), count=running)
     return max(seconds, _floor_seconds(hardware, moved))
 

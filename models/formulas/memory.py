@@ -99,19 +99,21 @@ def experts_hit(experts: Size, top_k: Size, tokens: Size) -> Size:
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
-def layer_traffic_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str, activation_dtype: str = "bf16") -> Size:
-    """Bytes that a layer reads and writes: weights once, every product's operands and result, elementwise passes.
+def mixing_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype: str = "bf16") -> Size:
+    """Bytes of activations that token mixing reads and writes, its norm and the addition to the residual stream too.
 
-    The floor under a layer's time is this over the memory's rate. Attention reads queries, keys and values once, as
-    fused kernels do for all but the longest texts; of the experts those count that tokens are routed to.
+    Attention reads queries, keys and values once, as fused kernels do for all but the longest texts.
     """
     attention = layer.attention
     inputs = attention.query_width + attention.key_width + attention.value_width
-    # Two norms read and write; two additions to the residual stream read two and write one.
-    elements = 10 * hidden
-    # Projections read and write, mixing reads and writes, and so does the last projection.
-    elements += hidden + inputs + inputs + attention.output_width + attention.output_width + hidden
-    weights: Size = layer_weight_bytes(layer, hidden, dtype)
+    # A norm reads and writes; the addition reads two and writes one. Projections, mixing, the last projection.
+    elements = 5 * hidden + hidden + inputs + inputs + attention.output_width + attention.output_width + hidden
+    return tokens * elements * element_bytes(activation_dtype)
+
+
+def mlp_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype: str = "bf16") -> Size:
+    """Bytes of activations that experts or a dense MLP read and write, with norm and addition as for mixing."""
+    elements = 5 * hidden
     if layer.experts is None:
         assert layer.dense_width is not None
         # Up and gate written and read, their product written and read.
@@ -122,9 +124,21 @@ def layer_traffic_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str, act
         # Rows gathered, read, multiplied, weighted, brought back into order and summed.
         elements += hidden + experts.count + experts.top_k * (8 * hidden + 2 * up + 2 * experts.width) + hidden
         elements += (2 * hidden + 6 * experts.shared_width) if experts.shared_width else 0
+    return tokens * elements * element_bytes(activation_dtype)
+
+
+def layer_traffic_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str, activation_dtype: str = "bf16") -> Size:
+    """Bytes that a layer reads and writes: weights once, every product's operands and result, elementwise passes.
+
+    The floor under a layer's time is this over the memory's rate. Of the experts those count that tokens are routed to.
+    """
+    weights: Size = layer_weight_bytes(layer, hidden, dtype)
+    if layer.experts is not None:
+        experts = layer.experts
         weights += (
             experts_hit(experts.count, experts.top_k, tokens)
             * expert_parameters(experts, hidden)
             * element_bytes(dtype)
         )
-    return weights + tokens * elements * element_bytes(activation_dtype)
+    activations = mixing_traffic_bytes(layer, hidden, tokens, activation_dtype)
+    return weights + activations + mlp_traffic_bytes(layer, hidden, tokens, activation_dtype)

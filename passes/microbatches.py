@@ -1,0 +1,40 @@
+"""Pipeline parallelism: devices hold layers one after the other, and micro-batches pass through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moepass.passes.layer_times import Texts
+
+# As many micro-batches are simulated as this, for each that is under way at once.
+_ROUNDS = 24
+
+
+def micro_batches(sequence: int, tokens: int) -> tuple[Texts, ...]:
+    """How texts of `sequence` tokens are cut into micro-batches of about `tokens`: one round, which then repeats.
+
+    Short texts go together; a long one goes in chunks, each of which looks back at those before it.
+    """
+    if sequence <= tokens:
+        return (Texts(max(1, tokens // sequence), sequence),)
+    starts = range(0, sequence, tokens)
+    return tuple(Texts(1, min(tokens, sequence - start), start) for start in starts)
+
+
+def pipeline_seconds(stage_seconds: Sequence[float], stages: int) -> float:
+    """Seconds per round of micro-batches in the steady state, `stage_seconds` being what each takes on one device.
+
+    As many are under way as there are stages: the next enters once the first has left, because only then is it known
+    what comes next. So a long micro-batch holds up short ones behind and before it.
+    """
+    rounds = max(_ROUNDS, -(-_ROUNDS * stages // len(stage_seconds)))
+    ends = [0.0] * stages
+    left: list[float] = []
+    for number in range(2 * rounds * len(stage_seconds)):
+        seconds = stage_seconds[number % len(stage_seconds)]
+        moment = left[number - stages] if number >= stages else 0.0
+        for stage in range(stages):
+            moment = ends[stage] = max(moment, ends[stage]) + seconds
+        left.append(moment)
+    half = rounds * len(stage_seconds)
+    return (left[-1] - left[half - 1]) / rounds
