@@ -1,5 +1,5 @@
-"""What comes next, learned from what came before: the banks that a run begins with, so that slots fill across the border
-of two runs, and the banks that follow each other.
+"""What comes next, learned from what came before: which banks follow each other, and which a run begins with, so that
+slots fill across the border of two runs.
 """
 
 from __future__ import annotations

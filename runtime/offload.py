@@ -175,18 +175,18 @@ def offload_experts(
     read the next one. With page_cache="keep" what was read stays in the kernel's cache for as long as there is room for
     it, with "drop" it goes at once: for machines where others need that cache more. Not on CUDA yet.
 
-    With home="peer" or "hybrid", transport="pull" (default): ranks of one machine copy from each other's shared memory. They never
-    wait for each other again: afterwards ranks run as many steps as they like, when they like.
-    transport="collective": for ranks on several machines. All ranks gather a bank together, over gloo connections of
-    their own, so they run the same layers, equally often, and no rank may come `timeout_s` later than another; one
-    without work for a step calls `moepass.gather_only_step`. Whatever goes wrong on one rank, an exception in its
+    With home="peer" or "hybrid", transport="pull" (default): ranks of one machine copy from each other's shared memory.
+    They never wait for each other again: afterwards ranks run as many steps as they like, when they like.
+    With home="peer", transport="collective": for ranks on several machines. All ranks gather a bank together, over gloo
+    connections of their own, so they run the same layers, equally often, and no rank may come `timeout_s` later than
+    another; one without work for a step calls `moepass.gather_only_step`. Whatever goes wrong on one rank, an exception in its
     model included, is an error on all of them, and they must be started again. With pull this holds for ranks that die.
 
     Raises OptionError (unknown home or transport, slots or stages below 1, a malformed link or timeout) and InputError
     (no experts, a missing device, no process group). For home="peer" and "hybrid" also PeerError where ranks are
-    missing or differ in what they bring, and SharedMemoryError where the machine has none and transport is "pull"; the model is then as it
-    was, unless a rank is lost after all agreed. For home="disk" also InputError where there is no bank_folder, or it
-    has no room; the model is then as it was.
+    missing or differ in what they bring, and SharedMemoryError where the machine has none and transport is "pull"; the
+    model is then as it was, unless a rank is lost after all agreed. For home="disk" also InputError where there is no
+    bank_folder, or it has no room; the model is then as it was.
     """
     if home not in HOMES:
         raise OptionError(f"home is {home!r}; it must be one of {one_of(HOMES)}")
@@ -256,8 +256,8 @@ def check_transport_of(home: str, transport: str | None) -> None:
     check_transport(transport)
     if home == "hybrid" and transport != PULL:
         raise OptionError(
-            f"transport is {transport!r}, but home is 'hybrid', where ranks pull from each other's stages whenever they "
-            "want; use transport='pull', or home='peer'"
+            f"transport is {transport!r}, but home is 'hybrid', where ranks pull from each other's stages when they want; "
+            "use transport='pull', or home='peer'"
         )
     if home not in SPREAD_HOMES:
         raise OptionError(
@@ -335,6 +335,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 __all__ = [
-    "DEFAULT_STAGES", "HOMES", "SPREAD_HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer", "check_device", "check_transport_of",
-    "expert_parameters", "find_expert_modules", "offload_experts", "resolve_device", "split_layers",
+    "DEFAULT_STAGES", "HOMES", "SPREAD_HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer",
+    "check_device", "check_transport_of", "expert_parameters", "find_expert_modules", "offload_experts",
+    "resolve_device", "split_layers",
 ]  # fmt: skip

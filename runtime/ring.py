@@ -38,8 +38,9 @@ _REENTERED = (
 class RingStatistics:
     """What a ring did since it was made. `waited_seconds` is host time spent in acquire: on a CPU, the exposed time.
 
-    `copied_bytes` went into slots; `link_bytes` of them came over the link, the others from this rank's own shards. With
-    home `hybrid`, `staged_bytes` of what runs have used came from stages, `unstaged_bytes` from host memory past them.
+    `copied_bytes` went into slots; `link_bytes` of them came over the link, the others from this rank's own shards.
+    With home `hybrid`, `staged_bytes` of what runs have used came from stages, `unstaged_bytes` past them from host
+    memory.
 
     Slots that a run has done with are filled for the next run while this one ends: `ahead_used` of these copies were
     what the next run asked for, `ahead_wasted` were not.
