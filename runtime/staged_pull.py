@@ -24,9 +24,9 @@ from moepass.runtime.transports import PULL, Transport
 # [Empirical] One copy waits for stages so many times as long, in all, as fetching the whole bank from host memory would
 # take: all of it at once would slow down what this rank stages for others.
 _PATIENCE = 1.5
-# [Empirical] A rank whose stages have not moved for the time of so many slices, and longer than a busy machine lets a
-# thread wait for a core, is not waited for until they do.
-_STALLED_SLICES, _STALLED_S = 4, 0.03
+# [Empirical] A rank whose stages have not moved for the time of so many slices, and longer than a thread waits for the
+# interpreter lock, is not waited for until they do.
+_STALLED_SLICES, _STALLED_S = 4, 0.005
 _PAUSE_S = 0.0005
 
 
@@ -109,9 +109,10 @@ class StagedPull(Transport):
 
     def patience(self, nbytes: int) -> Patience:
         """That of a copy of `nbytes`."""
-        stalled_seconds = _STALLED_SLICES * self.host_link.expected_seconds(copying.SLICE_BYTES)
-        whole_seconds = max(_STALLED_S, _PATIENCE * self.host_link.expected_seconds(nbytes))
-        return Patience(whole_seconds, max(_STALLED_S, stalled_seconds), self._stalled)
+        slice_seconds = self.host_link.expected_seconds(min(nbytes, copying.SLICE_BYTES))
+        stalled_seconds = max(_STALLED_S, _STALLED_SLICES * slice_seconds)
+        whole_seconds = max(2 * stalled_seconds, _PATIENCE * self.host_link.expected_seconds(nbytes))
+        return Patience(whole_seconds, stalled_seconds, self._stalled)
 
     def _own_stager(self) -> Stager | None:
         """None in a forked child, which reads host memory alone."""

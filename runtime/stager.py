@@ -43,18 +43,28 @@ class Found(enum.Enum):
 
 
 class Stages:
-    """The stages of one rank, to be read: `memories` are flat uint8, each as long as the rank's largest shard."""
+    """The stages of one rank, to be read: `memories` are flat uint8, each as long as the rank's largest shard.
 
-    def __init__(self, board: StageBoard, memories: Sequence[torch.Tensor]) -> None:
+    They are filled slice by slice; `slice_bytes` is the same on all ranks.
+    """
+
+    def __init__(
+        self, board: StageBoard, memories: Sequence[torch.Tensor], slice_bytes: int = copying.SLICE_BYTES
+    ) -> None:
         self.board = board
         self.memories = tuple(memories)
+        self.slice_bytes = slice_bytes
+
+    def slices(self, nbytes: int) -> int:
+        """How many slices `nbytes` are."""
+        return -(-nbytes // self.slice_bytes)
 
     def copy(self, bank: int, offset_bytes: int, nbytes: int, address: int) -> Found:
         """Copy bytes of the rank's shard of `bank` to `address`, if they are in a stage.
 
         What is written to `address` means nothing unless this gives COPIED.
         """
-        needed_slices = -(-(offset_bytes + nbytes) // copying.SLICE_BYTES)
+        needed_slices = self.slices(offset_bytes + nbytes)
         for stage, memory in enumerate(self.memories):
             state = self.board.state(stage)
             if state.bank != bank:
@@ -82,10 +92,7 @@ class Stager:
         self._order = Followers()
         self._banks = len(shards)
         self._process = os.getpid()
-        slices = [-(-shard.nbytes // copying.SLICE_BYTES) for shard in shards]
-        assert len(shards) <= MOST_BANKS, "the index of a bank fits its part of a word"
-        assert max(slices, default=0) <= MOST_SLICES, "so does the number of slices"
-        self._work = _Work(own, others, shards, slices, link)
+        self._work = _Work(own, others, shards, link)
         threading.Thread(target=_run, args=(self._work,), name="moepass-stager", daemon=True).start()
         # The thread must not keep its owner alive, so it knows only the work.
         self._stop = weakref.finalize(self, _stop, self._work)
@@ -137,14 +144,10 @@ class Stager:
 class _Work:
     """What the thread works on."""
 
-    def __init__(
-        self,
-        own: Stages,
-        others: Sequence[StageBoard],
-        shards: Sequence[Source],
-        slices: Sequence[int],
-        link: BusyLink,
-    ) -> None:
+    def __init__(self, own: Stages, others: Sequence[StageBoard], shards: Sequence[Source], link: BusyLink) -> None:
+        slices = [own.slices(shard.nbytes) for shard in shards]
+        assert len(shards) <= MOST_BANKS, "the index of a bank fits its part of a word"
+        assert max(slices, default=0) <= MOST_SLICES, "so does the number of slices"
         self.own = own
         self.boards = (own.board, *others)
         self.shards = tuple(shards)
@@ -164,8 +167,8 @@ class _Work:
         if fill is None:
             return False
         shard = self.shards[fill.bank]
-        offset = fill.slice_number * copying.SLICE_BYTES
-        nbytes = min(copying.SLICE_BYTES, shard.nbytes - offset)
+        offset = fill.slice_number * self.own.slice_bytes
+        nbytes = min(self.own.slice_bytes, shard.nbytes - offset)
         began = time.perf_counter()
         shard.copy(offset, nbytes, self.own.memories[fill.stage].data_ptr() + offset)
         self.link.moved(nbytes, began, self.stopped)

@@ -1,8 +1,7 @@
 """What the stages of a rank should hold, and what is copied into them next: decisions alone, no memory and no thread.
 
-A rank's stages are for all ranks: what the nearest need of each is comes first, of ranks in a run before those that
-rest. A stage that somebody still reads gives way to a nearer need only: a rank that runs ahead keeps what a later one is
-about to read, as long as there are stages enough, and neither ever waits for the other.
+A rank's stages are for all ranks: the nearest need of each comes first, of ranks in a run before those that rest. So a
+rank that runs ahead keeps what a later one is about to read, as long as there are stages enough for both.
 """
 
 from __future__ import annotations
