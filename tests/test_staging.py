@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.passes.ir import BankSpec
@@ -147,14 +147,16 @@ class _HalfwaySource(MemorySource):
         super().copy(offset_bytes + half, nbytes - half, address + half)
 
 
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile(data: st.DataObject) -> None:
     """The stager works on while somebody has read half of what he reads, and is itself interrupted by readers."""
-    sizes = data.draw(st.lists(st.integers(1, 3 * SLICE), min_size=4, max_size=4), label="bytes of the shards")
-    stages = _stages(2, max(sizes))
+    sizes = data.draw(st.lists(st.integers(1, 3 * SLICE), min_size=2, max_size=3), label="bytes of the shards")
+    numbers = st.integers(0, len(sizes) - 1)
+    stages = _stages(data.draw(st.integers(1, 2), label="stages"), max(sizes))
 
     def read(meanwhile: Callable[[], None]) -> None:
-        bank = data.draw(st.integers(0, 3), label="bank")
+        bank = data.draw(numbers, label="bank")
         start = data.draw(st.integers(0, sizes[bank] - 1), label="from")
         nbytes = data.draw(st.integers(1, sizes[bank] - start), label="bytes")
         place = torch.zeros(nbytes, dtype=torch.uint8)
@@ -176,10 +178,10 @@ def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile
             read(meanwhile=lambda: None)
 
     def work_on() -> None:
-        for _ in range(data.draw(st.integers(0, 4), label="steps")):
-            if data.draw(st.booleans(), label="another bank is wanted"):
-                stages.board.show_wants(tuple(data.draw(st.lists(st.integers(0, 3), max_size=2, unique=True))))
-            work.step()
+        for wanted, steps in data.draw(st.lists(st.tuples(numbers, st.integers(1, 3)), max_size=3), label="work"):
+            stages.board.show_wants((wanted,))
+            for _ in range(steps):
+                work.step()
 
     shards = [
         _HalfwaySource(_shard(bank, size), (Piece(0, 0, size),), halfway=read_between)
@@ -219,6 +221,28 @@ def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
     assert place.tolist() == [2] * SLICE  # the other bank's bytes, which nobody must use
     assert stages.copy(1, 0, SLICE, place.data_ptr()) is Found.COPIED
     assert stages.copy(1, SLICE, SLICE, place.data_ptr()) is Found.COMING
+
+
+def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stages = _stages(1, 2 * SLICE)
+    work = _Work(stages, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
+    place = torch.zeros(SLICE, dtype=torch.uint8)
+
+    def leave_and_come_back(target: int, source: int, nbytes: int) -> None:
+        for bank, steps in ((1, 2), (0, 1)):
+            stages.board.show_wants((bank,))
+            for _ in range(steps):
+                work.step()
+        ctypes.memmove(target, source, nbytes)
+
+    stages.board.show_wants((0,))
+    work.step()
+    work.step()
+    monkeypatch.setattr(stager, "ctypes", SimpleNamespace(memmove=leave_and_come_back))
+    assert stages.copy(0, SLICE, SLICE, place.data_ptr()) is Found.ABSENT
+    assert place.tolist() == [2] * SLICE
 
 
 def test_nobody_is_waited_for_who_does_not_move_or_for_longer_than_fetching_takes() -> None:
