@@ -174,6 +174,8 @@ class PeerGroup:
                 segments[rank] = open_segment(address)
                 self._states[rank] = segments[rank].map(0, 1)
             except SharedMemoryError as error:
+                # It may have given up because of one that is gone: that one is the cause.
+                self.check_alive()
                 raise PeerError(f"the shards of {self._name(rank)} cannot be opened: {error}") from error
         return segments
 
