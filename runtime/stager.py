@@ -87,7 +87,6 @@ class Stager:
 
     def __init__(self, own: Stages, others: Sequence[StageBoard], shards: Sequence[Source], link: BusyLink) -> None:
         """`shards` are this rank's shards of all banks, by index, each with one piece for every byte of it."""
-        self.link = link
         self._own = own
         self._order = Followers()
         self._banks = len(shards)
