@@ -1,8 +1,9 @@
 """Transport `pull` of home `hybrid`: shards are copied from stages, and past them from host memory.
 
-Nobody waits for anybody. Bytes that are on their way into a stage are waited for, as long as they move, and no longer
-than fetching them would take; where a stage does not hold them, or was given to another bank while they were copied,
-they are fetched from host memory at once.
+No rank depends on another one's pace. Bytes that are on their way into a stage are waited for as long as they move, and
+in all not much longer than fetching the bank would take: fetching them at once would load a host link that is the
+bottleneck already. Where a stage does not hold them, or was given to another bank while they were copied, they are
+fetched from host memory at once.
 """
 
 from __future__ import annotations
