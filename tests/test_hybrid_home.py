@@ -83,7 +83,7 @@ def _model_stays_exact(family: str, overrides: dict[str, Any], stages: int) -> N
 @pytest.mark.parametrize(
     ("ranks", "family", "overrides", "stages"),
     [
-        (1, "dense_bmm", {}, 2),
+        pytest.param(1, "dense_bmm", {}, 2, marks=pytest.mark.slow),
         (2, "dense_bmm", {}, 1),
         (3, "grouped_mm", {}, 2),  # 4 experts on 3 ranks
         pytest.param(2, "qwen3_moe", {"num_hidden_layers": 3}, 3, marks=pytest.mark.slow),
