@@ -66,7 +66,12 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
 
 
 def _reason(stays: int, slots: int, homes: set[str]) -> str:
-    places = {"host": "rest in host memory", "peer": "lie in shards on all ranks", "disk": "rest in files"}
+    places = {
+        "host": "rest in host memory",
+        "peer": "lie in shards on all ranks",
+        "hybrid": "lie in shards in host memory, staged on all ranks",
+        "disk": "rest in files",
+    }
     where = " or ".join(places[home] for home in sorted(homes))
     if slots == 1:
         return f"{stays} banks {where} and pass through 1 slot, refilled when the block before is done"

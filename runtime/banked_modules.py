@@ -81,6 +81,11 @@ class BankedParameter(nn.Module):
                 f"the experts of {bank.spec.name} rest in files, which are read and never written: take or load a "
                 "state_dict before offload_experts, or use home='host'"
             )
+        if bank.spec.home == "hybrid":
+            raise InputError(
+                f"the experts of {bank.spec.name} are staged from shards that must not change: take or load a "
+                "state_dict before offload_experts, or use home='host'"
+            )
         if len(bank.spec.expert_bounds) > 2:
             raise InputError(
                 f"the experts of {bank.spec.name} lie in shards on {len(bank.spec.expert_bounds) - 1} ranks, and this "

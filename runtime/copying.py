@@ -29,8 +29,12 @@ class CopyError(MoepassError, RuntimeError):
 class PendingCopy:
     """One copy: queued, running or finished. `wait` gives what went wrong, to the thread that needs the bytes.
 
-    A tensor as `sources` stands for all of its bytes, to the start of the slot.
+    A tensor as `sources` stands for all of its bytes, to the start of the slot. With home `hybrid`, `staged_bytes` came
+    from stages so far, and `unstaged_bytes` from host memory.
     """
+
+    staged_bytes = 0
+    unstaged_bytes = 0
 
     def __init__(self, sources: torch.Tensor | Sequence[Source], slot: torch.Tensor, label: str) -> None:
         self.sources = (whole(sources),) if isinstance(sources, torch.Tensor) else tuple(sources)
@@ -79,7 +83,7 @@ class PendingCopy:
         for source in self.sources:
             source.check_bounds()
         started = time.perf_counter()
-        for source, offset, size, target in _in_turn([slices(source, self.slot) for source in self.sources]):
+        for source, offset, size, target in slices_in_turn(self.sources, self.slot):
             if self.abandoned.is_set():
                 return
             source.copy(offset, size, target)
@@ -159,7 +163,7 @@ def slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
             yield source, piece.source_offset_bytes + start, size, target + piece.slot_offset_bytes + start
 
 
-def _in_turn(sources: list[Iterator[Slice]]) -> Iterator[Slice]:
+def slices_in_turn(sources: Sequence[Source], slot: torch.Tensor) -> Iterator[Slice]:
     """One slice of each source, then the next of each, so that no source is read in one go while others rest."""
-    for turn in itertools.zip_longest(*sources):
+    for turn in itertools.zip_longest(*[slices(source, slot) for source in sources]):
         yield from (part for part in turn if part is not None)

@@ -23,6 +23,7 @@ from moepass.runtime.bank_files import BankFolder
 from moepass.runtime.banks import Bank, describe_bank
 from moepass.runtime.disk_files import DiskFile, FileSource
 from moepass.runtime.homes import Home
+from moepass.runtime.learned_order import Followers
 from moepass.runtime.read_ahead import ReadAhead
 from moepass.runtime.sources import Source
 
@@ -40,8 +41,7 @@ class DiskHome(Home):
         self._sources: dict[int, tuple[FileSource, ...]] = {}
         self._files: list[DiskFile] = []
         self._read_ahead = ReadAhead()
-        self._followers: dict[int, int] = {}
-        self._last: int | None = None
+        self._followers = Followers()
 
     def add(self, bank: BankSpec, sources: Sequence[FileSource]) -> None:
         """`bank` lies there from now on."""
@@ -57,10 +57,8 @@ class DiskHome(Home):
         return self._sources[bank.index]
 
     def copying(self, bank: BankSpec) -> None:
-        if self._last is not None:
-            self._followers[self._last] = bank.index
-        self._last = bank.index
-        following = self._followers.get(bank.index, bank.index + 1)
+        self._followers.learn(bank.index)
+        following = self._followers.after(bank.index)
         if self.announces and following != bank.index and following in self._sources:
             self._read_ahead.announce(self._sources[following])
 

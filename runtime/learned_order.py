@@ -1,4 +1,6 @@
-"""Which banks a run begins with, learned from the runs before it, so that slots fill across the border of two runs."""
+"""What comes next, learned from what came before: which banks follow each other, and which a run begins with, so that
+slots fill across the border of two runs.
+"""
 
 from __future__ import annotations
 
@@ -45,3 +47,21 @@ class LearnedOrder:
     def forget_last(self) -> None:
         """The run did not end, so what comes now does not follow it."""
         self._last = None
+
+
+class Followers:
+    """Which bank is copied after which: as the last time, and before that, in the order of their indices."""
+
+    def __init__(self) -> None:
+        self._followers: dict[int, int] = {}
+        self._last: int | None = None
+
+    def learn(self, bank: int) -> None:
+        """`bank` is copied now."""
+        if self._last is not None:
+            self._followers[self._last] = bank
+        self._last = bank
+
+    def after(self, bank: int) -> int:
+        """The bank that is expected to follow; it need not exist."""
+        return self._followers.get(bank, bank + 1)

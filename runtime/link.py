@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
+import time
 
 from moepass.models.errors import OptionError
+
+# [Empirical] How much later than asked for a thread wakes up, at most: a link that is used again so soon had no pause.
+_LATE_SECONDS = 0.002
+# [Empirical] Seconds per byte before anything was moved, those of a slow disk, and the part of the newest measurement.
+_FIRST_SECONDS_PER_BYTE, _NEWEST = 1e-9, 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +33,38 @@ class Link:
         return "real" if self.bytes_per_s is None else f"emulated at {self.bytes_per_s:.3g} bytes/s"
 
 
-def parse_link(text: str) -> Link:
-    """`real`, or `emulate:BYTES_PER_S` as in `emulate:5e9`. Raises OptionError for everything else."""
+class BusyLink:
+    """A link that moves one thing after the other, whichever threads ask for them: what waits its turn takes longer."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+        self._seconds_per_byte = _FIRST_SECONDS_PER_BYTE
+
+    def moved(self, nbytes: int, began: float, abandoned: threading.Event) -> None:
+        """`nbytes` were copied from `began` on (of `time.perf_counter`): return when the link is done with them too,
+        or when `abandoned` is set.
+        """
+        with self._lock:
+            started = self._free_at if began - self._free_at < _LATE_SECONDS else began
+            self._free_at = done = started + self.link.seconds(nbytes)
+        remaining = done - time.perf_counter()
+        if remaining > 0:
+            abandoned.wait(remaining)
+        if nbytes:
+            newest = (time.perf_counter() - began) / nbytes
+            self._seconds_per_byte += _NEWEST * (newest - self._seconds_per_byte)
+
+    def expected_seconds(self, nbytes: int) -> float:
+        """What moving `nbytes` would take now, as far as the last transfers tell."""
+        return max(self.link.seconds(nbytes), nbytes * self._seconds_per_byte)
+
+
+def parse_link(text: str, option: str = "link") -> Link:
+    """`real`, or `emulate:BYTES_PER_S` as in `emulate:5e9`. Raises OptionError for everything else; it calls the text
+    `option`.
+    """
     if text == "real":
         return Link()
     kind, _, rate = str(text).partition(":")
@@ -36,5 +73,5 @@ def parse_link(text: str) -> Link:
     except ValueError:
         bytes_per_s = math.nan
     if kind != "emulate" or not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
-        raise OptionError(f"link is {text!r}; it must be `real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`")
+        raise OptionError(f"{option} is {text!r}; it must be `real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`")
     return Link(bytes_per_s)

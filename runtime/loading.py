@@ -1,7 +1,7 @@
 """`load_pretrained`: a model from a checkpoint folder, its experts brought straight to their home.
 
     plan      transformers builds the model from tensors that are not read yet (models/unread_tensors.py)
-    meet      home `peer`: all ranks have the same checkpoint
+    meet      homes `peer` and `hybrid`: all ranks have the same checkpoint
     experts   `offload_experts` copies what belongs to this process into its banks; only that is read
     dense     every other weight is read, once
 
@@ -32,6 +32,8 @@ from moepass.models.weight_recipes import UnfollowedError
 from moepass.runtime.disk_home import streams_as_it_is
 from moepass.runtime.loading_progress import Progress, shown_progress
 from moepass.runtime.offload import (
+    DEFAULT_STAGES,
+    SPREAD_HOMES,
     BankedParameter,
     OffloadReport,
     check_transport_of,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHECKPOINT = "description of its checkpoint"
-_TITLE = "every rank of the group must call load_pretrained(home='peer'), and with the same group"
+_TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
 # [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
 _MADE_UP_NUMBERS = 1 << 26
 
@@ -69,13 +71,15 @@ def load_pretrained(
     bank_folder: str | os.PathLike[str] | None = None,
     page_cache: str = "keep",
     resident_bytes: int = 0,
+    stages: int = DEFAULT_STAGES,
+    host_link: str = "real",
 ) -> PreTrainedModel:
     """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
 
     What it computes is what `from_pretrained` and `offload_experts` would have given, but each process reads the dense
-    weights and its own experts only: all of them for home="host", those of its rank for home="peer", where all ranks
-    of `group` call this. Beyond these bytes it takes memory for one expert at most. On the CPU dense weights are views
-    of the mapped file, as they are with from_pretrained; ranks on one machine share them.
+    weights and its own experts only: all of them for home="host", those of its rank for home="peer" and "hybrid", where
+    all ranks of `group` call this. Beyond these bytes it takes memory for one expert at most. On the CPU dense weights
+    are views of the mapped file, as they are with from_pretrained; ranks on one machine share them.
 
     With home="disk" experts stay in the files of the checkpoint, and each bank is read from there into its slot
     whenever it is needed. Where that cannot be, because a bank has to be converted or transposed, it is written to
@@ -85,8 +89,9 @@ def load_pretrained(
     the process by SIGBUS.)
 
     `dtype` None keeps what the checkpoint says. `device` is where the model computes, by default the CPU; `slots`,
-    `link`, `timeout_s`, `transport` and `resident_bytes` are those of `offload_experts`. Ranks wait `timeout_s` for
-    each other before and after they read their experts: give more than what one rank may need longer than another.
+    `link`, `timeout_s`, `transport`, `resident_bytes`, `stages` and `host_link` are those of `offload_experts`. Ranks
+    wait `timeout_s` for each other before and after they read their experts: give more than what one rank may need
+    longer than another.
 
     On a terminal rank 0 shows a progress bar. `progress(bytes_read, bytes_in_all)` is called instead, on any rank that
     gives it.
@@ -97,7 +102,7 @@ def load_pretrained(
     """
     _check_options(dtype, progress)
     check_transport_of(home, transport)
-    meeting = PeerGroup.of(group, timeout_s, _TITLE).rendezvous if home == "peer" else None
+    meeting = PeerGroup.of(group, timeout_s, _TITLE).rendezvous if home in SPREAD_HOMES else None
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
@@ -119,6 +124,8 @@ def load_pretrained(
                 bank_folder,
                 page_cache,
                 resident_bytes,
+                stages,
+                host_link,
             )
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
@@ -134,7 +141,8 @@ def offload_report(model: nn.Module) -> OffloadReport:
     store = banked[0].store
     layers = tuple(bank.spec.name for bank in store.banks)
     resident = tuple(find_expert_modules(model))
-    return OffloadReport(store, store.banks[0].spec.home, layers, store.home_bytes, store.ring_bytes, resident)
+    home = store.banks[0].spec.home
+    return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.stage_bytes)
 
 
 @dataclass(frozen=True)

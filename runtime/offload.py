@@ -18,17 +18,23 @@ from moepass.runtime.banks import Bank, BankStore, pack_bank
 from moepass.runtime.collective import make_transport
 from moepass.runtime.disk_home import DiskPacker
 from moepass.runtime.homes import Home
+from moepass.runtime.hybrid_home import HybridPacker
 from moepass.runtime.link import parse_link
 from moepass.runtime.peer_home import packer_for
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
+from moepass.runtime.staged_pull import StagedPull
 from moepass.runtime.transports import PULL, Transport, check_transport
 
-HOMES = ("host", "peer", "disk")
+HOMES = ("host", "peer", "hybrid", "disk")
+# Those that spread experts over the ranks of a process group.
+SPREAD_HOMES = ("peer", "hybrid")
+DEFAULT_STAGES = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadReport:
-    """What `offload_experts` moved. Bytes at rest in this process, and bytes that the ring takes on `device`.
+    """What `offload_experts` moved. Bytes at rest in this process, and bytes that the ring takes on `device`; with home
+    `hybrid` the stages take `stage_bytes` there.
 
     `layers` moved; `resident_layers` stayed as they were.
     """
@@ -39,6 +45,7 @@ class OffloadReport:
     home_bytes: int
     ring_bytes: int
     resident_layers: tuple[str, ...] = ()
+    stage_bytes: int = 0
 
     @property
     def transport(self) -> str:
@@ -138,6 +145,8 @@ def offload_experts(
     bank_folder: str | os.PathLike[str] | None = None,
     page_cache: str = "keep",
     resident_bytes: int = 0,
+    stages: int = DEFAULT_STAGES,
+    host_link: str = "real",
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
@@ -155,23 +164,30 @@ def offload_experts(
     every bank and gets the rest from the others when it needs it; an emulated link counts these bytes only. No rank has
     a complete state_dict then, so to take one is an error. All ranks call this, each with the complete model. They wait
     for each other here, each time for `timeout_s` at most. Not on CUDA yet.
+    home="hybrid": shards as with "peer", in host memory. Each rank copies its own into `stages` stages on the compute
+    side before ranks need them, and ranks copy from each other's stages: a rank's `host_link` carries 1/N of a bank,
+    its `link` the rest. What no stage holds is copied from host memory: slower, never wrong, and counted in
+    `ring.statistics`. So ranks should not be more banks apart than there are stages; that never makes one wait for
+    another. On a CPU host and compute side are the same memory, so only emulated links show a gain there. Not on CUDA
+    yet, and on x86-64 Linux only.
     home="disk": banks are written to `bank_folder`, one safetensors file each, and read from there into the slots. They
     are not written again, so load_state_dict and state_dict are errors. While one bank is copied the kernel begins to
     read the next one. With page_cache="keep" what was read stays in the kernel's cache for as long as there is room for
     it, with "drop" it goes at once: for machines where others need that cache more. Not on CUDA yet.
 
-    With home="peer", transport="pull" (default): ranks of one machine copy from each other's shared memory. They never
-    wait for each other again: afterwards ranks run as many steps as they like, when they like.
-    transport="collective": for ranks on several machines. All ranks gather a bank together, over gloo connections of
-    their own, so they run the same layers, equally often, and no rank may come `timeout_s` later than another; one
-    without work for a step calls `moepass.gather_only_step`. Whatever goes wrong on one rank, an exception in its
-    model included, is an error on all of them, and they must be started again. With pull this holds for ranks that die.
+    With home="peer" or "hybrid", transport="pull" (default): ranks of one machine copy from each other's shared memory.
+    They never wait for each other again: afterwards ranks run as many steps as they like, when they like.
+    With home="peer", transport="collective": for ranks on several machines. All ranks gather a bank together, over gloo
+    connections of their own, so they run the same layers, equally often, and no rank may come `timeout_s` later than
+    another; one without work for a step calls `moepass.gather_only_step`. Whatever goes wrong on one rank, an exception
+    in its model included, is an error on all of them, and they must be started again. With pull this holds for ranks
+    that die.
 
-    Raises OptionError (unknown home or transport, slots below 1, a malformed link or timeout) and InputError (no
-    experts, a missing device, no process group). For home="peer" also PeerError where ranks are missing or differ in
-    what they bring, and SharedMemoryError where the machine has none and transport is "pull"; the model is then as it
-    was, unless a rank is lost after all agreed. For home="disk" also InputError where there is no bank_folder, or it
-    has no room; the model is then as it was.
+    Raises OptionError (unknown home or transport, slots or stages below 1, a malformed link or timeout) and InputError
+    (no experts, a missing device, no process group). For home="peer" and "hybrid" also PeerError where ranks are
+    missing or differ in what they bring, and SharedMemoryError where the machine has none and transport is "pull"; the
+    model is then as it was, unless a rank is lost after all agreed. For home="disk" also InputError where there is no
+    bank_folder, or it has no room; the model is then as it was.
     """
     if home not in HOMES:
         raise OptionError(f"home is {home!r}; it must be one of {one_of(HOMES)}")
@@ -180,6 +196,7 @@ def offload_experts(
         raise OptionError(f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation")
     if not isinstance(resident_bytes, int) or isinstance(resident_bytes, bool) or resident_bytes < 0:
         raise OptionError(f"resident_bytes is {resident_bytes!r}; it must be a number of bytes from 0 on")
+    _check_staging(home, stages, host_link)
     banks, resident = split_layers(model, resident_bytes)
     if resident and not banks:
         raise InputError(
@@ -197,8 +214,11 @@ def offload_experts(
         raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
     compute_device = resolve_device(model, device)
     parsed_link = parse_link(link)
-    moved_by = make_transport(transport or PULL, parsed_link)
-    packer = _packer(home, compute_device, group, timeout_s, bank_folder, page_cache, moved_by)
+    if home == "hybrid":
+        moved_by: Transport = StagedPull(parse_link(host_link, "host_link"))
+    else:
+        moved_by = make_transport(transport or PULL, parsed_link)
+    packer = _packer(home, compute_device, group, timeout_s, bank_folder, page_cache, moved_by, stages)
     store = BankStore(compute_device, slots, parsed_link, packer.home)
     with torch.inference_mode(False), torch.no_grad():
         packer.agree({path: expert_parameters(modules[0]) for path, modules in banks.items()})
@@ -206,7 +226,9 @@ def offload_experts(
             _bank(store, packer, index, path, modules)
         move_as_a_whole(model)
         packer.connect(store.banks)
-    return OffloadReport(store, home, tuple(banks), store.home_bytes, store.ring_bytes, resident)
+    return OffloadReport(
+        store, home, tuple(banks), store.home_bytes, store.ring_bytes, resident, packer.home.stage_bytes
+    )
 
 
 def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequence[nn.Module]) -> None:
@@ -233,11 +255,27 @@ def check_transport_of(home: str, transport: str | None) -> None:
     if transport is None:
         return
     check_transport(transport)
-    if home != "peer":
+    if home == "hybrid" and transport != PULL:
+        raise OptionError(
+            f"transport is {transport!r}, but home is 'hybrid', where ranks pull from each other's stages; "
+            "use transport='pull', or home='peer'"
+        )
+    if home not in SPREAD_HOMES:
         raise OptionError(
             f"transport is {transport!r}, but home is {home!r}, from which nothing but copies of this process's own "
             "memory are needed; a transport goes with home='peer'"
         )
+
+
+def _check_staging(home: str, stages: object, host_link: str) -> None:
+    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+        raise OptionError(
+            f"stages is {stages!r}; a rank needs at least 1, and 2 to stage one bank while ranks copy another"
+        )
+    parse_link(host_link, "host_link")
+    if home != "hybrid" and (stages != DEFAULT_STAGES or host_link != "real"):
+        given = f"stages is {stages}" if stages != DEFAULT_STAGES else f"host_link is {host_link!r}"
+        raise OptionError(f"{given}, but home is {home!r}; it goes with home='hybrid'")
 
 
 def _packer(
@@ -248,9 +286,12 @@ def _packer(
     bank_folder: str | os.PathLike[str] | None,
     page_cache: str,
     transport: Transport,
+    stages: int,
 ) -> Packer:
-    if group is not None and home != "peer":
-        raise OptionError(f"home is {home!r}, which concerns one process alone; a group goes with home='peer'")
+    if group is not None and home not in SPREAD_HOMES:
+        raise OptionError(
+            f"home is {home!r}, which concerns one process alone; a group goes with home='peer' or home='hybrid'"
+        )
     if home != "disk" and (bank_folder is not None or page_cache != "keep"):
         given = f"bank_folder is {str(bank_folder)!r}" if bank_folder is not None else f"page_cache is {page_cache!r}"
         raise OptionError(f"{given}, but home is {home!r}; it goes with home='disk'")
@@ -260,7 +301,10 @@ def _packer(
         raise InputError(f"device is {device}; home={home!r} works on cpu only so far, use home='host' there")
     if home == "disk":
         return DiskPacker(bank_folder, page_cache)
-    return packer_for(PeerGroup.of(group, timeout_s, transport=transport.name), transport)
+    peers = PeerGroup.of(group, timeout_s, transport=transport.name)
+    if isinstance(transport, StagedPull):
+        return HybridPacker(peers, transport, stages)
+    return packer_for(peers, transport)
 
 
 def resolve_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -292,6 +336,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 __all__ = [
-    "HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer", "check_device", "check_transport_of",
-    "expert_parameters", "find_expert_modules", "offload_experts", "resolve_device", "split_layers",
+    "DEFAULT_STAGES", "HOMES", "SPREAD_HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer",
+    "check_device", "check_transport_of", "expert_parameters", "find_expert_modules", "offload_experts",
+    "resolve_device", "split_layers",
 ]  # fmt: skip

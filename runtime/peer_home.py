@@ -22,7 +22,7 @@ from moepass.runtime.collective import Collective
 from moepass.runtime.homes import Home
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
-from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment
+from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment, in_pages
 from moepass.runtime.sources import MemorySource, RemoteSource, SegmentSource, Source
 from moepass.runtime.transports import PULL, Transport
 
@@ -58,6 +58,10 @@ class PeerHome(Home):
 class PeerPacker:
     """Spreads the banks of a model over the ranks of `group`: `agree`, then `pack` each bank, then `connect`."""
 
+    home_name = "peer"
+    # Of home `hybrid`: how many stages each rank has.
+    stages = 0
+
     def __init__(self, group: PeerGroup, transport: Transport = _PULL) -> None:
         self.home = PeerHome(group, transport)
         self.group = group
@@ -73,13 +77,13 @@ class PeerPacker:
         for index, (name, tensors) in enumerate(banks.items()):
             experts = next(iter(tensors.values())).shape[0]
             bounds = shard_bounds(experts, self.group.size)
-            specs.append(describe_bank(index, name, tensors, home="peer", expert_bounds=bounds))
+            specs.append(describe_bank(index, name, tensors, home=self.home_name, expert_bounds=bounds))
         self.agree_on(specs, [weights_digest(tensors) for tensors in banks.values()])
 
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """As `agree`, for banks that are described already; `digests` is a word for each that all ranks must share."""
         self._specs = list(specs)
-        self.group.agree(self._specs, digests)
+        self.group.agree(self._specs, digests, self.stages)
         with self.group.rendezvous.telling_failures():
             self._reserve()
 
@@ -128,27 +132,31 @@ class PeerPacker:
                 layouts = [shard_layout(spec, rank) for spec in self._specs]
                 places = self._places(rank)
                 shards[rank] = [segment.map(place, at.nbytes) for place, at in zip(places, layouts, strict=False)]
+                self._map_more(rank, segment)
         self.group.settle()
         # Every rank begins at another one, so that no shard is read by all at once; its own comes last.
         order = [(self.group.rank + 1 + step) % self.group.size for step in range(self.group.size)]
         return {
-            spec.index: tuple(self._source(number, rank, shards[rank][number]) for rank in order)
+            spec.index: tuple(self._source(spec, rank, shards[rank][number]) for rank in order)
             for number, spec in enumerate(self._specs)
         }
 
-    def _source(self, number: int, rank: int, shard: torch.Tensor) -> Source:
-        pieces = shard_pieces(self._specs[number], rank)
+    def _map_more(self, rank: int, segment: SharedSegment) -> None:
+        """Map what lies behind the shards in the segment of another rank."""
+
+    def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
+        pieces = shard_pieces(spec, rank)
         if rank != self.group.rank:
             return MemorySource(shard, pieces)
-        assert self._segment is not None
-        place = self._places(rank)[number]
+        assert self._segment is not None, "agree comes first"
+        place = self._places(rank)[self._specs.index(spec)]
         return SegmentSource(shard, pieces, over_link=False, segment=self._segment, segment_offset_bytes=place)
 
     def _places(self, rank: int) -> list[int]:
         """Where each bank's shard begins in the segment of `rank`, and after them the end of the segment."""
         places = [PAGE_BYTES]
         for spec in self._specs:
-            places.append(places[-1] + -(-shard_layout(spec, rank).nbytes // PAGE_BYTES) * PAGE_BYTES)
+            places.append(places[-1] + in_pages(shard_layout(spec, rank).nbytes))
         return places
 
 

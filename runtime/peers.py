@@ -40,14 +40,14 @@ DEFAULT_TIMEOUT_S = 60.0
 _BANKS, _SHARDS, _MAPPED = "list of banks", "segment of shards", "note that all is mapped"
 # The first byte of a segment, which is zero at first: whether its rank has said goodbye.
 _LEFT = 1
-OFFLOADING = "every rank of the group must call offload_experts(home='peer'), and with the same group"
+OFFLOADING = "every rank of the group must call offload_experts with the same home, and with the same group"
 
 
 @dataclasses.dataclass(frozen=True)
 class Introduction:
     """What a rank says of itself. `digests` has one word per bank, equal for equal weights.
 
-    `process` matters to transport `pull` alone, where ranks watch each other.
+    `process` matters to transport `pull` alone, where ranks watch each other; `stages` to home `hybrid`.
     """
 
     ranks: int
@@ -55,6 +55,7 @@ class Introduction:
     banks: tuple[BankSpec, ...]
     digests: tuple[str, ...]
     transport: str = PULL
+    stages: int = 0
 
 
 class PeerGroup:
@@ -107,8 +108,9 @@ class PeerGroup:
         """
         if not torch.distributed.is_initialized():
             raise InputError(
-                "home='peer' spreads experts over the ranks of torch.distributed, which is not initialised; launch "
-                "with torchrun and call torch.distributed.init_process_group(), or use home='host' on a single process"
+                "home='peer' and home='hybrid' spread experts over the ranks of torch.distributed, which is not "
+                "initialised; launch with torchrun and call torch.distributed.init_process_group(), or use home='host' "
+                "on a single process"
             )
         if group is None:
             group = c10d._get_default_group()
@@ -117,14 +119,15 @@ class PeerGroup:
         store = c10d._get_process_group_store(group)
         return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport, watch)
 
-    def agree(self, banks: Sequence[BankSpec], digests: Sequence[str]) -> None:
-        """Wait until every rank has come here with the same banks, `digests` of which are one word each.
+    def agree(self, banks: Sequence[BankSpec], digests: Sequence[str], stages: int = 0) -> None:
+        """Wait until every rank has come here with the same banks, `digests` of which are one word each, and as many
+        `stages`.
 
         Raises PeerError: one that names what differs, with both values and ranks, the same on every rank; or one that
         names the ranks that did not come within the timeout.
         """
         process = this_process() if self.transport == PULL else None
-        own = Introduction(self.size, process, tuple(banks), tuple(digests), self.transport)
+        own = Introduction(self.size, process, tuple(banks), tuple(digests), self.transport, stages)
         self.rendezvous.publish(_BANKS, own)
         first = own
         for rank, other in self._introductions(own):
@@ -171,6 +174,8 @@ class PeerGroup:
                 segments[rank] = open_segment(address)
                 self._states[rank] = segments[rank].map(0, 1)
             except SharedMemoryError as error:
+                # It may have given up because of one that is gone: that one is the cause.
+                self.check_alive()
                 raise PeerError(f"the shards of {self._name(rank)} cannot be opened: {error}") from error
         return segments
 
@@ -241,6 +246,7 @@ def _claims(introduction: Introduction) -> Iterator[tuple[str, object]]:
     yield "the transport", introduction.transport
     if introduction.process is not None:
         yield "the machine", introduction.process.machine
+    yield "the number of stages of home='hybrid'", introduction.stages
     yield "the number of banks", len(introduction.banks)
     for bank, digest in zip(introduction.banks, introduction.digests, strict=True):
         yield f"the name of bank {bank.index}", bank.name

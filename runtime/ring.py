@@ -42,6 +42,8 @@ class RingStatistics:
     """What a ring did since it was made. `waited_seconds` is host time spent in acquire: on a CPU, the exposed time.
 
     `copied_bytes` went into slots; `link_bytes` of them came over the link, the others from this rank's own shards.
+    With home `hybrid`, `staged_bytes` of what runs have used came from stages, `unstaged_bytes` past them from host
+    memory.
 
     Slots that a run has done with are filled for the next run while this one ends: `ahead_used` of these copies were
     what the next run asked for, `ahead_wasted` were not.
@@ -53,6 +55,8 @@ class RingStatistics:
     waited_seconds: float = 0.0
     ahead_used: int = 0
     ahead_wasted: int = 0
+    staged_bytes: int = 0
+    unstaged_bytes: int = 0
 
 
 @dataclasses.dataclass
@@ -317,6 +321,8 @@ class CpuRing(Ring):
         started = time.perf_counter()
         filled.wait()
         self.statistics.waited_seconds += time.perf_counter() - started
+        self.statistics.staged_bytes += filled.staged_bytes
+        self.statistics.unstaged_bytes += filled.unstaged_bytes
         self._pending.remove(filled)
         recording = current_recording()
         if recording is not None:

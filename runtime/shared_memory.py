@@ -22,6 +22,11 @@ from moepass.runtime.processes import ProcessIdentity, start_ticks, this_process
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 
 
+def in_pages(nbytes: int) -> int:
+    """`nbytes`, up to the end of their last page."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
 class SharedMemoryError(MoepassError, RuntimeError):
     """A segment cannot be made, or not be opened where it should be."""
 

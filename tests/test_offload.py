@@ -223,7 +223,7 @@ def test_a_model_without_experts_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"home": "disc"}, moepass.OptionError, r"home is 'disc'; it must be one of disk, host, peer"),
+        ({"home": "disc"}, moepass.OptionError, r"home is 'disc'; it must be one of disk, host, hybrid, peer"),
         ({"slots": 0}, moepass.OptionError, r"slots is 0; a ring needs at least 1"),
         ({"slots": -3}, moepass.OptionError, r"slots is -3"),
         ({"slots": 1.5}, moepass.OptionError, r"slots is 1\.5"),

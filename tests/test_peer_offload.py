@@ -281,12 +281,12 @@ def test_wrong_arguments_leave_the_model_alone(arguments: dict[str, Any], kind: 
     assert torch.equal(model(tokens()), before)
 
 
-def _serve(connection: Connection, store: str, rank: int, size: int, mode: str) -> None:
+def _serve(connection: Connection, store: str, rank: int, size: int, mode: str, home: str = "peer") -> None:
     """A rank that does what it is told: `run` gives what came of a step, `leave` drops the model."""
     join_group(store, rank, size)
     model: nn.Module | None = _stack()
     expected = model(tokens())
-    moepass.offload_experts(model, home="peer", timeout_s=50)
+    moepass.offload_experts(model, home=home, timeout_s=50)
     step: Callable[..., Any] | None = _compiled(model) if mode == "compiled" else model
     connection.send("ready")
     while (order := connection.recv()) != "end":
@@ -302,14 +302,16 @@ def _serve(connection: Connection, store: str, rank: int, size: int, mode: str) 
             connection.send(str(error))
 
 
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
-def test_a_killed_rank_is_an_error_on_the_others_at_once_and_leaves_nothing(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "home"), [("compiled", "peer"), ("eager", "peer"), ("compiled", "hybrid")])
+def test_a_killed_rank_is_an_error_on_the_others_at_once_and_leaves_nothing(
+    mode: str, home: str, tmp_path: Path
+) -> None:
     named = named_memory()
     store = str(tmp_path / "store")
     with (
-        Worker(_serve, store, 0, 3, mode) as first,
-        Worker(_serve, store, 1, 3, mode) as killed,
-        Worker(_serve, store, 2, 3, mode) as last,
+        Worker(_serve, store, 0, 3, mode, home) as first,
+        Worker(_serve, store, 1, 3, mode, home) as killed,
+        Worker(_serve, store, 2, 3, mode, home) as last,
     ):
         for worker in (first, killed, last):
             assert worker.hear() == "ready"
@@ -332,13 +334,13 @@ def test_a_killed_rank_is_an_error_on_the_others_at_once_and_leaves_nothing(mode
     assert named_memory() <= named
 
 
-def _run_until_an_error(connection: Connection, store: str, rank: int, size: int) -> None:
+def _run_until_an_error(connection: Connection, store: str, rank: int, size: int, home: str) -> None:
     join_group(store, rank, size)
     model = _stack()
     expected = model(tokens())
     connection.send("joined")
     try:
-        moepass.offload_experts(model, home="peer", timeout_s=5)
+        moepass.offload_experts(model, home=home, timeout_s=5)
         while torch.equal(model(tokens()), expected):
             pass
         connection.send("wrong")
@@ -347,14 +349,15 @@ def _run_until_an_error(connection: Connection, store: str, rank: int, size: int
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("home", ["peer", "hybrid"])
 @pytest.mark.parametrize("attempt", range(20))
-def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> None:
+def test_a_rank_may_be_killed_at_any_moment(attempt: int, home: str, tmp_path: Path) -> None:
     named, store = named_memory(), str(tmp_path / "store")
     moment = random.Random(attempt).uniform(0.0, 0.2)
     with (
-        Worker(_run_until_an_error, store, 0, 3) as first,
-        Worker(_run_until_an_error, store, 1, 3) as killed,
-        Worker(_run_until_an_error, store, 2, 3) as last,
+        Worker(_run_until_an_error, store, 0, 3, home) as first,
+        Worker(_run_until_an_error, store, 1, 3, home) as killed,
+        Worker(_run_until_an_error, store, 2, 3, home) as last,
     ):
         for worker in (first, killed, last):
             assert worker.hear() == "joined"
