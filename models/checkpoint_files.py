@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moepass.models.errors import CheckpointError, InputError, one_of
+from moepass.models.file_stamp import FileStamp, FileStamps
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -32,12 +33,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of `file` describes it."""
+    """A tensor as the header of `file` describes it; `stamp` is that of the file then."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stamp: FileStamp
 
     @property
     def nbytes(self) -> int:
@@ -57,12 +59,15 @@ class CheckpointFiles:
     """All tensors of `files`, by key; opening reads the headers alone.
 
     One file is mapped at a time. What is read is a view of the mapped file, with no copy made: pages that no view needs
-    any more go as soon as another file is opened, or on `close`.
+    any more go as soon as another file is opened, or on `close`. Each file is looked at whenever it is opened, and in
+    `check`: it must stay what it is, so that tensors of different files under one name are never mixed.
 
-    Raises CheckpointError where a file is no complete safetensors file, InputError for a number type that torch lacks.
+    `stamps` watches them, together with what else it watches. Raises CheckpointError where a file is no complete
+    safetensors file, InputError for a number type that torch lacks.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], stamps: FileStamps | None = None) -> None:
+        self._stamps = stamps or FileStamps()
         self.tensors: dict[str, StoredTensor] = {}
         self.on_read: Callable[[int], object] | None = None
         """Called with the number of bytes of everything that is read."""
@@ -71,9 +76,11 @@ class CheckpointFiles:
         # A key in two files is taken from the later one, as transformers does.
         for file in files:
             handle = self._opened(file)
+            stamp = self._stamps.check(file)
+            assert stamp is not None, "it was opened"
             for key in handle.keys():  # noqa: SIM118  no mapping
                 stored = handle.get_slice(key)
-                self.tensors[key] = StoredTensor(file, key, tuple(stored.get_shape()), _dtype(file, key, stored))
+                self.tensors[key] = StoredTensor(file, key, tuple(stored.get_shape()), _dtype(file, key, stored), stamp)
         self.close()
 
     @property
@@ -84,7 +91,7 @@ class CheckpointFiles:
     def read(self, tensor: StoredTensor, rows: range | None = None) -> torch.Tensor:
         """`tensor`, or these rows of its first dimension: a view of the mapped file, to be copied before it is written.
 
-        Raises CheckpointError where the file is not what it was when its header was read.
+        Raises CheckpointError where the file is opened for it, and is not what it was when its header was read.
         """
         try:
             stored = self._opened(tensor.file).get_slice(tensor.key)
@@ -102,6 +109,10 @@ class CheckpointFiles:
             digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
         return digest.hexdigest()
 
+    def check(self) -> None:
+        """Raises CheckpointError where one of the files is not what it was; what was read is worth nothing then."""
+        self._stamps.check_all()
+
     def close(self) -> None:
         """Forget the open file; views that were read from it stay valid."""
         self._open_file = self._handle = None
@@ -109,10 +120,13 @@ class CheckpointFiles:
     def _opened(self, file: Path) -> Any:
         if self._open_file != file:
             self.close()
+            self._stamps.check(file)
             try:
                 self._handle = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file} is truncated or no safetensors file: {error}") from error
+            # Before and after: then this is what was opened.
+            self._stamps.check(file)
             self._open_file = file
         return self._handle
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moepass.models.errors import CheckpointError
+from moepass.models.file_stamp import FileStamps
 
 if TYPE_CHECKING:
     import torch
@@ -104,9 +105,12 @@ def load_model(
     `dtype` None keeps what the config says. `experts_implementation` has no effect on families without experts.
 
     Raises CheckpointError where files are missing, truncated or not safetensors, and where weights are missing, left
-    over, or of shapes that the config does not have.
+    over, or of shapes that the config does not have, and where a file changes before all is read.
     """
+    stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
     config = load_config(folder)
+    for file in _weight_files(folder):
+        stamps.check(file)
     _check_weight_files(folder)
     model_class = _model_class(config)
     options = _options(model_class, experts_implementation)
@@ -131,6 +135,7 @@ def load_model(
             ) from error
         raise CheckpointError(f"{folder} cannot be loaded: {_one_line(error)}") from error
     _check_loading(folder, info)
+    stamps.check_all()
     loaded: PreTrainedModel = model
     loaded.requires_grad_(False)
     return loaded.eval()

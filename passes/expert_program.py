@@ -168,7 +168,8 @@ def _is_row_work(node: Node, rows: set[Node]) -> bool:
         whole = fake_value(node.all_input_nodes[0])
         return isinstance(dim, int) and dim % whole.dim() > 0 and not _reads_sizes(node)
     is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    return is_pointwise and not _reads_sizes(node) and _is_aligned(node, rows)
+    has_one_result = isinstance(fake_value(node), torch.Tensor)
+    return is_pointwise and has_one_result and not _reads_sizes(node) and _is_aligned(node, rows)
 
 
 def _reads_sizes(node: Node) -> bool:

@@ -52,9 +52,13 @@ class _RowsInAnyNumber:
 
 @dataclasses.dataclass
 class _Values:
-    """What one call works on: `outputs` and `row_inputs` with all rows, `fixed` with none, `scratch` with a chunk's."""
+    """What one call works on: `outputs` and `row_inputs` with all rows, `fixed` with none, `scratch` with a chunk's.
+
+    `tables` are the fixed values that row work reads, contiguous.
+    """
 
     fixed: dict[Node, torch.Tensor]
+    tables: dict[Node, torch.Tensor]
     row_inputs: dict[Node, torch.Tensor]
     outputs: dict[Node, torch.Tensor]
     scratch: dict[Node, torch.Tensor]
@@ -86,14 +90,18 @@ class ExpertLoop:
         by_node = dict(zip(self._inputs, inputs, strict=True))
         row_inputs = {node: by_node[node] for node in self.program.row_inputs}
         rows = next(iter(row_inputs.values())).shape[0]
-        outputs = {node: _empty(node, rows) for node in self.program.outputs}
+        outputs = {
+            node: row_inputs[node] if node in row_inputs else _empty(node, rows) for node in self.program.outputs
+        }
         between = [step.node for step in self.program.steps if isinstance(step, Product) and step.node not in outputs]
         scratch = {node: _empty(node, min(rows, CHUNK_ROWS)) for node in between}
-        return _Values(dict(zip(self.program.fixed, self._fixed(*inputs), strict=True)), row_inputs, outputs, scratch)
+        fixed = dict(zip(self.program.fixed, self._fixed(*inputs), strict=True))
+        tables = {node: fixed[node].contiguous() for step in self.work for node in step.inputs if node in fixed}
+        return _Values(fixed, tables, row_inputs, outputs, scratch)
 
     def _run(self, values: _Values, expert: int | None, start: int, stop: int) -> None:
         """Rows [start, stop), all of one expert."""
-        found = dict(values.fixed)
+        found = dict(values.tables)
         found.update({node: rows[start:stop] for node, rows in values.row_inputs.items()})
         for step in self.program.steps:
             if isinstance(step, Product):
@@ -105,7 +113,8 @@ class ExpertLoop:
                     torch.mm(found[step.rows], values.fixed[step.weights][expert], out=result)
                 found[step.node] = result
                 continue
-            results = self.work[step]([found[node] for node in step.inputs], stop - start)
+            # It was compiled for contiguous inputs; a half of a chunk that a product reads too is none, for example.
+            results = self.work[step]([found[node].contiguous() for node in step.inputs], stop - start)
             for node, result in zip(step.outputs, results, strict=True):
                 found[node] = result
                 if node in values.outputs:
@@ -164,7 +173,7 @@ def _fake_input(mode: FakeTensorMode, node: Node, with_rows: bool) -> torch.Tens
         sizes[0], dynamic[0] = 2 * CHUNK_ROWS, DimDynamic.DYNAMIC
     if not all(isinstance(size, int) for size in sizes):
         raise NotByExpertError(f"the shape of {node.name} is known at run time only")
-    example = torch.empty(sizes, dtype=value.dtype)
+    example = torch.empty(sizes, dtype=value.dtype)  # contiguous, as what it stands for is made
     context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
     fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)
     return fake

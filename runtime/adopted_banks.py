@@ -282,12 +282,12 @@ class AdoptedBanks:
         return met
 
     def banks_of(self, model: nn.Module) -> list[BankSpec]:
-        """The adopted banks that parameters of `model` are parts of, in the model's order."""
-        local = [value.to_local() if hasattr(value, "to_local") else value for value in model.parameters()]
-        memories = dict.fromkeys(memory_of(value) for value in local)
+        """The adopted banks that parameters of `model` are parts of, in its order; once for each place in the model."""
+        values = (value for _, value in model.named_parameters(remove_duplicate=False))
+        memories = [memory_of(value.to_local() if hasattr(value, "to_local") else value) for value in values]
         with self._locked():
-            of_memory = {memory: bank.spec for (_, parts), bank in self._known.items() for memory in parts}
-        return list(dict.fromkeys(of_memory[memory] for memory in memories if memory in of_memory))
+            of_memory = {parts[0]: bank.spec for (_, parts), bank in self._known.items()}
+        return [of_memory[memory] for memory in memories if memory in of_memory]
 
     def _name(self, name: str) -> str:
         """The layers that share code share a name: from the second on, a number tells them apart."""

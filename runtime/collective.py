@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import cast
 
 import torch
 
+from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import clip_pieces
 from moepass.runtime.copying import CopyThread, PendingCopy, check_slot, slices
@@ -94,6 +95,13 @@ class Collective(Transport):
         # What was gathered, run by run, by the first gather of the run; the last run stands last.
         self._runs: dict[Request, list[Request]] = {}
         self._run: list[Request] | None = None
+        # An eager forward of the whole model is under way: what runs within it is a part of that run.
+        self._in_forward = False
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether a forward has shown in which order this rank gathers."""
+        return bool(self._runs)
 
     def connect(self, rendezvous: Rendezvous) -> None:
         """Make the connections, where that is still to be done. Raises as `GatherGroup`."""
@@ -120,27 +128,47 @@ class Collective(Transport):
     def forget(self, bank: BankSpec) -> None:
         self._banks.pop(bank.index, None)
 
+    def begin_forward(self) -> None:
+        """An eager forward of the model begins: what is gathered until `end_forward` is one run."""
+        self._in_forward = True
+        self._run = []
+
+    def end_forward(self) -> None:
+        """It ended, in whatever way."""
+        self._in_forward = False
+        self._run = None
+
     def begin_run(self) -> None:
         if self._group is not None:
             self._group.check()
-        self._run = []
+        if not self._in_forward:
+            self._run = []
 
     def end_run(self) -> None:
-        self._run = None
+        if not self._in_forward:
+            self._run = None
 
     def fail(self, reason: str) -> None:
-        self._run = None
+        self.end_forward()
         if self._group is not None:
             self._group.fail(f"rank {self._group.rank} left a run in the middle, so that no rank can gather: {reason}")
 
     def join(self, banks: Sequence[BankSpec]) -> None:
         """Take part in the gathers of one forward that reads `banks`, without receiving anything.
 
-        They come in the order of the last forward, else in that of `banks`. Raises PeerError as a gather.
+        They come in the order of the last forward, else in that of `banks`. Raises PeerError as a gather; InputError,
+        before anything is gathered, where a bank comes several times and the last forward was not one run.
         """
         indices = {bank.index for bank in banks}
-        learned = [request for run in self._runs.values() for request in run if run[0][0] in indices]
-        requests = learned or [(bank.index, 0, bank.nbytes) for bank in banks]
+        runs = [run for first, run in self._runs.items() if first[0] in indices]
+        if runs and len(indices) < len(banks) and not _is_forward(runs, indices):
+            again = next(bank for place, bank in enumerate(banks) if bank in banks[:place])
+            raise InputError(
+                f"layers share bank {again.name}, and the last forward on this rank ran in parts, so the order in "
+                "which a forward gathers banks is not known here: compile the model as one graph, or let this rank run "
+                "a forward in place of gather_only_step"
+            )
+        requests = [request for run in runs for request in run] or [(bank.index, 0, bank.nbytes) for bank in banks]
         for gather in [self._copies.submit(self._part(request, None)) for request in requests]:
             gather.wait()
 
@@ -168,6 +196,11 @@ class Collective(Transport):
         run = [] if self._run is None else self._run
         run.append(request)
         self._runs[request] = run
+
+
+def _is_forward(runs: Sequence[Sequence[Request]], banks: Set[int]) -> bool:
+    """Whether one run gathers all `banks`. Of several, those that begin with the same bank are known once only."""
+    return len(runs) == 1 and len(runs[0]) > 1 and {bank for bank, _, _ in runs[0]} == banks
 
 
 # Not a method: connections must end with their transport, at once.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import datetime
 import os
 import weakref
 from collections.abc import Hashable
@@ -21,6 +20,7 @@ import torch
 from moepass.models.checkpoint_files import DTYPES, StoredTensor
 from moepass.models.errors import CheckpointError
 from moepass.models.file_header import read_header
+from moepass.models.file_stamp import FileStamp, sample_digest
 from moepass.passes.shards import Piece
 from moepass.runtime.sources import Source
 
@@ -35,7 +35,9 @@ _ASKED_AT_ONCE_BYTES = 4 << 20
 class DiskFile:
     """A safetensors file, open for as long as this object lives: who deletes or replaces it does no harm.
 
-    Whoever changes it in place does; then everything here raises CheckpointError, which names it.
+    Whoever changes it in place does; then everything here raises CheckpointError, which names it. Where its bytes, its
+    size and the time of the last write are as they were, but the kernel says that something else was changed, it may be
+    its names (to delete a file is to take one away), its owner or its mode: then samples of its bytes decide.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,24 +48,32 @@ class DiskFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self._close = weakref.finalize(self, os.close, self.descriptor)
-        self._stamp = self._stamp_now()
+        self._stamp = FileStamp.of(self.descriptor)
         self.header = read_header(self.descriptor, path)
+        self._samples = self._samples_now()
 
     def offset_bytes(self, tensor: StoredTensor) -> int:
         """Where `tensor` begins. Raises CheckpointError where the file is not the one whose header described it."""
         found = self.header.tensors.get(tensor.key)
-        if found is None or (DTYPES.get(found.dtype), found.shape) != (tensor.dtype, tensor.shape):
-            raise CheckpointError(f"{self.path} was replaced while the model was loaded from it; load it again")
+        is_same = tensor.stamp.identity() == self._stamp.identity()
+        if not is_same or found is None or (DTYPES.get(found.dtype), found.shape) != (tensor.dtype, tensor.shape):
+            raise CheckpointError(
+                f"{self.path} was changed or replaced while the model was loaded from it; load it again"
+            )
         return found.offset_bytes
 
     def check(self) -> None:
-        """Raises CheckpointError where somebody has changed the file. One system call."""
-        now = self._stamp_now()
-        if now != self._stamp:
+        """Raises CheckpointError where somebody has changed the file. One system call while nobody has."""
+        # Of the open file, not of what is under its name by now.
+        now = FileStamp.of(self.descriptor)
+        if now == self._stamp:
+            return
+        if not now.may_hold_the_same(self._stamp) or self._samples_now() != self._samples:
             raise CheckpointError(
-                f"{self.path} was changed while a model streams from it: it had {_described(self._stamp)}, now it has "
-                f"{_described(now)}; load the model again, and put new files in the place of old ones by renaming"
+                f"{self.path} was changed while a model streams from it: it had {self._stamp.describe()}, now it has "
+                f"{now.describe()}; load the model again, and put new files in the place of old ones by renaming"
             )
+        self._stamp = now
 
     def read(self, offset_bytes: int, nbytes: int, address: int) -> None:
         """Read `nbytes` into memory at `address`. Raises CheckpointError where they are not there, or were changed."""
@@ -105,16 +115,11 @@ class DiskFile:
         """Let the kernel drop these bytes from its cache."""
         os.posix_fadvise(self.descriptor, offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
 
-    def _stamp_now(self) -> tuple[int, int]:
-        """Bytes, and nanoseconds of the last change."""
-        # Of the open file, not of what is under its name by now.
-        status = os.fstat(self.descriptor)
-        return status.st_size, status.st_mtime_ns
-
-
-def _described(stamp: tuple[int, int]) -> str:
-    size, changed_ns = stamp
-    return f"{size} bytes of {datetime.datetime.fromtimestamp(changed_ns // 10**9).isoformat(' ')}"
+    def _samples_now(self) -> str:
+        try:
+            return sample_digest(self.descriptor, self.header.nbytes)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

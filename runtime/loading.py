@@ -27,6 +27,7 @@ from moepass.models import checkpoints
 from moepass.models.checkpoint_files import CheckpointFiles
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.expert_placement import shard_bounds
+from moepass.models.file_stamp import FileStamps
 from moepass.models.unread_tensors import UnreadTensor, unread
 from moepass.models.weight_recipes import UnfollowedError
 from moepass.runtime.disk_home import streams_as_it_is
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINT = "description of its checkpoint"
 _TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
+_GENERATION_FILE = "generation_config.json"
 # [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
 _MADE_UP_NUMBERS = 1 << 26
 
@@ -97,8 +99,9 @@ def load_pretrained(
     gives it.
 
     Raises CheckpointError where `path` is no checkpoint, or files or tensors are missing, truncated, or do not fit the
-    config; InputError where experts cannot be read one by one (quantised weights, a family whose conversion mixes
-    experts); PeerError where ranks bring different checkpoints, fail or do not come; and what `offload_experts` raises.
+    config, and where a file is replaced or changed before all is read; InputError where experts cannot be read one by
+    one (quantised weights, a family whose conversion mixes experts); PeerError where ranks bring different checkpoints,
+    fail or do not come; and what `offload_experts` raises.
     """
     _check_options(dtype, progress)
     check_transport_of(home, transport)
@@ -130,6 +133,7 @@ def load_pretrained(
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
             plan.files.close()
+            plan.files.check()
     return plan.model
 
 
@@ -223,10 +227,11 @@ class _Plan:
 def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str, resident_bytes: int) -> _Plan:
     """Let transformers build the model from unread tensors. Raises CheckpointError and InputError."""
     folder = checkpoints.resolve_model(path)
+    stamps = FileStamps(folder / name for name in (checkpoints.CONFIG_FILE, checkpoints.INDEX_FILE, _GENERATION_FILE))
     config = checkpoints.load_config(folder)
     _refuse_quantised(folder, config)
     checkpoints._check_weight_files(folder)
-    files = CheckpointFiles(checkpoints._weight_files(folder))
+    files = CheckpointFiles(checkpoints._weight_files(folder), stamps)
     _check_size(folder, files, experts_implementation)
     model_class = checkpoints._model_class(config)
     try:
@@ -296,13 +301,13 @@ def _name_after(model: PreTrainedModel, folder: Path) -> None:
     from transformers import GenerationConfig
 
     model.name_or_path = model.config.name_or_path = str(folder)
-    if (folder / "generation_config.json").is_file() and model.can_generate():
+    if (folder / _GENERATION_FILE).is_file() and model.can_generate():
         try:
             with checkpoints.quiet_transformers():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # as it may be malformed in any way
             raise CheckpointError(
-                f"{folder / 'generation_config.json'} cannot be read: {checkpoints._one_line(error)}"
+                f"{folder / _GENERATION_FILE} cannot be read: {checkpoints._one_line(error)}"
             ) from error
 
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from moepass.models.errors import InputError, OptionError, one_of
 from moepass.runtime.banked_modules import BankedParameter, bank_parameters, banked_parameters, move_as_a_whole
 from moepass.runtime.banks import Bank, BankStore, pack_bank
-from moepass.runtime.collective import make_transport
+from moepass.runtime.collective import Collective, make_transport
 from moepass.runtime.disk_home import DiskPacker
 from moepass.runtime.homes import Home
 from moepass.runtime.hybrid_home import HybridPacker
@@ -226,6 +226,8 @@ def offload_experts(
             _bank(store, packer, index, path, modules)
         move_as_a_whole(model)
         packer.connect(store.banks)
+    if isinstance(moved_by, Collective):
+        _mark_forwards(model, moved_by)
     return OffloadReport(
         store, home, tuple(banks), store.home_bytes, store.ring_bytes, resident, packer.home.stage_bytes
     )
@@ -248,6 +250,22 @@ def _gather_anew(module: nn.Module, arguments: object) -> None:
     if not torch.compiler.is_compiling():
         for _, banked in banked_parameters(module):
             banked.store.forget_gathered()
+
+
+def _mark_forwards(model: nn.Module, transport: Collective) -> None:
+    """Let `transport` know where an eager forward of `model` begins and ends."""
+
+    # Compiled, neither does anything: there a run is what a graph runs.
+    def begin(module: nn.Module, arguments: object) -> None:
+        if not torch.compiler.is_compiling():
+            transport.begin_forward()
+
+    def end(module: nn.Module, arguments: object, output: object) -> None:
+        if not torch.compiler.is_compiling():
+            transport.end_forward()
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)
 
 
 def check_transport_of(home: str, transport: str | None) -> None:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_checkpoint import overwrite_with_the_old_time
 
 import moepass
 from moepass.models.checkpoint_files import CheckpointFiles
+from moepass.models.file_stamp import FileStamp
 from moepass.models.unread_tensors import unread
 from moepass.runtime.bank_files import BankFolder
 
@@ -88,7 +90,12 @@ def _double_with_the_old_time(weights: Path) -> None:
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.parametrize("change", [_double, _double_with_the_old_time, lambda weights: os.utime(weights, (1, 1))])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _double, _double_with_the_old_time, overwrite_with_the_old_time, lambda weights: os.utime(weights, (1, 1)),
+    ],
+)  # fmt: skip
 def test_what_was_made_of_other_files_is_written_again(
     weights: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
@@ -100,6 +107,17 @@ def test_what_was_made_of_other_files_is_written_again(
     assert _inode(folder.folder) != inode
     _check_content(folder.folder / "layer.safetensors", weights)
     held.check()  # who streams from the old file goes on
+
+
+def test_samples_of_the_bytes_tell_what_times_do_not(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileStamp, "identity", lambda stamp: ())
+    folder = BankFolder(tmp_path / "banks")
+    folder.write({"layer": _transposed(weights)})
+    _double(weights)
+    folder.write({"layer": _transposed(weights)})
+    _check_content(folder.folder / "layer.safetensors", weights)
 
 
 def test_what_was_made_in_another_way_is_written_again(weights: Path, tmp_path: Path) -> None:

@@ -156,6 +156,82 @@ def test_a_rank_without_work_joins_by_gathering_only(depth: int) -> None:
     assert (busy, idle) == (8 * depth, 4 * depth)
 
 
+def _tie(model: Stack, how: str) -> None:
+    blocks = model.blocks
+    if how == "one layer":
+        blocks[2] = blocks[0]
+    elif how == "neighbours":
+        blocks[1] = blocks[0]
+    else:
+        for name, weight in list(blocks[0].named_parameters()):
+            setattr(blocks[2], name, weight)
+
+
+def _idle_ranks_of_tied_models_join(how: str) -> int:
+    """As `_idle_ranks_join`, and before the first forward where the order is known then."""
+    rank = dist.get_rank()
+    eager_first = [("eager", "++"), ("eager", "-+"), ("compiled", "-+"), ("eager", "+-")]
+    steps = [*eager_first, ("compiled", "++"), ("compiled", "-+")]
+    with torch.no_grad():
+        model = bias_stack(depth=4)
+        _tie(model, how)
+        expected = model(tokens())
+        report = offload_collective(model, slots=1)
+        compiled = compiled_model(model)
+        if how == "shared weights":
+            steps.insert(0, ("compiled", "-+"))
+        elif rank == 0:
+            with pytest.raises(moepass.InputError, match=r"blocks\.0 and blocks\.[12] are one layer, so the order"):
+                moepass.gather_only_step(model)
+        for form, of_ranks in steps:
+            run: Any = model if form == "eager" else compiled
+            if of_ranks[rank] == "-":
+                moepass.gather_only_step(run)
+            else:
+                assert torch.equal(run(tokens()), expected)
+    return len(report.layers)
+
+
+@pytest.mark.parametrize("how", ["one layer", "neighbours", "shared weights"])
+def test_layers_that_come_twice_are_gathered_twice(how: str) -> None:
+    assert run_ranks(2, _idle_ranks_of_tied_models_join, how) == [3, 3]
+
+
+class _InParts(nn.Module):
+    """A stack whose layers are graphs of their own."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.stack.blocks:
+            x = x + block(x, x[:, :4].topk(2, dim=-1).indices).tanh()
+            torch._dynamo.graph_break()
+        return x
+
+
+def _an_order_that_is_not_known_ends_nothing() -> None:
+    with torch.no_grad():
+        model = bias_stack(depth=4)
+        _tie(model, "one layer")
+        in_parts = _InParts(model)
+        expected = in_parts(tokens())
+        offload_collective(model, slots=1)
+        compiled = compiled_model(in_parts)
+        for step in range(3):
+            if dist.get_rank() == 1 and step == 1:
+                with pytest.raises(
+                    moepass.InputError, match=r"share bank blocks\.0, and the last .* compile the model"
+                ):
+                    moepass.gather_only_step(in_parts)
+            assert torch.equal(compiled(tokens()), expected)
+
+
+def test_an_order_that_is_not_known_ends_nothing() -> None:
+    run_ranks(2, _an_order_that_is_not_known_ends_nothing)
+
+
 def _takes_no_memory() -> None:
     model = bias_stack(depth=3)
     store = offload_collective(model).store

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tiny_checkpoint import overwrite_with_the_old_time
 
 import moepass
 from moepass.models.checkpoint_files import CheckpointFiles
@@ -63,14 +64,21 @@ def test_a_read_that_gives_less_goes_on(file: DiskFile, monkeypatch: pytest.Monk
     assert _copied(FileSource(file, (Piece(begin, 0, 10),)), 10) == list(range(10))
 
 
+def _overwrite_and_lock(path: Path) -> None:
+    overwrite_with_the_old_time(path)
+    path.chmod(0o400)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda path: os.truncate(path, 100), r"had \d+ bytes of .*, now it has 100 bytes"),
         (lambda path: os.utime(path, (1, 1)), r"was changed while a model streams from it.* bytes of 1970-"),
         (lambda path: path.open("ab").write(b"more"), "was changed while a model streams from it"),
+        (overwrite_with_the_old_time, "was changed while a model streams from it"),
+        (_overwrite_and_lock, "was changed while a model streams from it"),
     ],
-    ids=["truncated", "written", "longer"],
+    ids=["truncated", "written", "longer", "with the old time", "with another mode"],
 )
 def test_a_file_that_is_changed_in_place_is_an_error(
     file: DiskFile, change: Callable[[Path], object], message: str
@@ -104,13 +112,25 @@ def test_a_file_that_is_replaced_or_deleted_is_still_there(file: DiskFile, tmp_p
     assert _copied(FileSource(file, (Piece(begin, 0, 4),)), 4) == [0, 1, 2, 3]
 
 
+def test_names_and_modes_may_change(file: DiskFile) -> None:
+    begin = file.header.tensors["a"].offset_bytes
+    for change in (lambda path: path.chmod(0o400), lambda path: os.link(path, path.with_name("link"))):
+        before = os.fstat(file.descriptor)
+        change(file.path)
+        assert os.fstat(file.descriptor) != before
+        file.check()
+        assert _copied(FileSource(file, (Piece(begin, 0, 4),)), 4) == [0, 1, 2, 3]
+
+
 def test_a_file_that_was_replaced_while_loading_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.zeros(4, 3)}, path)
     described = CheckpointFiles([path]).tensors["a"]
-    for other in ({"b": torch.zeros(4, 3)}, {"a": torch.zeros(3, 4)}, {"a": torch.zeros(4, 3, dtype=torch.float64)}):
-        save_file(other, path)
-        with pytest.raises(moepass.CheckpointError, match="was replaced while the model was loaded from it"):
+    zeros = torch.zeros(4, 3)
+    for other in ({"b": zeros}, {"a": zeros.view(3, 4)}, {"a": zeros.double()}, {"a": zeros + 1}):
+        save_file(other, tmp_path / "other")
+        os.replace(tmp_path / "other", path)
+        with pytest.raises(moepass.CheckpointError, match="was changed or replaced while the model was loaded from it"):
             DiskFile(path).offset_bytes(described)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -14,12 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_checkpoint import broken_copy, edit_config, edit_weights, save_tiny_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import (
+    broken_copy,
+    edit_config,
+    edit_weights,
+    overwrite_with_the_old_time,
+    save_tiny_checkpoint,
+)
 from transformers import PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import MergeModulelist, Transpose, WeightConverter
 
 import moepass
-from moepass.models import checkpoint_files
+from moepass.models import checkpoint_files, checkpoints
 from moepass.models.checkpoint_files import CheckpointFiles, StoredTensor
 from moepass.models.checkpoints import load_model
 from moepass.models.expert_placement import shard_bounds
@@ -433,8 +441,65 @@ def test_a_file_that_vanishes_is_an_error(whole: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     tensor = next(iter(files))
     assert isinstance(tensor, StoredTensor)
-    with pytest.raises(moepass.CheckpointError, match=r"model.safetensors is truncated or no safetensors file"):
+    with pytest.raises(
+        moepass.CheckpointError, match=r"model.safetensors changed while it was being read: .* is not there"
+    ):
         files.read(tensor)
+
+
+def _replace(file: Path) -> None:
+    """Another checkpoint's file takes the place of `file`, with the same tensors, size and time."""
+    other = file.with_name("other")
+    save_file({name: weight + 1 for name, weight in load_file(file).items()}, other, metadata={"format": "pt"})
+    os.utime(other, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+    os.replace(other, file)
+
+
+def _touch(file: Path) -> None:
+    os.utime(file, (1, 1))
+
+
+@pytest.mark.parametrize("home", ["host", pytest.param("disk", marks=on_linux)])
+@pytest.mark.parametrize(
+    ("step", "file", "change"),
+    [
+        ("_check_size", "model.safetensors", _replace),
+        ("offload_experts", "model.safetensors", _replace),
+        ("_read_dense", "model.safetensors", _replace),
+        ("_read_dense", "model.safetensors", overwrite_with_the_old_time),
+        ("offload_experts", "config.json", _touch),
+        ("offload_experts", "model.safetensors.index.json", Path.touch),
+    ],
+)
+def test_a_checkpoint_that_changes_while_it_is_read_is_an_error(
+    home: str, step: str, file: str, change: Callable[[Path], None], whole: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = broken_copy(whole, tmp_path / "changing", lambda _: None)
+    proceed = getattr(loading, step)
+
+    def change_first(*arguments: Any, **keywords: Any) -> Any:
+        change(folder / file)
+        return proceed(*arguments, **keywords)
+
+    monkeypatch.setattr(loading, step, change_first)
+    with pytest.raises(moepass.CheckpointError, match=rf"{file} (changed while it was|was changed or replaced)"):
+        moepass.load_pretrained(folder, home=home)
+
+
+def test_a_file_that_changes_after_it_was_read_last_is_an_error(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = broken_copy(whole, tmp_path / "changing", lambda _: None)
+    check = checkpoints._check_loading
+
+    def check_and_change(*arguments: Any) -> None:
+        check(*arguments)
+        _touch(folder / "model.safetensors")
+
+    monkeypatch.setattr(checkpoints, "_check_loading", check_and_change)
+    with pytest.raises(moepass.CheckpointError, match=r"model\.safetensors changed while it was being read"):
+        load_model(folder)
 
 
 def test_types_that_torch_lacks_are_named(tmp_path: Path) -> None:
