@@ -27,6 +27,7 @@ from moepass.runtime.executor import Memory, memory_of
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.homes import Home
 from moepass.runtime.link import Link
+from moepass.runtime.part_watch import PartWatch
 from moepass.runtime.peer_home import packer_for
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.processes import ProcessWatch
@@ -57,10 +58,6 @@ def _key(bank: BankSpec, parts: Sequence[torch.Tensor]) -> BankKey:
     return (bank.tensors, bank.expert_bounds), tuple(memory_of(part) for part in parts)
 
 
-def _versions(parts: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdoptedBank:
     """A bank that ranks met for. `held_twice_bytes` of this rank's part lie in memory of their own beside the shard."""
@@ -69,7 +66,7 @@ class AdoptedBank:
     sources: tuple[Source, ...]
     group: PeerGroup
     storages: tuple[StorageWeakRef, ...]
-    versions: tuple[tuple[int, int], ...]
+    watch: PartWatch
     held_twice_bytes: int
 
     @property
@@ -110,10 +107,11 @@ class AdoptedHome(Home):
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """The shards of all ranks. Raises InputError where this rank's part is not what the others were given."""
         adopted = self._banks[bank.index]
-        if _versions(shards) != adopted.versions:
+        if not adopted.watch.are_unchanged(shards):
             raise InputError(
                 f"the expert weights of {bank.name} were changed after their first compiled run, but other ranks have "
-                "the old ones; load weights first, then compile"
+                "the old ones; load weights before that run, or later as new parameters, for which the ranks meet "
+                "again: model.load_state_dict(state, assign=True) on every rank"
             )
         return adopted.sources
 
@@ -239,44 +237,48 @@ class AdoptedBanks:
     def _meet(
         self, group: ProcessGroup, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]
     ) -> list[AdoptedBank]:
+        uses_of_name = dict(self._uses_of_name)
         specs = [
-            dataclasses.replace(bank, index=self._next_index + number, name=self._name(bank.name))
+            dataclasses.replace(bank, index=self._next_index + number, name=_name(bank.name, uses_of_name))
             for number, bank in enumerate(banks)
         ]
-        self._next_index += len(banks)
         peers = PeerGroup.of(group, self.options.timeout_s, MEETING, self.options.transport, self.home.watch)
         packer = packer_for(peers, self.home.transport)
         # Ranks hold different experts, so their weights have no digest in common.
         packer.agree_on(specs, ["" for _ in specs])
-        shards, held_twice_bytes = [], []
+        shards, moved = [], []
         for number, tensors in enumerate(parts):
             shards.append(packer.pack_part(number, tensors))
             if not self.home.transport.is_one_sided:
                 # What ranks send to each other must not change under a write of one of them.
-                held_twice_bytes.append(sum(tensor.nbytes for tensor in tensors))
+                moved.append([False] * len(tensors))
                 continue
             # Bank by bank, so that no more than one is there twice.
             with peers.rendezvous.telling_failures():
-                held_twice_bytes.append(share_parts(packer, number, tensors, self._weakly(AdoptedBanks._drop_soon)))
+                moved.append(share_parts(packer, number, tensors, self._weakly(AdoptedBanks._drop_soon)))
         spread = packer.spread(shards)
+        # Not before: a meeting that failed has not been, on any rank.
+        self._next_index += len(banks)
+        self._uses_of_name = uses_of_name
         met = [
             AdoptedBank(
-                spec,
-                spread[spec.index],
+                bank.spec,
+                spread[bank.spec.index],
                 peers,
                 tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors),
-                _versions(tensors),
-                twice,
+                PartWatch(tensors, [place.view(bank.shard) for place in packer.layout(number).tensors], lie_there),
+                sum(tensor.nbytes for tensor, lies_there in zip(tensors, lie_there, strict=True) if not lies_there),
             )
-            for spec, tensors, twice in zip(specs, parts, held_twice_bytes, strict=True)
+            for number, (bank, tensors, lie_there) in enumerate(zip(shards, parts, moved, strict=True))
         ]
         for bank in met:
             self.home.add(bank)
-        if sum(held_twice_bytes):
+        held_twice_bytes = sum(bank.held_twice_bytes for bank in met)
+        if held_twice_bytes:
             logger.info(
                 "%d of %d bytes of experts are held twice, in the model and in shared memory: they are not contiguous, "
                 "or something else uses their memory",
-                sum(held_twice_bytes),
+                held_twice_bytes,
                 sum(bank.shard.numel() for bank in shards),
             )
         return met
@@ -288,11 +290,6 @@ class AdoptedBanks:
         with self._locked():
             of_memory = {parts[0]: bank.spec for (_, parts), bank in self._known.items()}
         return [of_memory[memory] for memory in memories if memory in of_memory]
-
-    def _name(self, name: str) -> str:
-        """The layers that share code share a name: from the second on, a number tells them apart."""
-        self._uses_of_name[name] = uses = self._uses_of_name.get(name, 0) + 1
-        return name if uses == 1 else f"{name} ({uses})"
 
     def _weakly(self, method: Callable[[AdoptedBanks], None]) -> Callable[[], None]:
         """Calls `method` of this object if it is there still."""
@@ -321,6 +318,12 @@ class AdoptedBanks:
             self.home.drop(self._known.pop(key))
         if not self._known:
             self._ring = None
+
+
+def _name(name: str, uses_of_name: dict[str, int]) -> str:
+    """The layers that share code share a name: from the second on, a number tells them apart."""
+    uses_of_name[name] = uses = uses_of_name.get(name, 0) + 1
+    return name if uses == 1 else f"{name} ({uses})"
 
 
 _adopted: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, AdoptedBanks]] = weakref.WeakKeyDictionary()

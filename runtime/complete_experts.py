@@ -20,6 +20,7 @@ from moepass.passes.complete_shards import COMPLETE_EXPERTS
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import pack_layout
 from moepass.runtime.banks import Bank
+from moepass.runtime.part_watch import PartWatch
 from moepass.runtime.peer_home import PeerPacker
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.sources import read_range
@@ -49,7 +50,8 @@ class ShardedExperts:
         self._lock = threading.Lock()
         self._bank: Bank | None = None
         self._packer: PeerPacker | None = None
-        self._seen: object = None
+        self._shapes: object = None
+        self._watch: PartWatch | None = None
         self._memory: list[torch.UntypedStorage] = []
         _layers[number] = self
 
@@ -64,7 +66,7 @@ class ShardedExperts:
                 self._meet(parts, stay)
             assert self._packer is not None
             assert self._bank is not None
-            self._check_unchanged(parts, stay)
+            self._check_unchanged(parts)
         bank = self._bank.spec
         self._packer.home.check()
         sources = self._packer.home.sources(bank, [self._bank.shard])
@@ -84,24 +86,22 @@ class ShardedExperts:
         packer.agree_on([spec], [""])
         bank = packer.pack_part(0, parts)
         packer.connect([bank])
-        self._packer, self._seen, self._bank = packer, _signature(parts, stay), bank
-        # They are known by their addresses from now on, so compiled code must not move them into shards of its own.
-        self._memory = [part.untyped_storage() for part in parts] if stay else []
+        self._packer, self._shapes, self._bank = packer, _shapes(parts), bank
+        if stay:
+            self._watch = PartWatch(parts, [place.view(bank.shard) for place in packer.layout(0).tensors])
+            # They are known by their addresses, so compiled code must not move them into shards of its own.
+            self._memory = [part.untyped_storage() for part in parts]
 
-    def _check_unchanged(self, parts: Sequence[torch.Tensor], stay: bool) -> None:
-        if _signature(parts, stay) != self._seen:
+    def _check_unchanged(self, parts: Sequence[torch.Tensor]) -> None:
+        if _shapes(parts) != self._shapes or (self._watch is not None and not self._watch.are_unchanged(parts)):
             raise InputError(
                 f"{self.name} were changed after their first use, but other ranks have the old ones; load, convert "
                 "and place the model before its first run"
             )
 
 
-def _signature(parts: Sequence[torch.Tensor], stay: bool) -> object:
-    """What must not change from one call to the next."""
-    shapes = [(tuple(part.shape), part.dtype, part.device) for part in parts]
-    if not stay:
-        return shapes
-    return shapes, [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
+def _shapes(parts: Sequence[torch.Tensor]) -> object:
+    return [(tuple(part.shape), part.dtype, part.device) for part in parts]
 
 
 def _complete_experts(

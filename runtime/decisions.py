@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from moepass.runtime.rendezvous import PeerError, Rendezvous
+from moepass.runtime.rendezvous import PeerError, Rendezvous, skip_abandoned
 
 MEETING = (
     "every rank of the group must run its compiled model once, and the same layers in the same order: a rank that "
@@ -37,9 +37,14 @@ class Decisions:
 
 
 def exchange_decisions(group: ProcessGroup, own: Decisions, timeout_s: float) -> list[Decisions]:
-    """Those of all ranks. Raises PeerError naming the ranks that did not come within `timeout_s`."""
-    rank, size = group.rank(), group.size()
-    rendezvous = Rendezvous(c10d._get_process_group_store(group), rank, size, timeout_s, MEETING)
+    """Those of all ranks; of this rank alone where others waited for it in vain, and neither takes a block.
+
+    Raises PeerError naming the ranks that did not come within `timeout_s`.
+    """
+    rank, size, store = group.rank(), group.size(), c10d._get_process_group_store(group)
+    if skip_abandoned(store, rank) and not own.taken:
+        return [own]
+    rendezvous = Rendezvous(store, rank, size, timeout_s, MEETING, is_dispensable=not own.taken)
     rendezvous.publish("list of blocks", own)
     found = dict(rendezvous.read_all("list of blocks", Decisions, check=lambda: None))
     return [found.get(other, own) for other in range(size)]

@@ -57,10 +57,12 @@ class GatherGroup:
                 rendezvous.open_store("gathers"), self.rank, self.size, timeout=self._timeout
             )
         except RuntimeError as error:
-            raise PeerError(
+            reason = (
                 f"rank {self.rank} could not connect to all of the {self.size} ranks for transport 'collective' within "
                 f"{rendezvous.timeout_s:g} s: {_first_line(error)}"
-            ) from error
+            )
+            rendezvous.end(reason)
+            raise PeerError(reason) from error
 
     @property
     def rank(self) -> int:

@@ -50,7 +50,7 @@ from moepass.runtime.rendezvous import PeerError, Rendezvous
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CHECKPOINT = "description of its checkpoint"
+_CHECKPOINT, _RESIDENT_BYTES = "description of its checkpoint", "resident_bytes"
 _TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
 _GENERATION_FILE = "generation_config.json"
 # [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
@@ -151,7 +151,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
 
 @dataclass(frozen=True)
 class _Description:
-    """What all ranks must have in common, topic by topic: digests, in an order that goes from cause to effect."""
+    """What all ranks must have in common, topic by topic: words and digests, in an order from cause to effect."""
 
     topics: dict[str, str]
 
@@ -217,6 +217,8 @@ class _Plan:
         self.files.close()
         return _Description(
             {
+                # First: it decides which weights count as dense.
+                _RESIDENT_BYTES: str(self.resident_bytes),
                 f"{checkpoints.CONFIG_FILE} (a digest)": config,
                 "the tensors in the checkpoint (a digest of names, types and shapes)": self.files.digest(),
                 "the dense weights in the checkpoint (a digest)": dense,
@@ -321,9 +323,10 @@ def _meet(meeting: Rendezvous, own: _Description) -> None:
         for topic, value in first.items():
             other = found[rank].topics.get(topic)
             if other != value:
+                given = topic if topic == _RESIDENT_BYTES else "checkpoint"
                 raise PeerError(
                     f"ranks disagree on {topic}: {value} on rank 0, {other} on rank {rank}; give every rank the same "
-                    "checkpoint"
+                    f"{given}"
                 )
 
 

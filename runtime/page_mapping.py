@@ -14,6 +14,8 @@ _READ_WRITE = getattr(mmap, "PROT_READ", 0) | getattr(mmap, "PROT_WRITE", 0)
 # Of Linux, which the mmap module has no names for.
 _MAP_FIXED = 0x10
 _MADV_POPULATE_READ = 22
+# Bits of an entry in /proc/PID/pagemap: in memory, or in swap space; and whether the page belongs to a file.
+_PRESENT_OR_SWAPPED, _OF_FILE = 0b110, 0b001
 
 
 def private_memory(nbytes: int) -> torch.Tensor:
@@ -38,6 +40,50 @@ def lay_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
         raise OSError(number, os.strerror(number))
     # All pages at once. Kernels before 5.14 do not know this, and bring them one by one as they are read.
     _libc().madvise(address, nbytes, _MADV_POPULATE_READ)
+
+
+def has_written_pages(address: int, nbytes: int) -> bool | None:
+    """True where bytes [address, address + nbytes), a private mapping of a segment, have pages that are the segment's
+    no more, because somebody wrote to them; None where the system does not tell.
+    """
+    return _read_written_pages(address, nbytes) if _tells_written_pages() else None
+
+
+def _read_written_pages(address: int, nbytes: int) -> bool | None:
+    first, stop = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
+    entries = bytearray(8 * (stop - first))
+    try:
+        # Opened anew each time: what was opened before a fork is about the parent.
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            pagemap.seek(8 * first)
+            if not entries or pagemap.readinto(entries) != len(entries):
+                return None
+    except OSError:
+        return None
+    flags = torch.frombuffer(entries, dtype=torch.int64) >> 61
+    return bool(((flags & _PRESENT_OR_SWAPPED != 0) & (flags & _OF_FILE == 0)).any())
+
+
+@functools.cache
+def _tells_written_pages() -> bool:
+    """Tried: there are systems that have the file, and nothing in it."""
+    if not hasattr(os, "memfd_create"):
+        return False
+    descriptor = os.memfd_create("moepass-pages", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, 2 * mmap.PAGESIZE)
+        memory = torch.frombuffer(
+            mmap.mmap(descriptor, 2 * mmap.PAGESIZE, mmap.MAP_PRIVATE, _READ_WRITE), dtype=torch.uint8
+        )
+    finally:
+        os.close(descriptor)
+    address = memory.data_ptr()
+    told = [_read_written_pages(address, 2 * mmap.PAGESIZE)]
+    _ = int(memory.sum())
+    told.append(_read_written_pages(address, 2 * mmap.PAGESIZE))
+    memory[-1] = 1
+    told += [_read_written_pages(address + page * mmap.PAGESIZE, mmap.PAGESIZE) for page in range(2)]
+    return told == [False, False, False, True]
 
 
 @functools.cache

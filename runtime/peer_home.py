@@ -20,15 +20,13 @@ from moepass.passes.shards import ShardLayout, expert_range, shard_layout, shard
 from moepass.runtime.banks import Bank, describe_bank, write_parts
 from moepass.runtime.collective import Collective
 from moepass.runtime.homes import Home
+from moepass.runtime.part_watch import sample_of
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment, in_pages
 from moepass.runtime.sources import MemorySource, RemoteSource, SegmentSource, Source
 from moepass.runtime.transports import PULL, Transport
 
-# [Empirical] Numbers of each expert that go into a digest, along each of its dimensions. Any training, however short,
-# changes nearly all of them.
-_SAMPLES = 8
 _PULL = Transport(PULL)
 
 
@@ -205,8 +203,5 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
         if isinstance(tensor, UnreadTensor):
             digest.update(recipe_digest(tensor.recipe).encode())
             continue
-        steps = [slice(None)] + [slice(None, None, max(1, size // _SAMPLES)) for size in tensor.shape[1:]]
-        # Not contiguous(), which leaves dimensions of size 1 with any stride.
-        sample = tensor.detach()[tuple(steps)].clone(memory_format=torch.contiguous_format).cpu()
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
+        digest.update(sample_of(tensor).cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -1,4 +1,12 @@
-"""How ranks exchange small records through a store of torch.distributed: every wait ends, with a reason."""
+"""How ranks exchange small records through a store of torch.distributed: every wait ends, with a reason.
+
+Ranks that exchange a record all come out of it with it, or all with the same error: whether the exchange succeeded is
+one word in the store, which the first says who knows. So a rank that comes late finds out that the others gave up, and
+does not take what they left behind for an agreement.
+
+What one rank did not come to in time, another may have tried twice: the ranks cannot know any more which of their
+meetings belong together. So that is the end for their group, and every later meeting says at once why.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +27,8 @@ T = TypeVar("T")
 # few milliseconds, and a long wait costs the store's server nothing to speak of.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 _FAILURE = "failure"
+_ENDED, _ABANDONED = "moepass/ended", "abandoned"
+_ALL_CAME = "all came"
 
 
 class PeerError(MoepassError, RuntimeError):
@@ -32,15 +42,31 @@ class Rendezvous:
     No single wait takes longer than `timeout_s`. All methods raise PeerError where the store is gone.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, title: str) -> None:
-        """`title` is what ranks must do to come here, as it stands in the error of those that waited in vain."""
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float, title: str, is_dispensable: bool = False
+    ) -> None:
+        """`title` is what ranks must do to come here, as it stands in the error of those that waited in vain.
+
+        Where a meeting that all who came call dispensable is in vain, it is as if it had not been. Raises PeerError
+        where ranks of this store missed each other before.
+        """
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
         self.title = title
+        self._is_dispensable = is_dispensable
         with _store_errors():
-            number = store.add(f"moepass/meetings/{rank}", 1)
-        self._store = PrefixStore(f"moepass/{number}", store)
+            ended = store.get(_ENDED).decode() if store.check([_ENDED]) else None
+        if ended is not None:
+            raise PeerError(
+                f"the ranks of this group missed each other before, and cannot meet any more: {ended}; start all ranks "
+                "again, or let all of them use a new process group"
+            )
+        skip_abandoned(store, rank)
+        with _store_errors():
+            number = store.add(_counter(rank), 1)
+        self._group_store = store
+        self._store = PrefixStore(_meeting(number), store)
 
     def publish(self, what: str, record: object) -> None:
         """Let the other ranks read `record` as this rank's `what`."""
@@ -50,8 +76,8 @@ class Rendezvous:
     def read_all(self, what: str, kind: type[T], check: Callable[[], None]) -> Iterator[tuple[int, T]]:
         """What each of the others published as `what`, with its rank, in the order of ranks.
 
-        `check` is called while waiting and may raise. Raises PeerError naming the ranks that did not publish within
-        `timeout_s`, and as soon as a rank says that it failed.
+        `check` is called while waiting and may raise PeerError. Raises PeerError naming the ranks that did not publish
+        within `timeout_s`, and as soon as a rank says that it failed. Once all were read, no other rank gets an error.
         """
         deadline = time.monotonic() + self.timeout_s
         for rank in self._others():
@@ -63,6 +89,18 @@ class Rendezvous:
             except msgspec.DecodeError as error:
                 raise PeerError(f"rank {rank} sent no {what} that this version of moepass reads: {error}") from error
             yield rank, record
+        told = self.tell_first(_outcome(what), _ALL_CAME)
+        if told != _ALL_CAME:
+            raise PeerError(told)
+
+    def end(self, reason: str) -> str:
+        """Let no meeting of this group's ranks be any more, because of `reason` unless there was one before; gives it.
+
+        Before every meeting ranks look for it, in a meeting they do not.
+        """
+        with _store_errors():
+            ended: bytes = self._group_store.compare_set(_ENDED, "", reason)
+            return ended.decode()
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
@@ -91,16 +129,31 @@ class Rendezvous:
     def _wait(self, what: str, rank: int, deadline: float, check: Callable[[], None]) -> None:
         pause = _FIRST_PAUSE_S
         while not self._is_there(_key(what, rank)):
-            check()
+            try:
+                check()
+            except PeerError as error:
+                self._give_up(what, str(error))
             if self._is_there(_FAILURE):
                 with _store_errors():
                     raise PeerError(self._store.get(_FAILURE).decode())
             if time.monotonic() > deadline:
                 missing = [str(other) for other in self._others() if not self._is_there(_key(what, other))]
                 ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
-                raise PeerError(f"{ranks} did not publish a {what} within {self.timeout_s:g} s; {self.title}")
+                self._give_up(what, f"{ranks} did not publish a {what} within {self.timeout_s:g} s; {self.title}")
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
+
+    def _give_up(self, what: str, reason: str) -> None:
+        """Raises PeerError on all ranks, with the first reason, unless all ranks came after all."""
+        told = self.tell_first(_outcome(what), reason)
+        if told == _ALL_CAME:
+            return
+        if self._is_dispensable:
+            with _store_errors():
+                self._store.set(_ABANDONED, reason)
+        else:
+            self.end(told)
+        raise PeerError(told)
 
     def _is_there(self, key: str) -> bool:
         with _store_errors():
@@ -109,6 +162,32 @@ class Rendezvous:
 
 def _key(what: str, rank: int) -> str:
     return f"{what}/{rank}"
+
+
+def _outcome(what: str) -> str:
+    return f"{what}/outcome"
+
+
+def _counter(rank: int) -> str:
+    """Where the store counts the meetings of a rank."""
+    return f"moepass/meetings/{rank}"
+
+
+def _meeting(number: int) -> str:
+    return f"moepass/{number}"
+
+
+def skip_abandoned(store: Store, rank: int) -> bool:
+    """Count the meetings that were in vain while this rank did not come to them, and give whether there were such.
+
+    Raises PeerError where the store is gone.
+    """
+    is_behind = False
+    with _store_errors():
+        while store.check([f"{_meeting(store.add(_counter(rank), 0) + 1)}/{_ABANDONED}"]):
+            store.add(_counter(rank), 1)
+            is_behind = True
+    return is_behind
 
 
 @contextmanager

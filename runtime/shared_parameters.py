@@ -16,8 +16,10 @@ import torch
 from moepass.runtime.peer_home import PeerPacker
 
 
-def share_parts(packer: PeerPacker, index: int, parts: Sequence[torch.Tensor], when_freed: Callable[[], None]) -> int:
-    """Move `parts`, which were packed as bank `index`, into its shard; gives the bytes that cannot move.
+def share_parts(
+    packer: PeerPacker, index: int, parts: Sequence[torch.Tensor], when_freed: Callable[[], None]
+) -> list[bool]:
+    """Move `parts`, which were packed as bank `index`, into its shard; gives which of them could be moved.
 
     `when_freed` is called once nothing lies there any more, in any thread. No other thread may read `parts` meanwhile.
     Raises SharedMemoryError where the shard cannot be mapped.
@@ -34,7 +36,7 @@ def share_parts(packer: PeerPacker, index: int, parts: Sequence[torch.Tensor], w
                         mapping, dtype=part.dtype, count=part.numel(), offset=place.offset_bytes
                     ).view(part.shape)
                 part.data = shared
-    return sum(part.nbytes for part, is_free in zip(parts, movable, strict=True) if not is_free)
+    return movable
 
 
 def is_movable(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from moepass.models.expert_parallel import EP_FORMS
 from moepass.models.moe_stack import MoEStack, StackConfig, build_stack
 from moepass.passes.graph import fake_value
 from moepass.runtime.executor import Executor
+from moepass.runtime.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
@@ -69,6 +70,7 @@ def _stays_exact(form: str, config: StackConfig, tokens: list[list[int]]) -> Non
 
 
 SMALL = StackConfig(layers=2, max_tokens=32)
+OTHER = dataclasses.replace(SMALL, seed=1)
 CASES = {
     "even": (2, SMALL, [[16, 16], [16, 16], [7, 20], [32, 5]]),
     "uneven bf16": (3, dataclasses.replace(SMALL, experts=7, dtype=torch.bfloat16), [[16, 9, 4], [5, 6, 32]]),
@@ -176,18 +178,97 @@ def test_a_model_that_follows_another_has_its_own_experts() -> None:
 
 
 def _weights_change_too_late() -> None:
+    """Whatever writes them; what is put back is no change, and new parameters bring the ranks together again."""
     model = build_stack(SMALL, "all_to_all")
     compiled = _compile(model)
-    hidden = _hidden(SMALL, 8, 0)
+    hidden = _hidden(SMALL, 8, dist.get_rank())
     with torch.no_grad():
-        compiled(hidden)
-        model.moe[1].experts.down_proj.mul_(2.0)
-        with pytest.raises(moepass.InputError, match=r"expert weights of moe\.1\.experts were changed"):
+        expected = compiled(hidden)
+        changed = model.moe[1].experts.down_proj
+        before = changed.clone()
+        writes: list[Callable[[], object]] = [
+            lambda: changed.mul_(2.0),
+            lambda: changed.data.copy_(2.0 * before),
+            lambda: changed.numpy().__imul__(2.0),
+        ]
+        for write in writes:
+            write()
+            with pytest.raises(moepass.InputError, match=r"expert weights of moe\.1\.experts were changed"):
+                compiled(hidden)
+            changed.data.copy_(before)
+            assert torch.equal(compiled(hidden), expected)
+        model.share_memory()
+        assert torch.equal(compiled(hidden), expected)
+        changed.data.mul_(2.0)
+        with pytest.raises(moepass.InputError, match=r"load_state_dict\(state, assign=True\) on every rank"):
             compiled(hidden)
+        state = {name: value.clone() for name, value in build_stack(OTHER, "all_to_all").state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        assert torch.equal(compiled(hidden), build_stack(OTHER)(hidden))
 
 
 def test_weights_that_change_after_the_first_run_are_an_error_not_a_wrong_result() -> None:
     run_ranks(2, _weights_change_too_late)
+
+
+def _other_ranks_send_old_weights() -> str:
+    model = build_stack(SMALL, "all_to_all")
+    with torch.no_grad():
+        compiled = _compile(model, transport="collective")
+        hidden = _hidden(SMALL, 8, 0)
+        compiled(hidden)
+        if dist.get_rank() == 0:
+            model.moe[1].experts.down_proj.data.mul_(2.0)
+        with pytest.raises(moepass.MoepassError) as caught:
+            compiled(hidden)
+        return str(caught.value)
+
+
+def test_where_ranks_gather_weights_that_one_of_them_changes_are_an_error_on_all() -> None:
+    for message in run_ranks(2, _other_ranks_send_old_weights):
+        assert "the expert weights of moe.1.experts were changed after their first compiled run" in message
+
+
+def _inference_tensors_change() -> None:
+    with torch.inference_mode():
+        model, hidden = build_stack(SMALL, "all_to_all"), _hidden(SMALL, 8, 0)
+        compiled = _compile(model)
+        compiled(hidden)
+        model.moe[0].experts.gate_up_proj.mul_(2.0)
+        with pytest.raises(moepass.InputError, match=r"expert weights of moe\.0\.experts were changed"):
+            compiled(hidden)
+
+
+def test_changed_inference_tensors_are_an_error_too() -> None:
+    run_ranks(2, _inference_tensors_change)
+
+
+def _one_comes_too_late() -> list[str]:
+    """Rank 0 runs alone, and fails; the errors of that and of the next runs. A new group is a new beginning."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    compiled, hidden = _compile(build_stack(SMALL, "all_to_all"), timeout_s=0.5), _hidden(SMALL, 8, rank)
+    texts = []
+    with torch.no_grad():
+        if rank == 1:
+            store.wait(["gave up"])
+        for _ in range(2 - rank):
+            with pytest.raises(PeerError) as caught:
+                compiled(hidden)
+            texts.append(str(caught.value))
+            store.set("gave up", "")
+        group = dist.new_group()
+        assert torch.equal(_compile(build_stack(SMALL, "all_to_all", group))(hidden), build_stack(SMALL)(hidden))
+    return texts
+
+
+def test_ranks_that_missed_each_other_say_so_from_then_on_without_waiting() -> None:
+    (first, again), (late,) = run_ranks(2, _one_comes_too_late)
+    assert first.startswith("rank 1 did not publish a list of blocks within 0.5 s; every rank of the group must run")
+    assert again == late
+    assert again == (
+        f"the ranks of this group missed each other before, and cannot meet any more: {first}; start all ranks again, "
+        "or let all of them use a new process group"
+    )
 
 
 def _one_rank_does_not_come() -> None:

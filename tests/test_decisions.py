@@ -126,3 +126,19 @@ def _one_is_not_compiled() -> None:
 @pytest.mark.slow
 def test_a_rank_that_does_not_compile_is_waited_for_once_where_nothing_was_taken() -> None:
     run_ranks(2, _one_is_not_compiled)
+
+
+def _the_next_model_is_taken() -> None:
+    """Rank 1 runs the first model as it is, where rank 0 finds nothing to take; both compile the second one."""
+    hidden, full = _hidden(SMALL, 8, 0), build_stack(SMALL)
+    first, second = build_stack(SMALL, "all_to_all"), build_stack(SMALL, "all_to_all")
+    with torch.no_grad():
+        with _refusing(*BLOCKS):
+            run = _compile(first, timeout_s=0.5) if dist.get_rank() == 0 else first
+            torch.testing.assert_close(run(hidden), full(hidden))
+        torch._dynamo.reset()
+        assert torch.equal(_compile(second)(hidden), full(hidden))
+
+
+def test_a_rank_that_waits_in_vain_with_nothing_to_take_can_meet_the_others_later() -> None:
+    run_ranks(2, _the_next_model_is_taken)

@@ -306,6 +306,21 @@ def test_ranks_with_different_checkpoints_get_one_error(
     assert texts[0].endswith("give every rank the same checkpoint")
 
 
+def _keeps_other_layers(folder: Path) -> str:
+    with pytest.raises(PeerError) as caught:
+        moepass.load_pretrained(folder, home="peer", timeout_s=50, resident_bytes=1_000_000 * dist.get_rank())
+    return str(caught.value)
+
+
+@on_linux
+def test_ranks_that_keep_other_layers_resident_are_told_so(whole: Path) -> None:
+    (text,) = set(run_ranks(2, _keeps_other_layers, whole))
+    assert (
+        text
+        == "ranks disagree on resident_bytes: 0 on rank 0, 1000000 on rank 1; give every rank the same resident_bytes"
+    )
+
+
 @on_linux
 def test_a_rank_without_its_files_tells_the_others(whole: Path, tmp_path: Path) -> None:
     texts = run_ranks(2, _differs, [whole, tmp_path / "nowhere"])

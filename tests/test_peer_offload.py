@@ -248,6 +248,31 @@ def test_a_rank_that_never_offloads_is_named() -> None:
     assert first.startswith("rank 1 did not publish a list of banks within 0.5 s; every rank of the group must call")
 
 
+def _comes_too_late(transport: str) -> list[str]:
+    """After rank 0 gave up; the error of each attempt. No attempt changes the model."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 gave up"], timedelta(seconds=50))
+    model, texts = _stack(), []
+    before = model(tokens())
+    for timeout_s in (0.5, 50):
+        with pytest.raises(PeerError) as caught:
+            moepass.offload_experts(model, home="peer", timeout_s=timeout_s, transport=transport)
+        texts.append(str(caught.value))
+        assert torch.equal(model(tokens()), before)
+        assert all(value.numel() for value in model.parameters())
+        store.set("rank 0 gave up", "")
+    return texts
+
+
+@pytest.mark.parametrize("transport", ["pull", "collective"])
+def test_a_rank_that_comes_too_late_keeps_its_model(transport: str) -> None:
+    (first, again), late = run_ranks(2, _comes_too_late, transport)
+    assert first.startswith("rank 1 did not publish a list of banks within 0.5 s; every rank of the group must call")
+    for text in (again, *late):
+        assert f"missed each other before, and cannot meet any more: {first}; start all ranks again, or let" in text
+
+
 def _in_a_subgroup() -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     with torch.no_grad():

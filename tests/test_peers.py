@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed import HashStore
 from workers import Worker
 
@@ -27,6 +29,7 @@ from moepass.runtime.rendezvous import PeerError, Rendezvous
 from moepass.runtime.shared_memory import PAGE_BYTES
 
 T = TypeVar("T")
+ENDED = "the ranks of this group missed each other before, and cannot meet any more: "
 
 
 def _bank(index: int = 0, **changes: Any) -> BankSpec:
@@ -142,6 +145,70 @@ def test_ranks_that_do_not_come_are_named_when_the_time_is_over(came: tuple[int,
     (text,) = _messages([outcomes[rank] for rank in came])
     assert text.startswith(f"{missing} did not publish a list of banks within 0.3 s; every rank of the group must call")
     assert time.perf_counter() - started < 5
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_gets_their_error_and_nothing_happens() -> None:
+    store = HashStore()
+    group = PeerGroup(store, 0, 2, timeout_s=0.1)
+    late = PeerGroup(store, 1, 2, timeout_s=20)
+    with pytest.raises(PeerError, match=r"^rank 1 did not publish a list of banks within 0\.1 s") as first:
+        group.agree(BANKS, ["a", "b"])
+    with pytest.raises(PeerError) as second:
+        late.agree(BANKS, ["a", "b"])
+    assert str(second.value) == str(first.value)
+    for rank in range(2):
+        with pytest.raises(PeerError, match=r"missed each other before, and cannot meet any more: rank 1 did not pub"):
+            PeerGroup(store, rank, 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(0.03, 0.07), min_size=2, max_size=3))
+def test_ranks_that_come_at_the_last_moment_all_agree_or_all_fail(delays_s: list[float]) -> None:
+    """Rank 0 waits for 0.05 s, and the others begin to wait while it gives up."""
+    store = HashStore()
+
+    def run(rank: int) -> None:
+        if rank:
+            time.sleep(delays_s[rank - 1])
+        PeerGroup(store, rank, len(delays_s) + 1, timeout_s=0.05).agree(BANKS, ["a", "b"])
+
+    outcomes = _on_ranks(len(delays_s) + 1, run)
+    # Who came after all was over finds the group ended, for the same reason.
+    reasons = {str(error).removeprefix(ENDED).split("; ")[0] if error else "" for error in outcomes}
+    assert len(reasons) == 1, outcomes
+
+
+def test_after_the_same_error_on_all_ranks_they_can_try_again() -> None:
+    store = HashStore()
+
+    def run(rank: int) -> None:
+        with pytest.raises(PeerError, match="ranks disagree on the number of banks"):
+            PeerGroup(store, rank, 2, timeout_s=20).agree(BANKS[rank:], ["a", "b"][rank:])
+        told = pytest.raises(MemoryError) if rank else pytest.raises(PeerError, match="rank 1 failed: MemoryError")
+        with told:
+            rendezvous = PeerGroup(store, rank, 2, timeout_s=20).rendezvous
+            with rendezvous.telling_failures():
+                if rank:
+                    raise MemoryError
+                list(rendezvous.read_all("list of banks", Introduction, lambda: None))
+        PeerGroup(store, rank, 2, timeout_s=20).agree(BANKS, ["a", "b"])
+
+    assert _on_ranks(2, run) == [None, None]
+
+
+def test_a_meeting_that_was_dispensable_and_in_vain_leaves_no_trace() -> None:
+    store = HashStore()
+    for _ in range(2):
+        alone = Rendezvous(store, 0, 2, 0.05, "come", is_dispensable=True)
+        with pytest.raises(PeerError, match="rank 1 did not publish a word within"):
+            list(alone.read_all("word", str, lambda: None))
+
+    def run(rank: int) -> str:
+        meeting = Rendezvous(store, rank, 2, 20, "come")
+        meeting.publish("word", f"from {rank}")
+        return dict(meeting.read_all("word", str, lambda: None))[1 - rank]
+
+    assert _on_ranks(2, run) == ["from 1", "from 0"]
 
 
 def test_a_rank_that_fails_tells_the_others_at_once() -> None:
