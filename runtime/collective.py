@@ -98,11 +98,6 @@ class Collective(Transport):
         # An eager forward of the whole model is under way: what runs within it is a part of that run.
         self._in_forward = False
 
-    @property
-    def has_learned(self) -> bool:
-        """Whether a forward has shown in which order this rank gathers."""
-        return bool(self._runs)
-
     def connect(self, rendezvous: Rendezvous) -> None:
         """Make the connections, where that is still to be done. Raises as `GatherGroup`."""
         if self._group is None:
@@ -157,16 +152,21 @@ class Collective(Transport):
         """Take part in the gathers of one forward that reads `banks`, without receiving anything.
 
         They come in the order of the last forward, else in that of `banks`. Raises PeerError as a gather; InputError,
-        before anything is gathered, where a bank comes several times and the last forward was not one run.
+        before anything is gathered, where a bank comes several times and no forward was one run.
         """
         indices = {bank.index for bank in banks}
         runs = [run for first, run in self._runs.items() if first[0] in indices]
-        if runs and len(indices) < len(banks) and not _is_forward(runs, indices):
+        if len(indices) < len(banks) and not _is_forward(runs, indices):
             again = next(bank for place, bank in enumerate(banks) if bank in banks[:place])
+            what = (
+                "the last forward on this rank ran in parts: compile the model as one graph, or let this rank run a "
+                "forward in place of gather_only_step"
+                if runs
+                else "this rank has run no forward yet: let every rank run one before the first gather_only_step"
+            )
             raise InputError(
-                f"layers share bank {again.name}, and the last forward on this rank ran in parts, so the order in "
-                "which a forward gathers banks is not known here: compile the model as one graph, or let this rank run "
-                "a forward in place of gather_only_step"
+                f"the order in which a forward gathers banks is not known, because layers share bank {again.name}, and "
+                + what
             )
         requests = [request for run in runs for request in run] or [(bank.index, 0, bank.nbytes) for bank in banks]
         for gather in [self._copies.submit(self._part(request, None)) for request in requests]:

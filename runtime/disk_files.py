@@ -35,9 +35,9 @@ _ASKED_AT_ONCE_BYTES = 4 << 20
 class DiskFile:
     """A safetensors file, open for as long as this object lives: who deletes or replaces it does no harm.
 
-    Whoever changes it in place does; then everything here raises CheckpointError, which names it. Where its bytes, its
-    size and the time of the last write are as they were, but the kernel says that something else was changed, it may be
-    its names (to delete a file is to take one away), its owner or its mode: then samples of its bytes decide.
+    Whoever changes it in place does; then everything here raises CheckpointError, which names it. A new name, owner or
+    mode is no such change, and to delete a file is to take a name away; but any of these can go with a write whose time
+    was set back, so samples of the bytes are compared then.
     """
 
     def __init__(self, path: Path) -> None:

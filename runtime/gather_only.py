@@ -22,9 +22,12 @@ def gather_only_step(model: nn.Module) -> None:
     The banks come in the order of this rank's last forward; before its first, in the order of the model's layers. It
     returns when all ranks have gathered them all. With other transports nobody waits for this rank: it does nothing.
 
-    Raises InputError where `model` has no banks, and where layers share one and the order is not known: where one layer
-    stands in two places, before this rank's first forward, and after a forward that ran in parts (graph breaks). That
-    ends nothing: the other ranks wait for this one, which can run a forward instead. PeerError as a forward does.
+    Where layers share a bank its place in the order depends on how the model runs: let all ranks run it alike, in eager
+    mode or compiled, in the last forward before.
+
+    Raises InputError where `model` has no banks, and where layers share one and the order is not known: before this
+    rank's first forward, and after one that ran in parts (graph breaks). That ends nothing: the other ranks wait for
+    this one, which can run a forward instead. Raises PeerError as a forward does.
     """
     parts = adopted_parts(model) + _offloaded_parts(model)
     if not parts:
@@ -38,21 +41,10 @@ def gather_only_step(model: nn.Module) -> None:
 
 
 def _offloaded_parts(model: nn.Module) -> list[tuple[Transport, list[BankSpec]]]:
-    """As `adopted_parts`; a bank comes once for each layer that reads it.
-
-    Raises InputError where a layer has several places in the model, and no forward has shown how often it comes.
-    """
+    """As `adopted_parts`; a bank comes once for each place in the model that reads it."""
     found: dict[BankStore, list[BankSpec]] = {}
-    paths: dict[nn.Module, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for _, module in model.named_modules(remove_duplicate=False):
         for _, banked in banked_parameters(module):
-            transport = banked.store.home.transport
-            if isinstance(transport, Collective) and not transport.has_learned and module in paths:
-                raise InputError(
-                    f"{paths[module]} and {path} are one layer, so the order in which a forward gathers banks is known "
-                    "only after one on this rank: let every rank run a forward before gather_only_step"
-                )
             found.setdefault(banked.store, []).append(banked.store.banks[banked.bank].spec)
-            paths[module] = path
             break
     return [(store.home.transport, banks) for store, banks in found.items()]
