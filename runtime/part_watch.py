@@ -35,18 +35,25 @@ class PartWatch:
     def are_unchanged(self, parts: Sequence[torch.Tensor]) -> bool:
         """Whether `parts`, the same tensors in the same order, hold the same bits, wherever they lie by now.
 
-        A tensor that is watched by a sample may have changed elsewhere without this being noticed.
+        What leaves the version of a tensor and the sample of it alone is not noticed where it is watched by these.
         """
         if self._versions == _versions(parts) and not any(map(self._is_touched, range(len(parts)), parts)):
             return True
         if not all(_same_bits(part, kept) for part, kept in zip(parts, self._shard, strict=True)):
             return False
-        # Pages that were written tell nothing of the next write.
-        self._remember(parts, [False] * len(parts))
+        addresses = [address for address, _ in self._versions]
+        self._remember(
+            parts,
+            [
+                kept is None and part.data_ptr() == address
+                for part, kept, address in zip(parts, self._samples, addresses, strict=True)
+            ],
+        )
         return True
 
     def _remember(self, parts: Sequence[torch.Tensor], moved: Sequence[bool]) -> None:
         self._versions = _versions(parts)
+        # Pages that were written already tell nothing of the next write.
         self._samples = [
             None if lies_in_shard and _has_written_pages(part) is False else sample_of(part)
             for part, lies_in_shard in zip(parts, moved, strict=True)

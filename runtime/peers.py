@@ -124,7 +124,7 @@ class PeerGroup:
         `stages`.
 
         Raises PeerError: one that names what differs, with both values and ranks, the same on every rank; or one that
-        names the ranks that did not come within the timeout.
+        names the ranks that did not come within the timeout, or are gone.
         """
         process = this_process() if self.transport == PULL else None
         own = Introduction(self.size, process, tuple(banks), tuple(digests), self.transport, stages)
@@ -137,6 +137,8 @@ class PeerGroup:
             if rank != self.rank and other.process is not None:
                 self._processes[rank] = other.process
                 self._watch.add(rank, other.process)
+        # What a rank left behind stays in the store when it is gone.
+        self.check_alive()
 
     def _introductions(self, own: Introduction) -> Iterator[tuple[int, Introduction]]:
         """Those of all ranks, in order."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -81,7 +81,12 @@ class Rendezvous:
         """
         deadline = time.monotonic() + self.timeout_s
         for rank in self._others():
-            self._wait(what, rank, deadline, check)
+            try:
+                self._wait(what, rank, deadline, check)
+            except KeyboardInterrupt:
+                with suppress(PeerError):
+                    self._give_up(what, f"rank {self.rank} was interrupted while it waited for a {what}")
+                raise
             with _store_errors():
                 text = self._store.get(_key(what, rank))
             try:

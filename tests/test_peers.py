@@ -161,7 +161,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_gets_their_error_and_nothing
             PeerGroup(store, rank, 2)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.floats(0.03, 0.07), min_size=2, max_size=3))
 def test_ranks_that_come_at_the_last_moment_all_agree_or_all_fail(delays_s: list[float]) -> None:
     """Rank 0 waits for 0.05 s, and the others begin to wait while it gives up."""
@@ -281,6 +281,28 @@ def test_a_rank_that_dies_while_others_wait_is_noticed_before_the_time_is_over()
         with pytest.raises(PeerError, match=rf"^rank 1 \(process {process.pid}\) is gone, by a signal or an error"):
             group.share()
         assert time.perf_counter() - started < 5
+
+
+def test_a_rank_that_died_before_the_others_came_is_no_party_to_an_agreement() -> None:
+    store = HashStore()
+    with Worker(_introduce) as worker:
+        process = worker.hear()
+        Rendezvous(store, 1, 2, 5.0, "come").publish("list of banks", Introduction(2, process, BANKS, ("a", "b")))
+        worker.kill()
+        with pytest.raises(PeerError, match=rf"^rank 1 \(process {process.pid}\) is gone, by a signal or an error"):
+            PeerGroup(store, 0, 2, timeout_s=30).agree(BANKS, ["a", "b"])
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_tells_those_that_come_later() -> None:
+    store = HashStore()
+    with pytest.raises(KeyboardInterrupt):
+        list(Rendezvous(store, 0, 2, 20, "come").read_all("word", str, _interrupt))
+    with pytest.raises(PeerError, match="rank 0 was interrupted while it waited for a word; start all ranks again"):
+        Rendezvous(store, 1, 2, 20, "come")
 
 
 def test_digests_tell_weights_apart_and_nothing_else() -> None:
