@@ -239,6 +239,7 @@ def _inference_tensors_change() -> None:
             compiled(hidden)
 
 
+@pytest.mark.slow
 def test_changed_inference_tensors_are_an_error_too() -> None:
     run_ranks(2, _inference_tensors_change)
 
