@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes, view_source
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes
+from moepass.passes.parallel_match import NotThisForm, ParallelBlock, bias_after
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -35,7 +35,9 @@ class LocalForm:
         self.products: dict[Node, int] = {}
         self.written: list[Node] = []
         self._region = set(block.region)
-        self._translated: set[Node] = set()
+        # Of the block's nodes: those whose operation the local form repeats, and the masks that it does without.
+        self.copied: set[Node] = set()
+        self.left_out: set[Node] = set()
         # The experts alone: their rows, sorted, where each expert's rows end, and which expert each row has.
         self.rows: Node
         self.ends: Node
@@ -45,7 +47,7 @@ class LocalForm:
     def write(self) -> Node:
         """The value that takes the place of the block's sink. Raises NotThisForm."""
         result = self._write()
-        for node in self._region - self._translated:
+        for node in self._region - self.copied:
             if _is_cast(node) and fake_value(node).dtype != fake_value(self.block.sink).dtype:
                 # The mock run is in float64 and would not see it.
                 raise NotThisForm(f"it computes in {fake_value(node).dtype} between, which its local form would not")
@@ -217,25 +219,12 @@ class LocalForm:
 
         Where the activation function is still to be translated, `values` learns what stands for the sum.
         """
-        for user in before.users:
-            if is_call(user, aten.add.Tensor):
-                other = next((argument for argument in user.args if argument is not before), None)
-                bias = self._bias(other)
-                if bias is not None:
-                    total = self._emit(aten.add.Tensor, value, bias)
-                    values[user] = total
-                    return total
-        return value
-
-    def _bias(self, other: Any) -> Node | None:
-        """Rows of an expert tensor, one for each row by its expert."""
-        if not is_call(other, aten.index.Tensor, aten.index_select.default):
-            return None
-        source = view_source(other.args[0])
-        if source not in self.complete:
-            return None
-        ids = self._ids_of_rows()
-        return self._emit(aten.index.Tensor, self.complete[source], [ids])
+        found = bias_after(before)
+        if found is None or found.tensor not in self.complete:
+            return value
+        bias = self._emit(aten.index.Tensor, self.complete[found.tensor], [self._ids_of_rows()])
+        values[found.sum] = self._emit(aten.add.Tensor, value, bias)
+        return values[found.sum]
 
     def _ids_of_rows(self) -> Node:
         if self.row_ids is None:
@@ -253,16 +242,18 @@ class LocalForm:
                 return self._copy(node, values)
             raise NotThisForm(f"its activation function reads {node.name}, which is no product of it")
         if is_call(node, aten.masked_fill.Scalar) and not self._from_products(node.args[1], values):
+            self.left_out.add(node)
             return self._translate(node.args[0], values)  # type: ignore[arg-type]
         if is_call(node, aten.where.self) and not self._from_products(node.args[0], values):
             kept = [value for value in node.args[1:] if self._from_products(value, values)]
             if len(kept) == 1:
+                self.left_out.add(node)
                 return self._translate(kept[0], values)  # type: ignore[arg-type]
         return self._copy(node, values)
 
     def _copy(self, node: Node, values: dict[Node, Node]) -> Node:
         args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._translate(used, values))
-        self._translated.add(node)
+        self.copied.add(node)
         values[node] = self._emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
         return values[node]
 
@@ -287,21 +278,3 @@ def _is_cast(node: Node) -> bool:
         return False
     source = fake_value(node.all_input_nodes[0])
     return isinstance(source, torch.Tensor) and source.is_floating_point() and source.dtype != value.dtype
-
-
-def expert_tensors(block: ParallelBlock) -> Sequence[Node]:
-    """The local expert tensors that the block reads: weights, and biases [experts of this rank, ...]."""
-    own = len(block.own_experts)
-    found = dict.fromkeys(product.weights for product in block.products)
-    for node in block.region:
-        for used in node.all_input_nodes:
-            value = fake_value(used)
-            if (
-                used.op == "placeholder"
-                and isinstance(value, torch.Tensor)
-                and value.is_floating_point()
-                and value.dim() >= 2
-                and value.shape[0] == own
-            ):
-                found.setdefault(used)
-    return tuple(found)

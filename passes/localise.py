@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.collectives import collective_of, collectives_of
 from moepass.passes.graph import copy_graph_module, fake_value, is_call, map_nodes, positions
 from moepass.passes.ir import BankSpec, Plan, Refusal, gather
-from moepass.passes.local_experts import LocalForm, expert_tensors
+from moepass.passes.local_experts import LocalForm
 from moepass.passes.mock_ranks import ContractBroken, check_local_form
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock, find_parallel_blocks
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
@@ -95,7 +95,7 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
     """The bank of all ranks' experts. Its tensors are called by their roles: ranks must agree on the names."""
     tensors = []
     weights = [product.weights for product in block.products]
-    for number, node in enumerate(expert_tensors(block)):
+    for number, node in enumerate(block.expert_tensors):
         value = fake_value(node)
         role = f"weight_{weights.index(node)}" if node in weights else f"bias_{number - len(set(weights))}"
         tensors.append((role, (block.experts, *(int(size) for size in value.shape[1:])), value.dtype))
@@ -105,7 +105,7 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
 
 def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> dict[Node, Node]:
     """The complete tensor of each local expert tensor of the block."""
-    shards = expert_tensors(block)
+    shards = block.expert_tensors
     bank_node = graph.call_function(gather, (list(shards),), {"bank": bank.index})
     bank_node.meta["moepass_block"] = block.name
     bank_node.meta["moepass_parallel"] = block.form

@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,27 +31,42 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from moepass.passes.collectives import WAIT, Collective, collective_of
+from moepass.passes.data_flow import data_nodes
 from moepass.passes.graph import fake_value, is_call, map_nodes
-from moepass.passes.local_experts import LocalForm, expert_tensors
+from moepass.passes.index_ranges import MOST_RATIO, IndexRanges
+from moepass.passes.local_experts import LocalForm
 from moepass.passes.parallel_match import ParallelBlock
 
 TOLERANCE = 1e-9
 # Sizes for the symbols of a graph: distinct, so that one does not pass for another.
 SYMBOL_SIZES = (6, 11, 17, 23, 29, 37, 41, 47)
+# A loaded peer brings at most so many rows, or as many as this rank.
+MOST_ROWS = 2048
+MOST_RUNS = 16
 
 
 class ContractBroken(Exception):  # noqa: N818  becomes the reason of a refusal
     """The block does not do what a block of its form does."""
 
 
+Draw = Callable[[torch.Generator, int, int], torch.Tensor]
+
+
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """How tokens are routed in one run. `own` and `peers` draw the experts of n pairs of a token and an expert."""
+    """How tokens are routed in one run.
+
+    `own` and `peers` draw the experts of n pairs of a token and an expert. A peer brings `peer_pairs` of them;
+    the first one `load` times as many as this rank where that is not 0, and all bring as many as fit where slots are
+    `full`.
+    """
 
     name: str
-    own: Callable[[torch.Generator, int, int], torch.Tensor]
-    peers: Callable[[torch.Generator, int, int], torch.Tensor]
+    own: Draw
+    peers: Draw
     peer_pairs: int
+    load: int = 0
+    full: bool = False
 
 
 def _anywhere(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
@@ -62,25 +77,56 @@ def _all_to_one(generator: torch.Generator, pairs: int, experts: int) -> torch.T
     return torch.randint(0, experts, (1,), generator=generator).expand(pairs)
 
 
+def _each_in_turn(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+    return (torch.arange(pairs) % experts)[torch.randperm(pairs, generator=generator)]
+
+
+def _with(ids: Sequence[int]) -> Draw:
+    """Experts anywhere, each of `ids` among them where there are pairs enough."""
+
+    def draw(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+        drawn = _anywhere(generator, pairs, experts)
+        drawn[: len(ids)] = torch.tensor(ids, dtype=drawn.dtype)[:pairs]
+        return drawn[torch.randperm(pairs, generator=generator)]
+
+    return draw
+
+
 SCENARIOS = (
     Scenario("tokens anywhere", _anywhere, _anywhere, 13),
     Scenario("all tokens to one expert", _all_to_one, _all_to_one, 7),
     Scenario("peers without tokens", _anywhere, _anywhere, 0),
+    Scenario("a peer with many tokens", _anywhere, _all_to_one, 2, load=MOST_RATIO + 1),
+    Scenario("tokens for every expert", _each_in_turn, _each_in_turn, 0, full=True),
 )
 
 
 def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> None:
-    """Raises ContractBroken where `result`, the local form that was written, is not what the block computes."""
-    for seed, scenario in enumerate(SCENARIOS):
+    """Raises ContractBroken or NotThisForm where `result`, the local form that was written, is not what the block
+    computes, and where that cannot be told for every number and every size."""
+    with unset_fake_temporarily():  # constants of the graph are real
+        ranges = IndexRanges(block, data_nodes(block, local))
+    for seed, scenario in enumerate((*SCENARIOS, *_at_critical_ids(block, ranges))):
         # The compiler runs in fake mode; these numbers are real.
         with unset_fake_temporarily(), torch.no_grad():
-            _check_scenario(block, local, result, scenario, seed)
+            _check_scenario(_Run(block, local, torch.Generator().manual_seed(seed), scenario, ranges), result)
+    ranges.check()
 
 
-def _check_scenario(block: ParallelBlock, local: LocalForm, result: Node, scenario: Scenario, seed: int) -> None:
-    run = _Run(block, local, torch.Generator().manual_seed(seed), scenario)
+def _at_critical_ids(block: ParallelBlock, ranges: IndexRanges) -> Iterator[Scenario]:
+    """Runs in which every expert is chosen, or as many as `MOST_RUNS` take; those first that may make a difference."""
+    if "ids" not in block.sources:
+        return
+    ids, sizes = ranges.critical_ids(), _symbol_sizes(block)
+    pairs = max(1, math.prod(_concrete(size, sizes) for size in fake_value(block.sources["ids"]).shape))
+    for start in range(0, min(len(ids), MOST_RUNS * pairs), pairs):
+        yield Scenario("tokens for experts at a border", _with(ids[start : start + pairs]), _anywhere, 0)
+
+
+def _check_scenario(run: _Run, result: Node) -> None:
+    scenario = run.scenario
     try:
-        if block.form in ("all_to_all", "all_to_all_capacity"):
+        if run.block.form in ("all_to_all", "all_to_all_capacity"):
             _check_exchange(run, result)
         else:
             _check_partial_sums(run, result)
@@ -94,8 +140,16 @@ def _check_scenario(block: ParallelBlock, local: LocalForm, result: Node, scenar
 class _Run:
     """One run: concrete sizes, concrete expert tensors, and an interpreter of nodes."""
 
-    def __init__(self, block: ParallelBlock, local: LocalForm, generator: torch.Generator, scenario: Scenario) -> None:
+    def __init__(
+        self,
+        block: ParallelBlock,
+        local: LocalForm,
+        generator: torch.Generator,
+        scenario: Scenario,
+        ranges: IndexRanges,
+    ) -> None:
         self.block = block
+        self.ranges = ranges
         self.local = local
         self.generator = generator
         self.scenario = scenario
@@ -109,7 +163,7 @@ class _Run:
         weights = {product.weights for product in block.products}
         self.biases = {
             node: torch.randn((experts, *fake_value(node).shape[1:]), generator=generator, dtype=torch.float64)
-            for node in expert_tensors(block)
+            for node in block.expert_tensors
             if node not in weights
         }
         self.own_products = {product.node: number for number, product in enumerate(block.products)}
@@ -145,9 +199,20 @@ class _Run:
         return [self.size(size) for size in fake_value(node).shape]
 
     def size(self, size: Any) -> int:
-        if not isinstance(size, torch.SymInt):
-            return int(size)
-        return int(size.node.expr.xreplace({symbol: self.sizes[symbol] for symbol in size.node.expr.free_symbols}))
+        return _concrete(size, self.sizes)
+
+    def pairs_in_slots(self, capacity: int, experts: int) -> int:
+        return capacity * experts if self.scenario.full else min(capacity, 9)
+
+    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None) -> int:
+        """How many pairs the rank `peer` brings for this rank's experts."""
+        experts = len(self.block.own_experts)
+        if capacity is not None:
+            most = self.pairs_in_slots(capacity, experts)
+            return most if self.scenario.full else min(self.scenario.peer_pairs, most)
+        if self.scenario.load and peer == 0:
+            return min(max(self.scenario.load * own_pairs, 4), max(MOST_ROWS, own_pairs))
+        return experts if self.scenario.full else self.scenario.peer_pairs
 
     def rows(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
@@ -162,10 +227,13 @@ class _Run:
     ) -> dict[Node, Any]:
         """The values of `nodes`, in order; `values` holds those of the sources. `answer` plays the other ranks."""
         values = dict(values)
+        for node, value in values.items():
+            self.ranges.observe(node, value)
 
         def value_of(node: Node) -> Any:
             if node not in values:
                 values[node] = self._leaf(node)
+                self.ranges.observe(node, values[node])
             return values[node]
 
         for node in nodes:
@@ -186,6 +254,7 @@ class _Run:
             else:
                 args, kwargs = map_nodes((node.args, node.kwargs), value_of)
                 values[node] = node.target(*self._doubled(args), **self._doubled(kwargs))  # type: ignore[operator]
+            self.ranges.observe(node, values[node])
         return values
 
     def _leaf(self, node: Node) -> Any:
@@ -261,6 +330,12 @@ def _symbol_sizes(block: ParallelBlock) -> dict[Any, int]:
     return {symbol: next(sizes) for symbol in dict.fromkeys(symbols)}
 
 
+def _concrete(size: Any, sizes: Mapping[Any, int]) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.expr.xreplace({symbol: sizes[symbol] for symbol in size.node.expr.free_symbols}))
+
+
 def _no_collectives(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
     raise ContractBroken(f"the local form holds {collective.kind}")
 
@@ -277,11 +352,11 @@ def _check_exchange(run: _Run, result: Node) -> None:
     block = run.block
     rows_node, counts_node = block.sources["rows"], block.sources["counts"]
     capacity = run.shape(rows_node)[0] // block.experts if block.form == "all_to_all_capacity" else None
-    pairs = run.shape(rows_node)[0] if capacity is None else min(capacity, 9)
-    own = _Rows.draw(run, run.scenario.own, pairs, range(block.experts), capacity)
+    own_pairs = run.shape(rows_node)[0] if capacity is None else run.pairs_in_slots(capacity, block.experts)
+    own = _Rows.draw(run, run.scenario.own, own_pairs, range(block.experts), capacity)
     peers = [
-        _Rows.draw(run, run.scenario.peers, min(run.scenario.peer_pairs, pairs), block.own_experts, capacity)
-        for _ in range(block.group.ranks)
+        _Rows.draw(run, run.scenario.peers, run.peer_pairs(peer, own_pairs, capacity), block.own_experts, capacity)
+        for peer in range(block.group.ranks)
     ]
     counts_exchange, dispatch, combine = block.exchanges
     expected = [_expert_outputs(run, part) for part in peers]
@@ -363,7 +438,7 @@ def _check_partial_sums(run: _Run, result: Node) -> None:
     tokens, top_k = run.shape(block.sources["ids"])
     ranks, own_rank = block.group.ranks, block.group.rank
     gathered = block.form == "all_gather"
-    most = tokens + 3 if gathered and _is_padded(block) else tokens
+    most = max(1, run.scenario.load) * tokens + 3 if gathered and _is_padded(block) else tokens
     batches = [
         _Tokens.draw(run, tokens if rank == own_rank else most, top_k) for rank in range(ranks if gathered else 1)
     ]

@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 from moepass.models.expert_placement import shard_bounds
 from moepass.passes.collectives import Collective, collective_of, collectives_of
 from moepass.passes.detect import BlockMatch, ExpertProduct, find_blocks
-from moepass.passes.graph import fake_value, is_call, is_view, module_path, positions
+from moepass.passes.graph import fake_value, is_call, is_view, module_path, positions, view_source
 from moepass.passes.ir import Refusal
 from moepass.passes.protocol import Group
 
@@ -49,6 +49,7 @@ class ParallelBlock:
         all_to_all, all_to_all_capacity   `rows`, sorted by expert, and `counts`, rows by expert over all ranks
         all_gather, all_reduce            `hidden`, `ids`, `weights`
     `sink` is the value that the local form gives. `region` is what lies between, in host order.
+    `expert_tensors` are this rank's: the weights of the products, then their biases.
     `bounds` says which experts each rank holds.
     """
 
@@ -58,6 +59,7 @@ class ParallelBlock:
     group: Group
     bounds: tuple[int, ...]
     products: tuple[ExpertProduct, ...]
+    expert_tensors: tuple[Node, ...]
     sources: Mapping[str, Node]
     sink: Node
     exchanges: tuple[Collective, ...]
@@ -157,6 +159,42 @@ def _is(size: Any, number: int) -> bool:
     return isinstance(size, int) and size == number
 
 
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """`sum` adds to each output of a product the row of `tensor` that an index says."""
+
+    sum: Node
+    tensor: Node
+
+
+def bias_after(product: Node) -> Bias | None:
+    """What is added right after `product`, if that is looked up row by row in an input of the graph."""
+    for user in product.users:
+        if is_call(user, aten.add.Tensor):
+            for other in user.args:
+                if is_call(other, aten.index.Tensor, aten.index_select.default):
+                    tensor = view_source(other.args[0])  # type: ignore[union-attr, arg-type]
+                    if tensor.op == "placeholder":
+                        return Bias(user, tensor)
+    return None
+
+
+def _expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
+    """The weights of the products, and their biases: what is there once for each expert of this rank.
+
+    Told by what reads them. Activations of as many tokens as this rank has experts have the same shape.
+    """
+    found = dict.fromkeys(product.weights for product in match.products)
+    for product in match.products:
+        bias = bias_after(product.node)
+        if bias is None or bias.tensor in sources:
+            continue
+        value = fake_value(bias.tensor)
+        if value.is_floating_point() and value.dim() >= 2 and _is(value.shape[0], match.record.experts):
+            found.setdefault(bias.tensor)
+    return tuple(found)
+
+
 # ---------------------------------------------------------------------------------------------- AllToAll there and back
 
 
@@ -185,7 +223,8 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
         raise NotThisForm("the AllToAll after it is not the reverse of the one before it")
     # Without tokens what a rank sends is constant too: nothing.
     static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
-    _check_leaves(leaves - {rows, counted}, match)
+    tensors = _expert_tensors(match, {rows, counted})
+    _check_leaves(leaves - {rows, counted, *tensors})
     return ParallelBlock(
         "all_to_all_capacity" if static else "all_to_all",
         match.record.name,
@@ -193,6 +232,7 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
         group,
         bounds,
         match.products,
+        tensors,
         {"rows": rows, "counts": counted},
         combine.result,
         (count, dispatch, combine),
@@ -255,7 +295,8 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
     known = [["all_gather", "reduce_scatter"], ["all_gather", "all_reduce", "reduce_scatter"]]
     if stray or kinds not in (known if gathered else [["all_reduce"]]):
         raise NotThisForm(f"collectives {kinds} stand in it, which is no form that moepass knows")
-    _check_leaves(leaves - set(sources.values()), match)
+    tensors = _expert_tensors(match, set(sources.values()))
+    _check_leaves(leaves - {*sources.values(), *tensors})
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
     return ParallelBlock(
         "all_gather" if gathered else "all_reduce",
@@ -264,6 +305,7 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
         group,
         bounds,
         match.products,
+        tensors,
         sources,
         sink,
         tuple(exchanges),
@@ -442,16 +484,11 @@ def _reshaped(counts: Node) -> Node:
     return counts
 
 
-def _check_leaves(leaves: set[Node], match: BlockMatch) -> None:
-    """Beside its sources a block may begin with expert weights, sizes and constants: values that are known here."""
-    own = match.record.experts
+def _check_leaves(leaves: set[Node]) -> None:
+    """Beside its sources and expert tensors a block may begin with sizes and constants: what is known here."""
     for leaf in leaves:
-        value = fake_value(leaf)
-        if leaf.op == "get_attr" or not isinstance(value, torch.Tensor):
-            continue
-        if value.is_floating_point() and value.dim() >= 2 and _is(value.shape[0], own):
-            continue
-        raise NotThisForm(f"it depends on input {leaf.name}, whose values are not known when the graph is compiled")
+        if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
+            raise NotThisForm(f"it depends on input {leaf.name}, whose values are not known when the graph is compiled")
 
 
 def _ancestors(node: Node) -> Iterable[Node]:

@@ -46,13 +46,25 @@ class Captured:
 
 
 def capture(
-    config: StackConfig, form: str, rank: int, ranks: int, tokens: int, *, dynamic: bool = True, lower: str = "eager"
+    config: StackConfig,
+    form: str,
+    rank: int,
+    ranks: int,
+    tokens: int,
+    *,
+    dynamic: bool = True,
+    lower: str = "eager",
+    moe_alone: bool = False,
 ) -> Captured:
-    """The ATen graph of `build_stack(config, form)` on `rank`, with fake values, and its real inputs."""
+    """The ATen graph of `build_stack(config, form)` on `rank`, with fake values, and its real inputs.
+
+    `moe_alone` captures nothing but the first MoE layer, whose input is then one of the graph.
+    """
     found: list[Captured] = []
     torch._dynamo.reset()
     with pretend_rank(rank, ranks) as name, torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
-        model = build_stack(config, form)
+        stack = build_stack(config, form)
+        model = stack.moe[0] if moe_alone else stack
 
         def keep(module: GraphModule, inputs: Sequence[Any]) -> Any:
             def run(values: list[Any]) -> Any:

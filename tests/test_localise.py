@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
 from torch.fx import GraphModule
 
-from moepass.models.collectives import exchange_rows
-from moepass.models.expert_parallel import EP_FORMS, AllToAllExperts
+from moepass.models.collectives import exchange_rows, sum_over_ranks
+from moepass.models.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.expert_placement import shard_bounds
-from moepass.models.grouped_experts import sort_by_expert, weighted_sum
+from moepass.models.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
 from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.passes.collectives import KINDS, collectives_of
 from moepass.passes.graph import copy_graph_module, fake_value
@@ -190,6 +190,143 @@ def test_a_graph_without_collectives_is_left_alone() -> None:
     result = _localised(one)
     assert result.module is one.module
     assert not result.refusals
+
+
+class ClampedOutputs(AllToAllExperts):
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        return super()._run_arrived(rows, arriving).clamp(-2, 2)
+
+
+class ClampedRows(AllToAllExperts):
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        return super()._run_arrived(rows.clamp(-6, 6), arriving)
+
+
+class NoInfinities(AllToAllExperts):
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        return torch.nan_to_num(super()._run_arrived(rows, arriving), posinf=0.0)
+
+
+class HiddenByMagnitude(AllReduceExperts):
+    """Rows of large numbers count for nothing: the data decides, not the routing."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
+        rows = rows.masked_fill(rows > 50, 0.0)
+        return sum_over_ranks(weighted_sum(rows, order, top_k_weights), self.group_name)
+
+
+class ClampedPartialSums(AllReduceExperts):
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
+        return sum_over_ranks(weighted_sum(rows.clamp(-2, 2), order, top_k_weights), self.group_name)
+
+
+def _places(sorted_ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """The place of each of `sorted_ids` [S] among those of its expert."""
+    counts = count_per_expert(sorted_ids, experts)
+    return torch.arange(len(sorted_ids)) - (counts.cumsum(0) - counts)[sorted_ids]
+
+
+class FewRows(AllToAllExperts):
+    """An expert takes 64 rows, of all ranks together; the others give zeros."""
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        owned = len(self.placement.owned)
+        ids = torch.arange(owned).repeat(self.placement.ranks).repeat_interleave(arriving, output_size=len(rows))
+        sorted_ids, order = sort_by_expert(ids)
+        outputs = self.run_groups(rows[order], count_per_expert(sorted_ids, owned))
+        kept = self.keeps(_places(sorted_ids, owned)).unsqueeze(-1)
+        return undo_order(torch.where(kept, outputs, 0.0), order)
+
+    def keeps(self, places: torch.Tensor) -> torch.Tensor:
+        return places < 64
+
+
+class FewRowsByDivision(FewRows):
+    """The constant 64 in parts, none of which any run would notice alone."""
+
+    def keeps(self, places: torch.Tensor) -> torch.Tensor:
+        return ((places // 8) // 8) == 0
+
+
+class FewRowsByDifference(FewRows):
+    def keeps(self, places: torch.Tensor) -> torch.Tensor:
+        return (places - 64) < 0
+
+
+class FewIds(AllReduceExperts):
+    """An expert takes 64 tokens; the ids of the others become those of nobody."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        experts = self.placement.experts
+        sorted_ids, order = sort_by_expert(top_k_index)
+        keep = undo_order(_places(sorted_ids, experts) < 64, order).view(top_k_index.shape)
+        ids = self.to_local(torch.where(keep, top_k_index, experts))
+        rows, order = self.run_some(hidden_states, ids)
+        return sum_over_ranks(weighted_sum(rows, order, top_k_weights), self.group_name)
+
+
+class FewWeights(AllReduceExperts):
+    """An expert takes 64 tokens; the weights of the others become 0."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        sorted_ids, order = sort_by_expert(self.to_local(top_k_index))
+        keep = undo_order(_places(sorted_ids, len(self.placement.owned) + 1) < 64, order).view(top_k_index.shape)
+        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
+        return sum_over_ranks(weighted_sum(rows, order, top_k_weights * keep), self.group_name)
+
+
+NO_MOVE = "is neither a move nor a sum"
+CONSTANT = "meets the constant"
+ACTS_LATER = {
+    ClampedOutputs: NO_MOVE,
+    ClampedRows: NO_MOVE,
+    NoInfinities: NO_MOVE,
+    HiddenByMagnitude: NO_MOVE,
+    ClampedPartialSums: NO_MOVE,
+    FewRows: "",
+    FewRowsByDivision: "",
+    FewRowsByDifference: "",
+    FewIds: CONSTANT,
+    FewWeights: "",
+}
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("experts", ACTS_LATER, ids=lambda experts: experts.__name__)
+def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
+    experts: type[ShardedExperts], dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the numbers of the mock run nor the tokens of the captured batch come as far."""
+    form = "all_to_all" if issubclass(experts, AllToAllExperts) else "all_reduce"
+    monkeypatch.setitem(EP_FORMS, form, experts)
+    for rank in range(2):
+        result = _localised(capture(StackConfig(layers=1, max_tokens=12), form, rank, 2, 12, dynamic=dynamic))
+        assert not result.plan.banks
+        (refusal,) = result.refusals
+        assert ACTS_LATER[experts] in refusal.reason
+
+
+@pytest.mark.parametrize("form", ["all_reduce", "all_gather"])
+def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
+    """The hidden states of a layer captured by itself are an input with as many rows as the expert weights."""
+    config = StackConfig(layers=1, max_tokens=4)
+    assert config.experts == 2 * 4
+    for rank in range(2):
+        one = capture(config, form, rank, 2, 4, dynamic=False, moe_alone=True)
+        result = _localised(one)
+        assert not result.refusals
+        (bank,) = result.plan.banks
+        assert [tensor.name for tensor in bank.tensors] == ["weight_0", "weight_1"]
 
 
 # -------------------------------------------------------------------------------------------------------- mutations
