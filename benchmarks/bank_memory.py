@@ -24,7 +24,15 @@ def main(depths: str = "2,6,12", slots: str = "1,2,3") -> None:
             gc.collect()
     print_table(
         "Expert memory on the compute side (MB)",
-        ["layers", "slots", "one bank", "all banks, at home", "ring, its own account", "ring, counted", "as many x bank"],
+        [
+            "layers",
+            "slots",
+            "one bank",
+            "all banks, at home",
+            "ring, its own account",
+            "ring, counted",
+            "as many x bank",
+        ],
         rows,
     )
     if any(row[-1] != "yes" for row in rows):

@@ -16,7 +16,7 @@ from tiny_checkpoint import broken_copy, edit_config, original_model, save_tiny_
 from typer.testing import CliRunner
 
 from moepass.cli import app, parse_labels
-from moepass.explain import Moment, abbreviate, capture_plans, explain_model
+from moepass.compiler_view import Moment, abbreviate, capture_plans, explain_model
 from moepass.runtime.offload import offload_experts
 
 RECORDS: list[dict[str, Any]] = [
