@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from moepass import __version__
@@ -27,7 +26,7 @@ from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
 from moepass.passes.forecast import MOST_SLOTS, Forecast, crossover_tokens, curve_point, forecast
 from moepass.passes.hardware import Hardware, with_ranks
-from moepass.passes.layer_times import Texts
+from moepass.passes.layer_times import Texts, texts_of
 from moepass.passes.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting
 from moepass.passes.times import peak_flops_per_s
 from moepass.report import (
@@ -388,7 +387,9 @@ def _curve(made: Forecast) -> tuple[CurveRow, ...]:
         _POINTS_PER_OCTAVE * (math.ceil(math.log2(max(marks))) + 2) + 1,
     )
     exact = [made.setting.texts.tokens, *[made.saturation.tokens] * (made.saturation.tokens > 0)]
-    counts: Sequence[int] = sorted({round(2 ** (step / _POINTS_PER_OCTAVE)) for step in octaves} | set(exact))
+    wanted = {round(2 ** (step / _POINTS_PER_OCTAVE)) for step in octaves} | set(exact)
+    # Steps are of whole texts: several numbers may come down to one.
+    counts = sorted({texts_of(count, made.setting.texts.sequence).tokens for count in wanted})
     points = [curve_point(made, count) for count in counts]
     return tuple(CurveRow(p.tokens, p.step_seconds, p.exposed_seconds, p.all_to_all_seconds) for p in points)
 

@@ -82,8 +82,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         yield (
             "step",
             f"{schedule.strategy} {_seconds(schedule.step_seconds)}, of which it waits "
-            f"{_seconds(schedule.exposed_seconds)} ({share:.1%}) for experts; no schedule of these copies is faster than "
-            f"{_seconds(schedule.least_step_seconds)}; MFU {schedule.mfu:.1%}",
+            f"{_seconds(schedule.exposed_seconds)} ({share:.1%}) for experts; no order of "
+            f"copies gives less than {_seconds(schedule.least_step_seconds)}; MFU {schedule.mfu:.1%}",
         )
     tried = [
         f"{one.home} {_seconds(one.step_seconds) if one.step_seconds is not None else one.note}"

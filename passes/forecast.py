@@ -20,7 +20,7 @@ from moepass.passes.layer_times import LayerSeconds, head_seconds, layer_seconds
 from moepass.passes.protocol import PlanError
 from moepass.passes.schedule_search import FoundSchedule, search_schedule
 from moepass.passes.simulate import Machine, Simulation, simulate_stages
-from moepass.passes.stages import Stage
+from moepass.passes.stages import Stage, streamed_stages
 from moepass.passes.strategies import (
     ASYNCEP,
     Setting,
@@ -39,6 +39,8 @@ MOST_SLOTS = 4
 STAGES = 2
 # Tokens per rank beyond which nobody asks where a border lies.
 _MOST_TOKENS = 1 << 24
+# Relative: what differs by less takes the same time. A bank less that stays may cost the memory its copy takes.
+_ROUNDING = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +167,8 @@ def least_memory_bytes(setting: Setting, home: str) -> float:
 def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
     """`planned`'s schedule with another number of tokens per rank and step, memory left out of account.
 
-    Texts keep their length, but for steps of less than one text. `all_to_all_seconds` are those of dp_ep; on one
-    device, where nothing is exchanged, of all experts resident.
+    Texts keep their length, but for steps of less than one text, so that `tokens` come down to whole texts.
+    `all_to_all_seconds` are those of dp_ep; on one device, where nothing is exchanged, of all experts resident.
     """
     setting = dataclasses.replace(planned.setting, texts=texts_of(tokens, planned.setting.texts.sequence))
     stages = model_stages(setting, planned.home)
@@ -177,7 +179,7 @@ def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
         # Two slots: the slower of link and computation sets the pace.
         run = simulate_stages(stages, 2, machine=machine)
     exchanged = strategy_cost(setting, "dp_ep").step_seconds
-    return CurvePoint(tokens, run.step_seconds, run.exposed_seconds, exchanged)
+    return CurvePoint(setting.texts.tokens, run.step_seconds, run.exposed_seconds, exchanged)
 
 
 def crossover_tokens(planned: Forecast) -> int | None:
@@ -234,13 +236,42 @@ def _asyncep(
         # Two slots are the least that overlaps anything: what is missing shows in the memory.
         largest = max(stage.bank_bytes for stage in stages)
         return None, None, dataclasses.replace(fixed, slot_bytes=fixed.slot_bytes + 2.0 * largest)
-    simulation = simulate_stages(stages, found.slots, found.resident, found.order, _machine(setting))
+    found, simulation = _with_second_slot(stages, found, int(left), most_slots, _machine(setting))
     memory = dataclasses.replace(
         fixed,
         resident_bytes=fixed.resident_bytes + found.resident_bytes,
         slot_bytes=fixed.slot_bytes + found.slots * found.slot_bytes,
     )
     return found, simulation, memory
+
+
+def _with_second_slot(
+    stages: tuple[Stage, ...], found: FoundSchedule, memory_bytes: int, most_slots: int, machine: Machine
+) -> tuple[FoundSchedule, Simulation]:
+    """`found`, simulated; of one slot, a second one takes the place of a resident bank where that costs no time.
+
+    Behind one slot only attention hides a transfer. What the search cannot know is how well its times are known.
+    """
+    simulation = simulate_stages(stages, found.slots, found.resident, found.order, machine)
+    if found.slots != 1 or most_slots < 2 or not found.order:
+        return found, simulation
+    resident = found.resident if found.memory_bytes + found.slot_bytes <= memory_bytes else found.resident[:-1]
+    changed = dataclasses.replace(
+        found,
+        slots=2,
+        resident=resident,
+        order=streamed_stages(stages, resident),
+        resident_bytes=sum(stages[place].bank_bytes for place in resident),
+        slot_bytes=max(stages[place].bank_bytes for place in streamed_stages(stages, resident)),
+    )
+    if changed.memory_bytes > memory_bytes:
+        return found, simulation
+    second = simulate_stages(stages, 2, changed.resident, changed.order, machine)
+    if second.step_seconds > simulation.step_seconds * (1 + _ROUNDING):
+        return found, simulation
+    return dataclasses.replace(
+        changed, step_seconds=second.step_seconds, exposed_seconds=second.exposed_seconds
+    ), second
 
 
 def _machine(setting: Setting) -> Machine:
