@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import print_table
+
 from moepass.hardware_profiles import load_hardware
 from moepass.models.formulas.layers import model_flops
 from moepass.models.presets import preset

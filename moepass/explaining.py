@@ -18,7 +18,7 @@ from moepass.compiler_view import Explanation, explain_meta_model
 from moepass.explained_blocks import explained_blocks
 from moepass.explained_models import ExplainedModel, explained_model
 from moepass.hardware_profiles import load_hardware
-from moepass.models.architecture import Architecture
+from moepass.models.architecture import Architecture, short_dtype
 from moepass.models.checkpoints import meta_model_of
 from moepass.models.cut_configs import cut_config
 from moepass.models.errors import InputError
@@ -96,6 +96,8 @@ def explain(
             raise InputError(f"{name} is {value}; it must be 1 or more")
     if home is not None and home not in HOMES:
         raise InputError(f"home is {home!r}; it must be one of {', '.join(HOMES)}")
+    if dtype is not None:
+        dtype = short_dtype(dtype)
     found = explained_model(model, dtype)
     machine = _machine(hardware, ranks)
     budget = _budget(machine, memory_budget_bytes)
