@@ -45,21 +45,43 @@ def test_what_a_name_holds_cannot_end_the_script(report: Report) -> None:
     assert "<title>&lt;/script&gt;&lt;b&gt;&amp;" in page
 
 
+# What a person's mouse does, and what the page then shows, left in attributes for the test to read.
+_VISIT = """<script>
+const canvas = document.getElementById("timeline"), box = canvas.getBoundingClientRect();
+const narrow = canvas.dataset.to - canvas.dataset.from;
+const place = {clientX: box.left + box.width / 2, clientY: box.top + 25, bubbles: true, cancelable: true};
+canvas.dispatchEvent(new PointerEvent("pointermove", place));
+document.body.dataset.tip = document.getElementById("timeline-tip").textContent;
+document.getElementById("whole").click();
+document.body.dataset.whole = canvas.dataset.to - canvas.dataset.from;
+canvas.dispatchEvent(new WheelEvent("wheel", {...place, deltaY: -1}));
+document.body.dataset.zoomed = canvas.dataset.to - canvas.dataset.from;
+document.body.dataset.narrow = narrow;
+const curve = document.getElementById("curve"), frame = curve.getBoundingClientRect();
+curve.dispatchEvent(new PointerEvent("pointermove", {clientX: frame.left + frame.width / 2, clientY: frame.top + 99}));
+document.body.dataset.point = document.getElementById("curve-tip").textContent;
+</script>"""
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine to draw the page")
-def test_a_browser_draws_the_page(report: Report, tmp_path: Path) -> None:
+def test_a_browser_draws_the_page_and_answers_the_mouse(report: Report, tmp_path: Path) -> None:
     assert BROWSER is not None
+    assert report.schedule is not None
     file = tmp_path / "report.html"
-    file.write_text(report.html())
+    file.write_text(report.html().replace("</body>", _VISIT + "</body>"))
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
         "--window-size=1100,1500", "--virtual-time-budget=2000", "--dump-dom", file.as_uri(),
     ]  # fmt: skip
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    # The script sets this as the last thing that it does.
+    # The page's own script sets this as the last thing that it does.
     assert 'data-drawn="yes"' in drawn
     assert f"<b>{report.strategy.chosen}</b>" in drawn
     assert drawn.count("<tr") >= len(report.comparison) + len(report.blocks)
-    shown = re.search(r'data-from="([0-9.]+)" data-to="([0-9.]+)"', drawn)
-    assert shown is not None
-    assert report.schedule is not None
-    assert 0 < float(shown[1]) < float(shown[2]) < report.schedule.step_seconds
+    found = dict(re.findall(r'data-(tip|whole|zoomed|narrow|point)="([^"]*)"', drawn))
+    whole = float(found["whole"])
+    assert whole >= report.schedule.step_seconds
+    assert 0 < float(found["narrow"]) < whole
+    assert float(found["zoomed"]) == pytest.approx(0.8 * whole)
+    assert re.search(r"layer \d+.*: .*, from .* to ", found["tip"])
+    assert re.search(r"tokens: .*, of which exposed", found["point"])
