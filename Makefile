@@ -56,6 +56,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/idle_rank.py
 	$(BIN)/python benchmarks/load_memory.py
 	$(BIN)/python benchmarks/disk_home.py
+	$(BIN)/python benchmarks/published.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

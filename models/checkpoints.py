@@ -146,9 +146,13 @@ def meta_model(path: Path, experts_implementation: str = "grouped_mm") -> PreTra
 
     Raises CheckpointError as `load_config`, and where the config's numbers do not make a model.
     """
+    return meta_model_of(load_config(path), str(path), experts_implementation)
+
+
+def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: str = "grouped_mm") -> PreTrainedModel:
+    """As `meta_model`, from a configuration; `name` stands in errors."""
     import torch
 
-    config = load_config(path)
     model_class = _model_class(config)
     build: Any = model_class._from_config
     try:
@@ -156,7 +160,7 @@ def meta_model(path: Path, experts_implementation: str = "grouped_mm") -> PreTra
             dtype = config.dtype or torch.float32
             model: PreTrainedModel = build(config, dtype=dtype, **_options(model_class, experts_implementation))
     except Exception as error:  # whatever the family's constructor raises about numbers of the config
-        raise CheckpointError(f"{path} makes no {model_class.__name__}: {_one_line(error)}") from error
+        raise CheckpointError(f"{name} makes no {model_class.__name__}: {_one_line(error)}") from error
     model.requires_grad_(False)
     return model.eval()
 

@@ -4,6 +4,7 @@ torch.compile(model, backend="asyncep")        the backend
 moepass.offload_experts(model)                 experts rest in host memory and stream while layers compute
 moepass.load_pretrained(path)                  the same from a checkpoint, each rank reading its own experts alone
 moepass.gather_only_step(model)                transport "collective": a rank without work for a step
+moepass.explain(model)                         what moepass would do with it on a machine, and why, without that machine
 moepass.record_compilations()                  the plans behind a compiled model
 moepass.record_timeline()                      when its segments, transfers and waits really happened
 moepass.register_transformers()                DistributedConfig(..., ep_implementation="asyncep")
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moepass.backend import Compilation, record_compilations
+    from moepass.explaining import explain
     from moepass.models.errors import CheckpointError, InputError, MoepassError, OptionError
     from moepass.options import Options
     from moepass.passes.ir import Plan
+    from moepass.report import Report
     from moepass.runtime.gather_only import gather_only_step
     from moepass.runtime.loading import load_pretrained, offload_report
     from moepass.runtime.offload import OffloadReport, offload_experts
@@ -37,6 +40,8 @@ __all__ = [
     "OptionError",
     "Options",
     "Plan",
+    "Report",
+    "explain",
     "gather_only_step",
     "load_pretrained",
     "offload_experts",
@@ -56,6 +61,8 @@ _HOME_OF = {
     "OptionError": "moepass.models.errors",
     "Options": "moepass.options",
     "Plan": "moepass.passes.ir",
+    "Report": "moepass.report",
+    "explain": "moepass.explaining",
     "gather_only_step": "moepass.runtime.gather_only",
     "load_pretrained": "moepass.runtime.loading",
     "offload_experts": "moepass.runtime.offload",

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import gc
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,6 +47,22 @@ class _DeviceKind(str, enum.Enum):
 class _Format(str, enum.Enum):
     text = "text"
     json = "json"
+    html = "html"
+    trace = "trace"
+
+
+class _Home(str, enum.Enum):
+    device = "device"
+    peer = "peer"
+    host = "host"
+    hybrid = "hybrid"
+    disk = "disk"
+
+
+class _Dtype(str, enum.Enum):
+    bf16 = "bf16"
+    fp8 = "fp8"
+    fp32 = "fp32"
 
 
 class _Commands(TyperGroup):
@@ -175,40 +193,101 @@ def score(
     _note_refusals(compilations)
 
 
-@app.command(epilog="Examples:\n\n**moepass explain demo**\n\n**moepass explain ./config.json --tokens 65536**")
+@app.command(
+    epilog="Examples:\n\n**moepass explain qwen3-235b-a22b --hardware 8xh100-80g --dtype fp8**\n\n"
+    "**moepass explain ./config.json --tokens 65536 --format html --output plan.html**"
+)
 def explain(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a config.json alone, or **demo**.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint folder, a config.json alone, the name of a well-known model such as qwen3-235b-a22b, "
+            "or **demo**.",
+        ),
     ],
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts in the batch that is planned.")] = 8,
-    seq: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each text.")] = 512,
+    hardware: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="A number of devices such as 8xh100-80g, or a profile (see moepass calibrate)."
+        ),
+    ] = "8xh100-80g",
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Devices, in place of the number in --hardware.", show_default=False),
+    ] = None,
+    home: Annotated[
+        _Home | None,
+        typer.Option(help="Where the experts rest.", show_default="the fastest of peer, hybrid and host that fits"),
+    ] = None,
+    dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights.", show_default="that of the config")] = None,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts of one rank and step.")] = 16,
+    seq: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each text.")] = 4096,
     tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="One text of that many tokens, instead.", show_default=False)
     ] = None,
-    slots: _Slots = 2,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Memory to use on each device: bytes, or as 60GB or 60GiB.",
+            show_default="0.9 of the device's",
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="The most slots that experts stream through.", show_default="as many as help, to 4"
+        ),
+    ] = None,
     lower: _Lower = _Lowering.inductor,
-    format: Annotated[_Format, typer.Option(help="text for people, json for programs.")] = _Format.text,
-    all_rows: Annotated[bool, typer.Option("--all", help="Show every row of the schedule.")] = False,
+    format: Annotated[
+        _Format, typer.Option(help="text for people, json for programs, html for browsers, trace for ui.perfetto.dev.")
+    ] = _Format.text,
+    output: Annotated[str, typer.Option(metavar="FILE", help="Where to write; - is standard output.")] = "-",
+    all_rows: Annotated[
+        bool, typer.Option("--all", help="With text: the schedule of the captured layers, row by row.")
+    ] = False,
 ) -> None:
-    """Show what the compiler does with a model: what it finds, rewrites and refuses, memory, and the schedule.
+    """Show what moepass would do with a model on a machine, how fast that would be, and why.
 
-    Needs a config alone: no weights are loaded and nothing is computed.
+    The verdict, the blocks that are found, rewritten and refused, memory, the saturation threshold, a timeline, and the
+    other strategies beside it. Needs a config alone: no weights are loaded and nothing is computed.
     """
     from rich.console import Console
 
-    check_standard_output()
-    with Console(stderr=True).status("planning ..."):
-        from moepass.explain import explain_model, print_explanation
-        from moepass.models.checkpoints import resolve_model
+    target = check_output(output)
+    budget = parse_bytes(memory_budget)
+    with Console(stderr=True).status("planning ..."), _no_garbage_collection():
+        from moepass.explaining import explain as explain_it
+        from moepass.report_text import print_report
 
-        rows, width = (1, tokens) if tokens is not None else (batch, seq)
-        explanation = explain_model(
-            resolve_model(model, config_alone=True), batch=rows, seq=width, slots=slots, lower=lower.value
+        report = explain_it(
+            model,
+            hardware=hardware,
+            ranks=ranks,
+            home=home.value if home else None,
+            dtype=dtype.value if dtype else None,
+            batch=batch,
+            seq=seq,
+            tokens=tokens,
+            memory_budget_bytes=budget,
+            slots=slots,
+            lower=lower.value,
         )
-    if format is _Format.json:
-        typer.echo(explanation.to_json())
-    else:
-        print_explanation(Console(), explanation, every_row=all_rows)
+    if format is _Format.text and target is None:
+        print_report(Console(), report, all_rows)
+        return
+    if format is _Format.trace and report.schedule is None:
+        raise InputError(f"{report.model.name} has no timeline on {report.hardware.name}: nothing could be scheduled")
+    made = {
+        _Format.text: lambda: report.text(every_row=all_rows),
+        _Format.json: report.to_json,
+        _Format.html: report.html,
+        _Format.trace: report.trace,
+    }[format]()
+    with open_output(output, target) as sink:
+        sink.write(made.rstrip("\n").encode() + b"\n")
 
 
 @app.command(
@@ -339,6 +418,21 @@ def parse_labels(text: str | None) -> list[str] | None:
         raise InputError(f"labels {text!r} are no JSON list of strings: {error}") from error
 
 
+def parse_bytes(text: str | None) -> float | None:
+    """`60e9`, `60GB` or `56GiB` as bytes; None for None. Raises InputError for anything else."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*(?:([kMGT])(i?)B|B)?", text.strip())
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if not found or number <= 0:
+        raise InputError(f"memory budget {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB")
+    power = " kMGT".index(found[2]) if found[2] else 0
+    return number * (1024 if found[3] else 1000) ** power
+
+
 def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str, link: str, compiled: bool) -> Scorer:
     """Load and, if asked for, offload and compile the checkpoint `model`.
 
@@ -405,6 +499,18 @@ def _progress_bar(description: str, total: int | None = None) -> Iterator[tuple[
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         yield progress, progress.add_task(description, total=total)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """For work that makes millions of objects and little garbage, as imports and tracing do: an eighth of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _note_refusals(compilations: Sequence[Compilation]) -> None:

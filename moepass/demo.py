@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from moepass.backend import Compilation, record_compilations
-from moepass.explain import explain_model, print_explanation
+from moepass.compiler_view import explain_model, print_explanation
 from moepass.models.checkpoints import DEMO, load_model, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError
 from moepass.runtime.offload import OffloadReport, offload_experts

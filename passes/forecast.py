@@ -5,6 +5,7 @@ Pseudo-code
     memory left over beside dense weights, this rank's shards and activations goes to slots and resident banks
     the schedule with the least exposed time that fits, simulated in its steady state
     compared with all other strategies; the fastest that fits is chosen, and may be another one
+    the same schedule for other numbers of tokens: from where on does it pay?
 """
 
 from __future__ import annotations
@@ -15,30 +16,36 @@ from moepass.models.architecture import Layer
 from moepass.models.formulas.layers import flops_per_token, model_flops
 from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
-from moepass.passes.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds
+from moepass.passes.layer_times import LayerSeconds, head_seconds, layer_seconds, texts_of
 from moepass.passes.protocol import PlanError
 from moepass.passes.schedule_search import FoundSchedule, search_schedule
 from moepass.passes.simulate import Machine, Simulation, simulate_stages
-from moepass.passes.stages import Stage
+from moepass.passes.stages import Stage, streamed_stages
 from moepass.passes.strategies import (
+    ASYNCEP,
     Setting,
     StrategyCost,
     activations_bytes,
     banks_bytes,
     compare_strategies,
     resident_cost,
+    strategy_cost,
 )
 from moepass.passes.times import gather_seconds, peak_flops_per_s
+from moepass.passes.verdict import ranking, reason
 
-ASYNCEP, RESIDENT = "asyncep", "resident"
 MOST_SLOTS = 4
+# Shards that home hybrid stages on the device, ahead of the pulls.
+STAGES = 2
 # Tokens per rank beyond which nobody asks where a border lies.
 _MOST_TOKENS = 1 << 24
+# Relative: what differs by less takes the same time. A bank less that stays may cost the memory its copy takes.
+_ROUNDING = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device: weights that stay (shards and resident banks too), slots, activations."""
+    """Bytes on one device: weights that stay (shards and resident banks too), slots with stages, activations."""
 
     resident_bytes: float
     slot_bytes: float
@@ -55,7 +62,8 @@ class Forecast:
     """`schedule` and `simulation` are those of asyncep, and None where not even one slot fits; `memory` with them.
 
     `saturation` is that of the typical layer with experts at the rate it reaches, `at_peak` that at the peak rate.
-    `comparison` holds all strategies, asyncep and resident included; `chosen` is the fastest that fits.
+    `comparison` holds all strategies, asyncep and resident included; `chosen` is the fastest that fits. `mfu` is the
+    part of the peak rate that asyncep's step would use.
     """
 
     setting: Setting
@@ -71,25 +79,33 @@ class Forecast:
     chosen: str
     runner_up: str | None
     reason: str
-    crossover_tokens: int | None
     mfu: float | None
 
     def cost(self, strategy: str) -> StrategyCost:
         return next(cost for cost in self.comparison if cost.strategy == strategy)
 
 
-def forecast(setting: Setting, home: str, gamma: float = GAMMA) -> Forecast:
-    """Plan `setting` with experts at rest in `home`: peer, host, hybrid or disk.
+@dataclasses.dataclass(frozen=True)
+class CurvePoint:
+    """One number of tokens per rank: a step of asyncep, the part of it that waits for experts, a step of AllToAll."""
 
-    Raises InputError where the machine lacks the link, where the model has no experts, or for a dtype without a rate.
+    tokens: int
+    step_seconds: float
+    exposed_seconds: float
+    all_to_all_seconds: float
+
+
+def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int = MOST_SLOTS) -> Forecast:
+    """Plan `setting` with experts at rest in `home`: device, peer, host, hybrid or disk.
+
+    Raises InputError where the machine lacks the link, where the model has no experts, or for a dtype without a rate;
+    ValueError for `most_slots` below 1.
     """
     architecture, hardware = setting.architecture, setting.hardware
     layer = architecture.typical_moe_layer
-    assert layer.experts is not None
-    transfer = gather_seconds(hardware, bank_bytes(layer.experts, architecture.hidden, setting.dtype), home)
+    _, transfer = _bank(setting, layer, home)
     stages = model_stages(setting, home)
-    fixed = DeviceMemory(_rests_on_device(setting, home), 0.0, activations_bytes(setting, setting.texts.tokens))
-    schedule, simulation, memory = _asyncep(setting, stages, fixed)
+    schedule, simulation, memory = _asyncep(setting, home, stages, most_slots)
     streamed = StrategyCost(
         ASYNCEP,
         simulation.step_seconds if simulation else float("inf"),
@@ -98,8 +114,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA) -> Forecast:
         simulation is not None and memory.peak_bytes <= setting.budget_bytes,
     )
     comparison = (*compare_strategies(setting), streamed, resident_cost(setting))
-    chosen, runner_up = _ranking(comparison)
-    typical = _seconds(setting, layer)
+    chosen, runner_up = ranking(comparison, setting.ranks)
     flops = model_flops(architecture, setting.texts.batch, setting.texts.sequence)
     peak = peak_flops_per_s(hardware, setting.dtype).value
     return Forecast(
@@ -110,13 +125,12 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA) -> Forecast:
         schedule=schedule,
         simulation=simulation,
         memory=memory,
-        saturation=_saturation(setting, layer, transfer, reached_rate(setting, layer, typical), gamma),
+        saturation=_saturation(setting, layer, transfer, reached_rate(setting, layer), gamma),
         at_peak=_saturation(setting, layer, transfer, peak, gamma),
         comparison=comparison,
         chosen=chosen,
         runner_up=runner_up,
-        reason=_reason(comparison, chosen, runner_up, simulation),
-        crossover_tokens=crossover_tokens(setting, home),
+        reason=reason(comparison, chosen, runner_up, simulation),
         mfu=float(flops) / simulation.step_seconds / peak if simulation else None,
     )
 
@@ -135,34 +149,57 @@ def model_stages(setting: Setting, home: str) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def reached_rate(setting: Setting, layer: Layer, seconds: LayerSeconds) -> float:
+def reached_rate(setting: Setting, layer: Layer) -> float:
     """FLOP/s of a layer's products and passes together, attention scores apart: what n · f runs at."""
+    seconds = _seconds(setting, layer)
     without_scores = seconds.total - seconds.mixing_scores
     return setting.texts.tokens * flops_per_token(layer, setting.architecture.hidden) / without_scores
 
 
-def crossover_tokens(setting: Setting, home: str) -> int | None:
-    """Tokens per rank from which on asyncep takes no longer than AllToAll (dp_ep); None on one device, and where that
-    is never so. Texts keep their length, but for steps of less than one text."""
-    if setting.ranks == 1:
+def least_memory_bytes(setting: Setting, home: str) -> float:
+    """The least that asyncep needs on one device: what rests there, activations, and one slot."""
+    if home == "device":
+        return resident_cost(setting).memory_bytes
+    largest = max(_bank(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
+    return _resting(setting, home).peak_bytes + largest
+
+
+def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
+    """`planned`'s schedule with another number of tokens per rank and step, memory left out of account.
+
+    Texts keep their length, but for steps of less than one text, so that `tokens` come down to whole texts.
+    `all_to_all_seconds` are those of dp_ep; on one device, where nothing is exchanged, of all experts resident.
+    """
+    setting = dataclasses.replace(planned.setting, texts=texts_of(tokens, planned.setting.texts.sequence))
+    stages = model_stages(setting, planned.home)
+    machine, found = _machine(setting), planned.schedule
+    if found is not None:
+        run = simulate_stages(stages, found.slots, found.resident, found.order, machine)
+    else:
+        # Two slots: the slower of link and computation sets the pace.
+        run = simulate_stages(stages, 2, machine=machine)
+    exchanged = strategy_cost(setting, "dp_ep").step_seconds
+    return CurvePoint(setting.texts.tokens, run.step_seconds, run.exposed_seconds, exchanged)
+
+
+def crossover_tokens(planned: Forecast) -> int | None:
+    """Tokens per rank from which on asyncep, as planned, takes no longer than AllToAll (dp_ep), to within 1/256.
+
+    None on one device, where nothing is exchanged, and where it never is so.
+    """
+    if planned.setting.ranks == 1:
         return None
 
-    def is_faster(tokens: int) -> bool:
-        sequence = min(tokens, setting.texts.sequence)
-        texts = Texts(max(1, tokens // sequence), sequence)
-        changed = dataclasses.replace(setting, texts=texts)
-        stages = model_stages(changed, home)
-        moved = sum(stage.transfer_seconds for stage in stages)
-        # In a steady stream of equal layers the slower of both sets the pace.
-        streamed = max(moved, sum(stage.compute_seconds for stage in stages))
-        return streamed <= next(cost.step_seconds for cost in compare_strategies(changed) if cost.strategy == "dp_ep")
+    def pays(tokens: int) -> bool:
+        point = curve_point(planned, tokens)
+        return point.step_seconds <= point.all_to_all_seconds
 
-    if not is_faster(_MOST_TOKENS):
+    if not pays(_MOST_TOKENS):
         return None
     low, high = 0, _MOST_TOKENS
     while high - low > max(1, high // 256):
         middle = (low + high) // 2
-        low, high = (low, middle) if is_faster(middle) else (middle, high)
+        low, high = (low, middle) if pays(middle) else (middle, high)
     return high
 
 
@@ -171,38 +208,73 @@ def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:
 
 
 def _bank(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
+    """Bytes of a layer's bank, and the seconds that it takes into a slot."""
     if layer.experts is None:
         return 0, 0.0
     nbytes = bank_bytes(layer.experts, setting.architecture.hidden, setting.dtype)
     return nbytes, gather_seconds(setting.hardware, nbytes, home)
 
 
-def _rests_on_device(setting: Setting, home: str) -> float:
-    """Dense weights, and with home peer this rank's shards."""
-    dense = resident_bytes(setting.architecture, setting.dtype)
-    return dense + (banks_bytes(setting) / setting.ranks if home == "peer" else 0)
+def _resting(setting: Setting, home: str) -> DeviceMemory:
+    """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
+    dense, activations = resident_bytes(setting.architecture, setting.dtype), activations_bytes(setting)
+    shards = banks_bytes(setting) / setting.ranks if home == "peer" else 0.0
+    largest = max(_bank(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
+    stages = STAGES * largest / setting.ranks if home == "hybrid" else 0.0
+    return DeviceMemory(dense + shards, stages, activations)
 
 
 def _asyncep(
-    setting: Setting, stages: tuple[Stage, ...], fixed: DeviceMemory
+    setting: Setting, home: str, stages: tuple[Stage, ...], most_slots: int
 ) -> tuple[FoundSchedule | None, Simulation | None, DeviceMemory]:
-    left = setting.budget_bytes - fixed.peak_bytes
+    fixed = _resting(setting, home)
+    # With home device everything stays, whether it fits or not.
+    left = setting.budget_bytes - fixed.peak_bytes if home != "device" else float(sum(s.bank_bytes for s in stages))
     try:
-        found = search_schedule(stages, int(left), MOST_SLOTS)
+        found = search_schedule(stages, int(left), most_slots)
     except PlanError:
         # Two slots are the least that overlaps anything: what is missing shows in the memory.
         largest = max(stage.bank_bytes for stage in stages)
-        return None, None, dataclasses.replace(fixed, slot_bytes=2.0 * largest)
-    simulation = simulate_stages(stages, found.slots, found.resident, found.order, _machine(setting, stages))
+        return None, None, dataclasses.replace(fixed, slot_bytes=fixed.slot_bytes + 2.0 * largest)
+    found, simulation = _with_second_slot(stages, found, int(left), most_slots, _machine(setting))
     memory = dataclasses.replace(
         fixed,
         resident_bytes=fixed.resident_bytes + found.resident_bytes,
-        slot_bytes=float(found.slots * found.slot_bytes),
+        slot_bytes=fixed.slot_bytes + found.slots * found.slot_bytes,
     )
     return found, simulation, memory
 
 
-def _machine(setting: Setting, stages: tuple[Stage, ...]) -> Machine:
+def _with_second_slot(
+    stages: tuple[Stage, ...], found: FoundSchedule, memory_bytes: int, most_slots: int, machine: Machine
+) -> tuple[FoundSchedule, Simulation]:
+    """`found`, simulated; of one slot, a second one takes the place of a resident bank where that costs no time.
+
+    Behind one slot only attention hides a transfer. What the search cannot know is how well its times are known.
+    """
+    simulation = simulate_stages(stages, found.slots, found.resident, found.order, machine)
+    if found.slots != 1 or most_slots < 2 or not found.order:
+        return found, simulation
+    resident = found.resident if found.memory_bytes + found.slot_bytes <= memory_bytes else found.resident[:-1]
+    changed = dataclasses.replace(
+        found,
+        slots=2,
+        resident=resident,
+        order=streamed_stages(stages, resident),
+        resident_bytes=sum(stages[place].bank_bytes for place in resident),
+        slot_bytes=max(stages[place].bank_bytes for place in streamed_stages(stages, resident)),
+    )
+    if changed.memory_bytes > memory_bytes:
+        return found, simulation
+    second = simulate_stages(stages, 2, changed.resident, changed.order, machine)
+    if second.step_seconds > simulation.step_seconds * (1 + _ROUNDING):
+        return found, simulation
+    return dataclasses.replace(
+        changed, step_seconds=second.step_seconds, exposed_seconds=second.exposed_seconds
+    ), second
+
+
+def _machine(setting: Setting) -> Machine:
     """Copies slow products and memory passes down by different factors: their mean over the model."""
     kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
     total = sum(count * seconds.total for count, seconds in kinds)
@@ -222,42 +294,3 @@ def _saturation(setting: Setting, layer: Layer, transfer: float, rate: float, ga
         gamma=gamma,
         sequence=setting.texts.sequence,
     )
-
-
-def _ranking(comparison: tuple[StrategyCost, ...]) -> tuple[str, str | None]:
-    """The fastest that fits, and the next one. Of equal ones that which moves nothing, then that which waits for none.
-
-    Where nothing fits: the one that needs the least memory.
-    """
-    preferred = {RESIDENT: 0, ASYNCEP: 1}
-    fitting = sorted(
-        (cost for cost in comparison if cost.fits),
-        key=lambda cost: (round(cost.step_seconds, 9), preferred.get(cost.strategy, 2)),
-    )
-    if not fitting:
-        return min(comparison, key=lambda cost: cost.memory_bytes).strategy, None
-    return fitting[0].strategy, fitting[1].strategy if len(fitting) > 1 else None
-
-
-def _reason(
-    comparison: tuple[StrategyCost, ...], chosen: str, runner_up: str | None, simulation: Simulation | None
-) -> str:
-    costs = {cost.strategy: cost for cost in comparison}
-    if not costs[chosen].fits:
-        return (
-            f"no strategy fits; {chosen} needs the least memory, {costs[chosen].memory_bytes / 1e9:.1f} GB per device"
-        )
-    gain = ""
-    if runner_up is not None:
-        ratio = costs[runner_up].step_seconds / costs[chosen].step_seconds
-        gain = f", {ratio:.2f} times as fast as {runner_up}, the next that fits"
-    if chosen == RESIDENT:
-        return f"all experts fit on every device, so nothing moves{gain}"
-    if chosen == ASYNCEP:
-        assert simulation is not None
-        hidden = 1 - simulation.exposed_seconds / simulation.step_seconds
-        share = "all transfers are" if hidden > 0.9995 else f"all but {1 - hidden:.1%} of the step's transfers are"
-        return f"{share} hidden behind computation, and no rank waits for another{gain}"
-    waits = simulation.exposed_seconds / simulation.step_seconds if simulation is not None else None
-    instead = "asyncep does not fit" if waits is None else f"asyncep would wait {waits:.0%} of its time for experts"
-    return f"{instead} at this number of tokens{gain}"

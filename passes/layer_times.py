@@ -29,6 +29,12 @@ class Texts:
         return self.batch * self.sequence
 
 
+def texts_of(tokens: int, sequence: int) -> Texts:
+    """As many whole texts of `sequence` tokens as `tokens` make, but one text at least: a shorter one if need be."""
+    length = min(tokens, sequence)
+    return Texts(tokens // length, length)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerSeconds:
     """One layer: products with weights that all tokens meet, experts' products, attention scores, and memory passes.

@@ -31,6 +31,8 @@ from moepass.passes.times import collective_seconds
 # once by default. Smaller ones read experts more often than they compute on them, larger ones need more memory.
 MICRO_BATCH_TOKENS = 4096
 
+ASYNCEP, RESIDENT = "asyncep", "resident"
+
 
 @dataclasses.dataclass(frozen=True)
 class StrategyCost:
@@ -70,24 +72,24 @@ class Setting:
 
 
 def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:
-    """Every strategy but asyncep, in the order of the table; none on a single device, where there is nothing to share.
+    """Every strategy but asyncep, in the order of the table. On one device they differ from the resident one by
+    micro-batches alone (pp_pp).
 
     Raises InputError for a dtype that the machine has no rate for.
     """
-    if setting.ranks == 1:
-        return ()
-    return tuple(_cost(setting, name) for name in STRATEGIES if name != "asyncep")
+    return tuple(strategy_cost(setting, name) for name in STRATEGIES if name != ASYNCEP)
 
 
 def resident_cost(setting: Setting) -> StrategyCost:
     """All experts of all layers on every device: no exchange at all, where that much memory is there."""
     seconds = _over_layers(setting, lambda layer: _layer(setting, layer).total)
     memory: float = resident_bytes(setting.architecture, setting.dtype) + banks_bytes(setting)
-    memory += activations_bytes(setting, setting.texts.tokens)
-    return StrategyCost("resident", seconds, 0.0, memory, memory <= setting.budget_bytes)
+    memory += activations_bytes(setting)
+    return StrategyCost(RESIDENT, seconds, 0.0, memory, memory <= setting.budget_bytes)
 
 
-def _cost(setting: Setting, name: str) -> StrategyCost:
+def strategy_cost(setting: Setting, name: str) -> StrategyCost:
+    """A strategy of the table, but asyncep. Raises InputError as `compare_strategies`, KeyError for another name."""
     seconds = (
         _pipeline(setting) if name == "pp_pp" else _over_layers(setting, functools.partial(_SECONDS[name], setting))
     )
@@ -221,8 +223,9 @@ def banks_bytes(setting: Setting) -> int:
     )
 
 
-def activations_bytes(setting: Setting, tokens: float) -> float:
-    """The most that activations of `tokens` take at once in any layer."""
+def activations_bytes(setting: Setting, tokens: float | None = None) -> float:
+    """The most that activations of `tokens`, all of a rank's by default, take at once in any layer."""
+    tokens = setting.texts.tokens if tokens is None else tokens
     wide = activation_dtype(setting.dtype)
     return max(
         float(activation_bytes(layer, setting.architecture.hidden, tokens, wide))

@@ -16,8 +16,8 @@ import torch
 from tiny_checkpoint import broken_copy, edit_config, original_model, save_tiny_checkpoint
 from typer.testing import CliRunner
 
-from moepass.cli import app, parse_labels
-from moepass.explain import Moment, abbreviate, capture_plans, explain_model
+from moepass.cli import app, parse_bytes, parse_labels
+from moepass.compiler_view import Moment, abbreviate, capture_plans, explain_model
 from moepass.models import formulas
 from moepass.models.architecture import from_config
 from moepass.passes.ir import Plan
@@ -225,12 +225,12 @@ def test_usage_errors_have_status_2(checkpoint: Path) -> None:
 
 
 def test_explain_tells_the_verdict_first(checkpoint: Path) -> None:
-    result = _run("explain", checkpoint, "--seq", "16")
+    result = _run("explain", checkpoint, "--all")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert "qwen3_moe" in lines[0]
-    assert any(line.startswith("asyncep: ") for line in lines[:4])
-    for word in ("found", "rewritten", "refused    nothing", "memory", "segment"):
+    assert any(line.startswith("resident: all experts fit on every device") for line in lines[:5])
+    for word in ("found", "rewritten", "refused    nothing", "compile", "memory", "threshold", "slot 0 meanwhile"):
         assert word in result.stdout
     assert max(map(len, lines)) <= 80
 
@@ -240,16 +240,18 @@ def test_explain_as_json_from_a_config_alone(checkpoint: Path, tmp_path: Path) -
     file.write_bytes((checkpoint / "config.json").read_bytes())
     result = _run("explain", file, "--tokens", "64", "--slots", "3", "--format", "json")
     explained = json.loads(result.stdout)
-    (plan,) = explained["plans"]
-    assert (explained["batch"], explained["seq"], plan["strategy"]) == (1, 64, "asyncep")
-    assert len(plan["blocks"]) == explained["expert_layers"] == len(plan["residencies"])
-    assert explained["expert_bytes"] == sum(bank["nbytes"] for bank in plan["banks"])
-    assert plan["slots"] == min(3, len(plan["banks"]))
+    assert explained["workload"] == {"batch": 1, "seq": 64, "tokens": 64}
+    (plan,) = explained["compiler"]["explanation"]["plans"]
+    assert plan["strategy"] == "asyncep"
+    assert explained["compiler"]["explanation"]["expert_bytes"] == sum(bank["nbytes"] for bank in plan["banks"])
+    assert [block["by_analogy"] for block in explained["blocks"]] == [False, True]
+    assert explained["schedule"]["slots"] <= 3
 
 
 def test_explain_of_a_dense_model_says_that_there_is_nothing_to_do(dense: Path) -> None:
     result = _run("explain", dense, "--seq", "16")
     assert result.exit_code == 0, result.output
+    assert "no numbers: the sizes of model_type 'llama' are not known" in " ".join(result.stdout.split())
     assert "resident: the graph has no MoE block, so there is nothing to move" in result.stdout
 
 
@@ -300,11 +302,44 @@ def test_explain_shows_every_graph_of_a_model_that_breaks() -> None:
 
 def test_explain_of_bad_models(tmp_path: Path) -> None:
     _assert_one_line(_run("explain", tmp_path / "nowhere"), "does not exist; give the folder of a checkpoint")
+    _assert_one_line(_run("explain", "qwen3-235b"), "model 'qwen3-235b' is unknown, and no folder or file")
+    _assert_one_line(_run("explain", "qwen3-235b"), "did you mean qwen3-235b-a22b? Give")
     file = tmp_path / "config.json"
     file.write_text("{")
     _assert_one_line(_run("explain", file), "config.json is malformed")
     file.write_text('{"model_type": "no_such_thing"}')
     _assert_one_line(_run("explain", tmp_path), "model_type 'no_such_thing' is unknown to transformers")
+
+
+BAD_EXPLAIN: dict[str, tuple[list[str], str, int]] = {
+    "hardware": (["--hardware", "8xh110-80g"], "hardware '8xh110-80g' is unknown; did you mean h100-80g", 1),
+    "no fp8": (["--hardware", "8xa100-80g", "--dtype", "fp8"], "has no fp8 rate; it has", 1),
+    "no disk": (["--home", "disk"], "has no disk link", 1),
+    "no peers": (["--hardware", "8xl40s", "--home", "peer"], "has no peer link", 1),
+    "budget": (["--memory-budget", "lots"], "memory budget 'lots' is no number of bytes above 0", 1),
+    "budget 0": (["--memory-budget", "0"], "memory budget '0' is no number of bytes above 0", 1),
+    "more than there is": (["--memory-budget", "100GB"], "a device of 8xh100-80g has 80000000000", 1),
+    "output": (["--output", "/"], "output '/' is a folder", 1),
+}
+
+
+@pytest.mark.parametrize("case", BAD_EXPLAIN)
+def test_bad_options_of_explain_end_in_one_line(case: str) -> None:
+    options, message, status = BAD_EXPLAIN[case]
+    _assert_one_line(_run("explain", "olmoe-1b-7b", *options), message, status)
+
+
+def test_bytes_with_and_without_units() -> None:
+    assert parse_bytes(None) is None
+    assert [parse_bytes(text) for text in ("60e9", "60GB", "60 GB", "1GiB", "512B")] == [60e9, 60e9, 60e9, 2**30, 512]
+
+
+def test_explain_writes_files(checkpoint: Path, tmp_path: Path) -> None:
+    for form, begin in (("html", "<!doctype html>"), ("trace", '{"traceEvents"')):
+        file = tmp_path / form
+        result = _run("explain", checkpoint, "--format", form, "--output", file)
+        assert (result.exit_code, result.stdout) == (0, ""), result.output
+        assert file.read_text().startswith(begin)
 
 
 def test_long_schedules_are_abbreviated_by_rhythm() -> None:

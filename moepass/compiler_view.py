@@ -1,4 +1,4 @@
-"""`moepass explain`: what the compiler does with a model, told from its config alone.
+"""What the compiler does with a model, told from its config alone: the part of `moepass explain` that no formula knows.
 
 The model is built on the meta device, so that weights are neither needed nor loaded and nothing is computed; everything
 shown comes from the plans that the passes made.
@@ -29,6 +29,7 @@ from moepass.runtime.offload import find_expert_modules, offload_experts
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
+    from transformers import PreTrainedModel
 
 # A schedule of more rows than this is abbreviated.
 SCREENFUL_ROWS = 16
@@ -67,7 +68,13 @@ def explain_model(path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lo
 
     Raises CheckpointError where the config makes no model, OptionError and PlanError for slots that do not do.
     """
-    model = meta_model(path)
+    return explain_meta_model(meta_model(path), batch, seq, slots, lower)
+
+
+def explain_meta_model(
+    model: PreTrainedModel, batch: int, seq: int, slots: int = 2, lower: str = "inductor"
+) -> Explanation:
+    """As `explain_model`, of a model on the meta device, whose experts are offloaded by this."""
     expert_bytes = expert_layers = 0
     if find_expert_modules(model):
         report = offload_experts(model, device="meta", slots=slots)
@@ -169,7 +176,7 @@ def print_explanation(
         console.print(f"{title}[bold green]{plan.strategy}[/bold green]: {plan.reason}", highlight=False)
         console.print(_summary(explanation, plan))
         if schedule and plan.residencies:
-            console.print(_schedule_table(plan, every_row))
+            console.print(schedule_table(plan, every_row))
     if explanation.stopped:
         console.print(f"\nCapture ended early: {explanation.stopped}", highlight=False, markup=False)
 
@@ -178,20 +185,11 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    streamed = {stay.block for stay in plan.residencies}
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
-    kinds: dict[str, list[str]] = {}
-    for block in plan.blocks:
-        top = "all experts run" if block.top_k is None else f"top {block.top_k}"
-        gate = "gated" if block.gated else "not gated"
-        kind = (
-            f"{block.experts} experts, {top}, {block.hidden} x {block.intermediate} {gate}, {block.dtype}, {block.form}"
-        )
-        kinds.setdefault(kind, []).append(block.name)
-    found = [f"{_count(len(names), 'MoE block')} of {kind}" for kind, names in kinds.items()]
-    table.add_row("found", Text("; ".join(found) or "no MoE block"))
+    streamed = {stay.block for stay in plan.residencies}
+    table.add_row("found", Text(found_text(plan)))
     if plan.blocks:
         names = [block.name for block in plan.blocks if block.name in streamed]
         span = f": {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "") if names else ""
@@ -215,7 +213,20 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
     return table
 
 
-def _schedule_table(plan: Plan, every_row: bool) -> Table:
+def found_text(plan: Plan) -> str:
+    """The blocks of a plan in words, those that are alike together."""
+    kinds: dict[str, int] = {}
+    for block in plan.blocks:
+        top = "all experts run" if block.top_k is None else f"top {block.top_k}"
+        gate = "gated" if block.gated else "not gated"
+        kind = (
+            f"{block.experts} experts, {top}, {block.hidden} x {block.intermediate} {gate}, {block.dtype}, {block.form}"
+        )
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return "; ".join(f"{_count(count, 'MoE block')} of {kind}" for kind, count in kinds.items()) or "no MoE block"
+
+
+def schedule_table(plan: Plan, every_row: bool) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

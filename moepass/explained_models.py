@@ -1,0 +1,87 @@
+"""What `explain` can be asked about: a preset, a checkpoint folder, a config file, a configuration, a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepass.models.architecture import Architecture, from_config
+from moepass.models.checkpoints import DEMO, load_config, resolve_model
+from moepass.models.errors import CheckpointError, InputError, one_of
+from moepass.models.presets import preset_config, preset_names, presets_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedModel:
+    """`architecture` is None where no formula knows the family's sizes; `unknown` then says so.
+
+    `source` is where the sizes come from.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    architecture: Architecture | None
+    unknown: str
+    source: str
+
+
+def explained_model(model: Any, dtype: str | None = None) -> ExplainedModel:
+    """Find the configuration of `model`: a name or path, a transformers configuration or model, compiled or not.
+
+    `dtype` replaces that of the weights in the architecture. Raises CheckpointError and InputError, the latter with
+    the nearest preset where a name is unknown.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        return _by_name(os.fspath(model), dtype)
+    config = _config_of(model)
+    return _explained(config, None, dtype, f"the {type(config).__name__} that was given")
+
+
+def _by_name(text: str, dtype: str | None) -> ExplainedModel:
+    if text in preset_names():
+        return _explained(preset_config(text), text, dtype, f"preset: {presets_source()}")
+    try:
+        path = resolve_model(text, config_alone=True)
+    except CheckpointError:
+        if os.path.exists(text) or os.sep in text:
+            raise
+        known = [*preset_names(), DEMO]
+        close = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise InputError(
+            f"model {text!r} is unknown, and no folder or file of that name exists; {hint}Give the folder of a "
+            f"checkpoint, a config.json, or one of {one_of(known)}"
+        ) from None
+    name = DEMO if text == DEMO else Path(text).resolve().parent.name if path.is_file() else Path(text).resolve().name
+    return _explained(load_config(path), name, dtype, f"config: {path}")
+
+
+def _config_of(model: Any) -> PreTrainedConfig:
+    from transformers import PreTrainedConfig
+
+    # torch.compile(model) wraps the module; it keeps the original under this name.
+    original = getattr(model, "_orig_mod", model)
+    config = original if isinstance(original, PreTrainedConfig) else getattr(original, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise InputError(
+            f"a {type(original).__name__} has no transformers configuration that tells its sizes; give a model that "
+            "has one, a checkpoint folder, a config.json, or the name of a preset"
+        )
+    return config
+
+
+def _explained(config: PreTrainedConfig, name: str | None, dtype: str | None, source: str) -> ExplainedModel:
+    name = name or str(config.model_type)
+    try:
+        architecture = from_config(config, name=name, dtype=dtype)
+    except InputError as error:
+        return ExplainedModel(name, config, None, str(error), source)
+    if not architecture.moe_layers:
+        return ExplainedModel(name, config, None, f"{name} has no layer with experts", source)
+    return ExplainedModel(name, config, architecture, "", source)

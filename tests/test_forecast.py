@@ -1,0 +1,239 @@
+"""Forecasts: numbers that add up, a planner that says no, and every preset on the default machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.hardware_profiles import load_hardware
+from moepass.models.architecture import Architecture, Attention, Experts, Layer
+from moepass.models.errors import InputError
+from moepass.models.formulas import bank_bytes, resident_bytes
+from moepass.models.presets import preset, preset_names
+from moepass.passes.forecast import (
+    STAGES,
+    Forecast,
+    crossover_tokens,
+    curve_point,
+    forecast,
+    least_memory_bytes,
+    model_stages,
+)
+from moepass.passes.hardware import Figure, Hardware, with_ranks
+from moepass.passes.layer_times import Texts, head_seconds, layer_seconds
+from moepass.passes.strategies import Setting, activations_bytes, banks_bytes, resident_cost
+from moepass.passes.times import gather_seconds
+from moepass.passes.verdict import reason
+
+H100 = load_hardware("8xh100-80g")
+QWEN = preset("qwen3-235b-a22b")
+MOE = Layer(Attention("full", 32, 8, 128, 128), Experts(64, 8, 1024), None)
+DENSE = dataclasses.replace(MOE, experts=None, dense_width=8192)
+SMALL = Architecture("small", "small", hidden=4096, vocab=32000, dtype="bf16", layers=(DENSE, *[MOE] * 5))
+
+
+def _setting(
+    architecture: Architecture = SMALL,
+    hardware: Hardware = H100,
+    batch: int = 8,
+    sequence: int = 4096,
+    budget: float = 72e9,
+    dtype: str = "bf16",
+) -> Setting:
+    return Setting(architecture, hardware, Texts(batch, sequence), dtype, budget)
+
+
+def _scarce(home: str, banks: float = 2.0, **changes: int) -> Setting:
+    """A setting that leaves room for so many banks beside what is on the device in any case."""
+    setting = _setting(**changes)  # type: ignore[arg-type]
+    bank = bank_bytes(MOE.experts, 4096, "bf16")  # type: ignore[arg-type]
+    return dataclasses.replace(setting, budget_bytes=least_memory_bytes(setting, home) + (banks - 1) * bank)
+
+
+def test_stages_are_the_layers_with_their_banks() -> None:
+    setting = _setting()
+    stages = model_stages(setting, "peer")
+    bank = bank_bytes(MOE.experts, 4096, "bf16")  # type: ignore[arg-type]
+    assert [stage.bank_bytes for stage in stages] == [0, 0, *[0, bank] * 5, 0]
+    assert {stage.transfer_seconds for stage in stages} == {0.0, gather_seconds(H100, bank, "peer")}
+    layers = [layer_seconds(H100, layer, 4096, setting.texts, "bf16").total for layer in SMALL.layers]
+    whole = sum(layers) + head_seconds(H100, SMALL, setting.texts, "bf16")
+    assert sum(stage.compute_seconds for stage in stages) == pytest.approx(whole)
+
+
+def test_a_saturated_step_takes_what_all_experts_at_hand_would_take() -> None:
+    setting = _scarce("peer", batch=32)
+    made = forecast(setting, "peer")
+    assert made.simulation is not None
+    assert made.setting.texts.tokens > made.saturation.tokens
+    assert made.simulation.exposed_seconds == 0
+    alone = resident_cost(setting).step_seconds
+    assert alone <= made.simulation.step_seconds <= 1.02 * alone  # copies slow memory passes down
+    assert made.chosen == "asyncep"
+    assert "hides all transfers" in made.reason
+
+
+def test_the_planner_says_no() -> None:
+    setting = _scarce("peer", batch=1, sequence=64)
+    made = forecast(setting, "peer")
+    assert made.simulation is not None
+    assert made.chosen not in ("asyncep", "resident")
+    assert made.cost(made.chosen).step_seconds < made.cost("asyncep").step_seconds
+    assert "asyncep would wait" in made.reason
+    # It is the link that sets the pace: what streams is what the step takes.
+    assert made.schedule is not None
+    assert made.simulation.step_seconds >= len(made.schedule.order) * made.transfer_seconds
+
+
+def test_nothing_fits_and_the_reason_says_what_is_needed() -> None:
+    made = forecast(_setting(QWEN, batch=64, budget=20e9), "host")
+    assert (made.simulation, made.mfu, made.runner_up) == (None, None, None)
+    assert math.isinf(made.cost("asyncep").step_seconds)
+    assert not any(cost.fits for cost in made.comparison)
+    least = min(made.comparison, key=lambda cost: cost.memory_bytes)
+    assert made.chosen == least.strategy
+    assert made.reason == (
+        f"no strategy fits the memory budget; {least.strategy} needs the least memory, "
+        f"{least.memory_bytes / 1e9:.1f} GB per device"
+    )
+
+
+def test_where_all_fits_nothing_moves() -> None:
+    made = forecast(_setting(), "peer")
+    assert made.chosen == "resident"
+    assert "nothing moves" in made.reason
+
+
+@pytest.mark.parametrize("home", ["peer", "hybrid", "host"])
+def test_memory_adds_up_for_every_home(home: str) -> None:
+    setting = _scarce(home, 3.5)
+    made = forecast(setting, home)
+    assert made.schedule is not None
+    bank, dense = bank_bytes(MOE.experts, 4096, "bf16"), resident_bytes(SMALL, "bf16")  # type: ignore[arg-type]
+    stay = len(made.schedule.resident) * bank
+    shards = banks_bytes(setting) / 8 if home == "peer" else 0
+    assert made.memory.resident_bytes == dense + shards + stay
+    staged = STAGES * bank / 8 if home == "hybrid" else 0
+    assert made.memory.slot_bytes == made.schedule.slots * bank + staged
+    assert made.memory.activation_bytes == activations_bytes(setting)
+    memory = made.memory
+    total = memory.resident_bytes + memory.slot_bytes + memory.activation_bytes + memory.kv_bytes
+    assert made.cost("asyncep").memory_bytes == memory.peak_bytes == total <= setting.budget_bytes
+    assert len(made.schedule.resident) + len(made.schedule.order) == 5
+
+
+def test_home_device_is_all_resident() -> None:
+    made = forecast(_setting(), "device")
+    assert made.schedule is not None
+    assert (made.transfer_seconds, made.schedule.slots, made.schedule.order) == (0.0, 0, ())
+    assert made.memory.peak_bytes == pytest.approx(resident_cost(made.setting).memory_bytes)
+    assert made.saturation.tokens == 0
+    assert not forecast(_setting(QWEN), "device").cost("asyncep").fits
+
+
+def test_a_second_slot_is_taken_where_it_costs_nothing() -> None:
+    made = forecast(_scarce("peer", 2.0, batch=32), "peer")
+    assert made.schedule is not None
+    assert made.schedule.slots == 2
+    one = forecast(_scarce("peer", 2.0, batch=32), "peer", most_slots=1)
+    assert one.schedule is not None
+    assert one.schedule.slots == 1
+
+
+def test_links_and_homes_that_are_not_there() -> None:
+    with pytest.raises(InputError, match="has no disk link"):
+        forecast(_setting(), "disk")
+    with pytest.raises(InputError, match="has no peer link"):
+        forecast(_setting(hardware=load_hardware("4xl40s")), "peer")
+    with pytest.raises(InputError, match="home is 'moon'"):
+        forecast(_setting(), "moon")
+    dense = dataclasses.replace(SMALL, layers=(DENSE,))
+    with pytest.raises(InputError, match="has no layer with experts"):
+        forecast(_setting(dense), "host")
+
+
+def _faster(hardware: Hardware, factor: float) -> Hardware:
+    links = {}
+    for name in ("peer", "host"):
+        link = getattr(hardware, name)
+        links[name] = dataclasses.replace(link, bytes_per_s=Figure(link.bytes_per_s.value * factor, "user"))
+    return dataclasses.replace(hardware, **links)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(1, 16),
+    st.sampled_from([128, 1024, 4096]),
+    st.floats(1.0, 8.0),
+    st.floats(2.0, 5.0),
+    st.sampled_from(["peer", "hybrid", "host"]),
+)
+def test_bandwidth_helps_and_computation_is_the_limit(
+    batch: int, sequence: int, factor: float, banks: float, home: str
+) -> None:
+    setting = _scarce(home, banks, batch=batch, sequence=sequence)
+    slow = forecast(setting, home)
+    fast = forecast(dataclasses.replace(setting, hardware=_faster(H100, factor)), home)
+    assert slow.simulation is not None
+    assert fast.simulation is not None
+    # The search's own bound is within 5 % of the best, so that two searches may differ by as much.
+    assert fast.simulation.step_seconds <= 1.05 * slow.simulation.step_seconds
+    assert fast.saturation.tokens <= slow.saturation.tokens
+    for made in (slow, fast):
+        assert made.simulation is not None
+        assert made.simulation.step_seconds >= resident_cost(setting).step_seconds * (1 - 1e-9)
+        assert made.saturation.tokens <= made.at_peak.tokens
+        assert made.mfu is not None
+        assert 0 < made.mfu < 1
+
+
+def _planned() -> Forecast:
+    return forecast(_scarce("peer", 2.0), "peer")
+
+
+def test_the_curve_passes_through_the_plan_and_bends_at_the_threshold() -> None:
+    planned = _planned()
+    assert planned.simulation is not None
+    here = curve_point(planned, planned.setting.texts.tokens)
+    assert here.step_seconds == pytest.approx(planned.simulation.step_seconds)
+    assert here.exposed_seconds == pytest.approx(planned.simulation.exposed_seconds)
+    below, above = curve_point(planned, 64), curve_point(planned, 4 * planned.saturation.tokens)
+    assert below.exposed_seconds > 0.5 * below.step_seconds
+    assert above.exposed_seconds == 0
+    assert curve_point(planned, 5000).tokens == 4096
+
+
+def test_the_crossover_is_where_asyncep_and_all_to_all_meet() -> None:
+    planned = _planned()
+    crossover = crossover_tokens(planned)
+    assert crossover is not None
+    after, before = curve_point(planned, crossover), curve_point(planned, int(crossover / 1.01) - 4096)
+    assert after.step_seconds <= after.all_to_all_seconds
+    assert before.step_seconds > before.all_to_all_seconds
+    alone = forecast(_setting(hardware=with_ranks(H100, 1)), "host")
+    assert crossover_tokens(alone) is None
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset(name: str) -> None:
+    architecture = preset(name)
+    for home in ("peer", "hybrid", "host"):
+        made = forecast(_setting(architecture, batch=16), home)
+        assert len(made.comparison) == 9
+        assert made.saturation.tokens > 0
+        assert made.cost("asyncep").memory_bytes >= least_memory_bytes(made.setting, home)
+        assert made.reason
+        assert not made.cost(made.chosen).fits or made.cost(made.chosen).memory_bytes <= made.setting.budget_bytes
+
+
+def test_the_reason_for_another_strategy_that_is_faster_all_the_same() -> None:
+    made = _planned()
+    assert made.simulation is not None
+    still = dataclasses.replace(made.simulation, exposed_seconds=0.0)
+    text = reason(made.comparison, "dp_ep", None, still)
+    assert text == "asyncep would wait for nothing, but is slower all the same"
+    assert reason(made.comparison, "dp_ep", None, None) == "asyncep does not fit"

@@ -1,0 +1,56 @@
+"""Micro-batches of a pipeline, against cases computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.passes.layer_times import Texts, texts_of
+from moepass.passes.microbatches import micro_batches, pipeline_seconds
+
+
+def test_short_texts_go_together_and_long_ones_in_chunks() -> None:
+    assert micro_batches(1000, 4096) == (Texts(4, 1000),)
+    assert micro_batches(4096, 4096) == (Texts(1, 4096),)
+    assert micro_batches(10000, 4096) == (Texts(1, 4096), Texts(1, 4096, 4096), Texts(1, 1808, 8192))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 200_000), st.integers(64, 10_000))
+def test_chunks_are_the_text_and_no_larger_than_asked(sequence: int, tokens: int) -> None:
+    parts = micro_batches(sequence, tokens)
+    assert all(part.tokens <= max(tokens, 1) for part in parts)
+    if sequence > tokens:
+        assert sum(part.tokens for part in parts) == sequence
+        assert [part.prefix for part in parts] == list(range(0, sequence, tokens))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 8])
+def test_equal_micro_batches_keep_every_stage_busy(stages: int) -> None:
+    assert pipeline_seconds([3.0], stages) == pytest.approx(3.0)
+    assert pipeline_seconds([3.0, 3.0, 3.0], stages) == pytest.approx(9.0)
+
+
+def test_one_device_waits_for_nobody() -> None:
+    assert pipeline_seconds([1.0, 5.0, 2.0], 1) == pytest.approx(8.0)
+
+
+def test_a_long_micro_batch_holds_up_short_ones() -> None:
+    # Two stages, two micro-batches under way, of 1 and 3 seconds in turns. By hand, from a long one's start at 0:
+    # it leaves stage 0 at 3 and stage 1 at 6; the short one behind it leaves stage 0 at 4 and stage 1, which is busy
+    # till 6, at 7; the next long one enters when the first left, at 6: one round takes 6 seconds where 4 are computed.
+    assert pipeline_seconds([3.0, 1.0], 2) == pytest.approx(6.0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), st.integers(1, 5))
+def test_a_round_takes_at_least_its_work_and_at_most_all_in_a_row(seconds: list[float], stages: int) -> None:
+    found = pipeline_seconds(seconds, stages)
+    assert sum(seconds) * (1 - 1e-9) <= found <= stages * sum(seconds) * (1 + 1e-9)
+
+
+def test_texts_of_tokens() -> None:
+    assert texts_of(65536, 4096) == Texts(16, 4096)
+    assert texts_of(5000, 4096) == Texts(1, 4096)
+    assert texts_of(100, 4096) == Texts(1, 100)

@@ -1,0 +1,121 @@
+"""The strategies that asyncep is compared with: bytes by the table, memory that adds up, and what bandwidth does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.hardware_profiles import load_hardware
+from moepass.models.architecture import Architecture, Attention, Experts, Layer
+from moepass.models.formulas import bank_bytes, resident_bytes
+from moepass.models.presets import preset
+from moepass.passes.hardware import Figure, Hardware, with_ranks
+from moepass.passes.layer_times import Texts
+from moepass.passes.strategies import (
+    Setting,
+    activations_bytes,
+    banks_bytes,
+    compare_strategies,
+    resident_cost,
+    strategy_cost,
+)
+
+H100 = load_hardware("8xh100-80g")
+QWEN = preset("qwen3-235b-a22b")
+NAMES = ("dp_ep", "dp_tp", "tp_ep", "tp_tp", "pp_pp", "sp_tp", "sp_ep")
+SMALL = Architecture(
+    "small",
+    "small",
+    hidden=1024,
+    vocab=1000,
+    dtype="bf16",
+    layers=(Layer(Attention("full", 8, 8, 128, 128), None, 4096),)
+    + (Layer(Attention("full", 8, 8, 128, 128), Experts(16, 2, 512), None),) * 3,
+)
+
+
+def _setting(
+    architecture: Architecture = SMALL, hardware: Hardware = H100, batch: int = 4, sequence: int = 2048
+) -> Setting:
+    return Setting(architecture, hardware, Texts(batch, sequence), "bf16", 72e9)
+
+
+def _with_peer_rate(hardware: Hardware, factor: float) -> Hardware:
+    assert hardware.peer is not None
+    rate = Figure(hardware.peer.bytes_per_s.value * factor, "user")
+    return dataclasses.replace(hardware, peer=dataclasses.replace(hardware.peer, bytes_per_s=rate))
+
+
+def test_bytes_between_devices_are_those_of_the_table() -> None:
+    tokens, ranks, row = 65536, 8, 4096 * 2
+    found = {
+        cost.strategy: cost.communication_bytes for cost in compare_strategies(_setting(QWEN, batch=16, sequence=4096))
+    }
+    share, key_values = (ranks - 1) / ranks, 2 * 4 * 128 * 2
+    assert found == pytest.approx(
+        {
+            "dp_ep": 4 * 8 * share * tokens * row,
+            "dp_tp": 4 * share * tokens * row,
+            "tp_ep": (2 + 4 * 8) * share * tokens * row,
+            "tp_tp": 4 * share * tokens * row,
+            "pp_pp": 2 * tokens * row,
+            "sp_tp": share * tokens * (key_values + 4 * row),
+            "sp_ep": share * tokens * (key_values + 4 * 8 * row),
+        }
+    )
+
+
+def test_memory_adds_up() -> None:
+    setting = _setting()
+    dense, banks = resident_bytes(SMALL, "bf16"), 3 * bank_bytes(SMALL.typical_moe_layer.experts, 1024, "bf16")  # type: ignore[arg-type]
+    assert banks_bytes(setting) == banks
+    tokens = setting.texts.tokens
+    assert resident_cost(setting).memory_bytes == dense + banks + activations_bytes(setting, tokens)
+    found = {cost.strategy: cost.memory_bytes for cost in compare_strategies(setting)}
+    assert found["dp_ep"] == dense + banks / 8 + activations_bytes(setting, tokens)
+    assert found["dp_tp"] == dense + banks / 8 + activations_bytes(setting, 8 * tokens)
+    assert found["tp_tp"] == (dense + banks) / 8 + activations_bytes(setting, tokens)
+    assert found["tp_ep"] == (dense + banks) / 8 + activations_bytes(setting, tokens / 8)
+    assert found["sp_ep"] == dense + banks / 8 + activations_bytes(setting, tokens / 8)
+
+
+def test_what_does_not_fit_says_so() -> None:
+    setting = _setting()
+    needed = resident_cost(setting).memory_bytes
+    for budget, fits in ((needed, True), (needed - 1, False)):
+        assert resident_cost(dataclasses.replace(setting, budget_bytes=budget)).fits is fits
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 16), st.integers(64, 8192), st.floats(1.0, 16.0), st.sampled_from(NAMES))
+def test_more_bandwidth_is_never_slower(batch: int, sequence: int, factor: float, name: str) -> None:
+    slow = strategy_cost(_setting(batch=batch, sequence=sequence), name)
+    fast = strategy_cost(_setting(hardware=_with_peer_rate(H100, factor), batch=batch, sequence=sequence), name)
+    assert fast.step_seconds <= slow.step_seconds
+    assert fast.memory_bytes == slow.memory_bytes
+
+
+def test_on_a_link_without_end_exchanges_cost_their_latency_alone() -> None:
+    endless = dataclasses.replace(
+        _with_peer_rate(H100, 1e9), collective_latency_seconds=Figure(0.0, "user", "for this test")
+    )
+    setting = _setting(QWEN, endless, 16, 4096)
+    resident = resident_cost(setting).step_seconds
+    # Fewer experts of as many rows each: no slower than all experts on one device.
+    assert resident * 0.9 <= strategy_cost(setting, "dp_ep").step_seconds <= resident
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"pp_pp"}))
+def test_one_device_has_nothing_to_share(name: str) -> None:
+    setting = _setting(hardware=with_ranks(H100, 1))
+    assert strategy_cost(setting, name).step_seconds == pytest.approx(resident_cost(setting).step_seconds)
+
+
+def test_a_pipeline_of_one_device_computes_its_micro_batches_one_after_the_other() -> None:
+    # Texts of 4096 tokens are micro-batches of themselves; only reading weights once per micro-batch costs more.
+    setting = _setting(QWEN, with_ranks(H100, 1), 16, 4096)
+    pipelined, at_once = strategy_cost(setting, "pp_pp").step_seconds, resident_cost(setting).step_seconds
+    assert at_once <= pipelined <= 1.3 * at_once
