@@ -186,9 +186,9 @@ def offload_experts(
     Raises OptionError (unknown home or transport, slots or stages below 1, a malformed link or timeout) and InputError
     (no experts, a missing device, no process group). For home="peer" and "hybrid" also PeerError where ranks are
     missing or differ in what they bring, and SharedMemoryError where the machine has none and transport is "pull"; the
-    model is then as it was, unless a rank is lost after all agreed. Where ranks missed each other, their group cannot be
-    used again: use a new one, or start them again. For home="disk" also InputError where there is no bank_folder, or it
-    has no room; the model is then as it was.
+    model is then as it was, unless a rank is lost after all agreed. Where ranks missed each other, their group cannot
+    be used again: use a new one, or start them again. For home="disk" also InputError where there is no bank_folder, or
+    it has no room; the model is then as it was.
     """
     if home not in HOMES:
         raise OptionError(f"home is {home!r}; it must be one of {one_of(HOMES)}")
