@@ -186,6 +186,12 @@ class Report(_Part, frozen=True):
     sources: dict[str, str]
     compiler: CompilerPart
 
+    @property
+    def verdict(self) -> str:
+        """The chosen strategy in a word, or that nothing fits."""
+        unfit = any(row.strategy == self.strategy.chosen and not row.fits for row in self.comparison)
+        return "nothing fits" if unfit else self.strategy.chosen
+
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 

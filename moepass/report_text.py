@@ -58,8 +58,8 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         "alone: no weight loaded, nothing run"
     )
     yield ""
-    colour = "green" if strategy.chosen in ("asyncep", "resident") else "yellow"
-    yield f"[bold {colour}]{strategy.chosen}[/bold {colour}]: {escape(strategy.reason)}"
+    colour = "green" if report.verdict in ("asyncep", "resident") else "yellow"
+    yield f"[bold {colour}]{report.verdict}[/bold {colour}]: {escape(strategy.reason)}"
     yield _summary(report)
 
 
