@@ -28,10 +28,10 @@ def advice(made: Forecast, crossover: int | None, refusals: Sequence[str]) -> tu
 
 def _what_fits(setting: Setting) -> Iterator[str]:
     """What would make asyncep fit into the memory budget, one change at a time."""
-    for home in _HOMES if setting.ranks > 1 else ("host",):
-        if _fits(setting, home):
-            yield f"asyncep fits with --home {home}"
-            return
+    other = _fitting_home(setting)
+    if other is not None:
+        yield f"asyncep fits with --home {other}"
+        return
     fewer = setting.texts.tokens // 2
     while fewer >= 1 and _fitting_home(_with_tokens(setting, fewer)) is None:
         fewer //= 2
@@ -56,7 +56,8 @@ def _with_tokens(setting: Setting, tokens: int) -> Setting:
 
 
 def _fitting_home(setting: Setting) -> str | None:
-    return next((home for home in _HOMES if _fits(setting, home)), None)
+    homes = _HOMES if setting.ranks > 1 else ("host",)
+    return next((home for home in homes if _fits(setting, home)), None)
 
 
 def _fits(setting: Setting, home: str) -> bool:

@@ -430,7 +430,8 @@ def parse_bytes(text: str | None) -> float | None:
     if not found or number <= 0:
         raise InputError(f"memory budget {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB")
     power = " kMGT".index(found[2]) if found[2] else 0
-    return number * (1024 if found[3] else 1000) ** power
+    scale: int = (1024 if found[3] else 1000) ** power
+    return number * scale
 
 
 def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str, link: str, compiled: bool) -> Scorer:

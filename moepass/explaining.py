@@ -120,8 +120,8 @@ def explain(
     compiler = _compiler_view(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
     if compiler.is_cut:
         assumptions.append(
-            f"captured were the first {compiler.captured_layers} of {len(found.architecture.layers)} layers, which "
-            "hold every kind of layer; blocks of the others are told by analogy"
+            f"captured: {compiler.captured_text} of {len(found.architecture.layers)}, as many as hold every kind of "
+            "layer; blocks of the others are told by analogy"
         )
     if setting.dtype == "fp8":
         assumptions.append("fp8 is a forecast alone: moepass compiles what is captured, and has no fp8 experts yet")
@@ -179,7 +179,7 @@ def _budget(machine: Hardware, wanted: float | None) -> float:
         return DEFAULT_MEMORY_SHARE * most
     if not 0 < wanted <= most:
         raise InputError(
-            f"the memory budget is {wanted:.10g} bytes; a device of {machine.name} has {most:.10g}, so it must lie "
+            f"the memory budget is {wanted:.0f} bytes; a device of {machine.name} has {most:.0f}, so it must lie "
             "between 1 and that"
         )
     return wanted

@@ -17,7 +17,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class ModelPart(_Part):
+class ModelPart(_Part, frozen=True):
     """Sizes; those of experts are of the typical layer with experts, and 0 where there is none."""
 
     name: str
@@ -34,7 +34,7 @@ class ModelPart(_Part):
     other_bytes: int
 
 
-class HardwarePart(_Part):
+class HardwarePart(_Part, frozen=True):
     """Of one device: `flops` is the peak rate per second for the model's dtype; links in one direction."""
 
     name: str
@@ -47,7 +47,7 @@ class HardwarePart(_Part):
     source: str
 
 
-class WorkloadPart(_Part):
+class WorkloadPart(_Part, frozen=True):
     """What one rank computes in one step."""
 
     batch: int
@@ -55,7 +55,7 @@ class WorkloadPart(_Part):
     tokens: int
 
 
-class HomeTried(_Part):
+class HomeTried(_Part, frozen=True):
     """A home that was considered. `step_seconds` is None where it does not fit or cannot be; `note` says why."""
 
     home: str
@@ -65,7 +65,7 @@ class HomeTried(_Part):
     note: str
 
 
-class StrategyPart(_Part):
+class StrategyPart(_Part, frozen=True):
     """The verdict. `home` is where asyncep keeps its experts; `crossover_tokens` per rank: from there on it beats the
     AllToAll form (None: never, or on one device)."""
 
@@ -78,7 +78,7 @@ class StrategyPart(_Part):
     crossover_tokens: int | None
 
 
-class Block(_Part):
+class Block(_Part, frozen=True):
     """A block of experts. `by_analogy`: its layer was not captured, but one of the same kind was."""
 
     name: str
@@ -89,7 +89,7 @@ class Block(_Part):
     by_analogy: bool
 
 
-class SaturationPart(_Part):
+class SaturationPart(_Part, frozen=True):
     """The threshold of the typical layer with experts; `values` are those of the symbols in `formula`."""
 
     gather_bytes: float
@@ -103,7 +103,7 @@ class SaturationPart(_Part):
     values: dict[str, float]
 
 
-class SchedulePart(_Part):
+class SchedulePart(_Part, frozen=True):
     """The steady state of one step. `strategy` says whose: asyncep, or resident where that was chosen."""
 
     strategy: str
@@ -118,7 +118,7 @@ class SchedulePart(_Part):
     timeline: tuple[Event, ...]
 
 
-class MemoryPart(_Part):
+class MemoryPart(_Part, frozen=True):
     """Bytes on one device, of the strategy that `schedule` names. Nothing is decoded, so `kv_bytes` is 0."""
 
     strategy: str
@@ -131,7 +131,7 @@ class MemoryPart(_Part):
     fits: bool
 
 
-class ComparisonRow(_Part):
+class ComparisonRow(_Part, frozen=True):
     """`step_seconds` for the texts of all ranks; None where asyncep does not fit at all."""
 
     strategy: str
@@ -141,7 +141,7 @@ class ComparisonRow(_Part):
     fits: bool
 
 
-class CurveRow(_Part):
+class CurveRow(_Part, frozen=True):
     """The planned schedule for another number of tokens, memory left out of account."""
 
     tokens_per_rank: int
@@ -150,15 +150,19 @@ class CurveRow(_Part):
     all_to_all_seconds: float
 
 
-class CompilerPart(_Part):
+class CompilerPart(_Part, frozen=True):
     """What was captured and compiled up to lowering. `captured_layers` of the model's; the rest is by analogy."""
 
     captured_layers: int
     is_cut: bool
     explanation: Explanation
 
+    @property
+    def captured_text(self) -> str:
+        return "the first layer" if self.captured_layers == 1 else f"the first {self.captured_layers} layers"
 
-class Report(_Part):
+
+class Report(_Part, frozen=True):
     """`saturation`, `schedule` and `memory` are None where there is nothing to forecast; `assumptions` says why.
 
     `schedule` is also None where asyncep does not fit.
@@ -181,6 +185,12 @@ class Report(_Part):
     assumptions: tuple[str, ...]
     sources: dict[str, str]
     compiler: CompilerPart
+
+    @property
+    def verdict(self) -> str:
+        """The chosen strategy in a word, or that nothing fits."""
+        unfit = any(row.strategy == self.strategy.chosen and not row.fits for row in self.comparison)
+        return "nothing fits" if unfit else self.strategy.chosen
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()

@@ -58,8 +58,8 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         "alone: no weight loaded, nothing run"
     )
     yield ""
-    colour = "green" if strategy.chosen in ("asyncep", "resident") else "yellow"
-    yield f"[bold {colour}]{strategy.chosen}[/bold {colour}]: {escape(strategy.reason)}"
+    colour = "green" if report.verdict in ("asyncep", "resident") else "yellow"
+    yield f"[bold {colour}]{report.verdict}[/bold {colour}]: {escape(strategy.reason)}"
     yield _summary(report)
 
 
@@ -120,17 +120,17 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
 
 def _compiler_rows(report: Report) -> Iterator[tuple[str, str]]:
     plans, blocks = report.compiler.explanation.plans, report.blocks
-    captured = report.compiler.captured_layers
-    cut = f" (captured: the first {captured} layers; others by analogy)" if report.compiler.is_cut else ""
+    cut = f" (captured: {report.compiler.captured_text}; others by analogy)" if report.compiler.is_cut else ""
     yield "found", _count(len(blocks), "MoE block") + cut + "; " + "; ".join(found_text(plan) for plan in plans)
     if blocks:
         names = [block.name for block in blocks if block.rewritten]
         span = f": {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "") if names else ""
         yield "rewritten", f"{len(names)} of {len(blocks)} to gathers{span}"
     yield "refused", _refused(blocks, report.refusals)
+    of = " of what was captured" if report.compiler.is_cut else ""
     for plan in plans:
         segments = sum(step.op == "segment" for step in plan.steps)
-        yield "compile", f"{_count(segments, 'segment')} of the captured layers, {plan.distinct_segments} distinct"
+        yield "compile", f"{_count(segments, 'segment')}{of}, {plan.distinct_segments} distinct"
 
 
 def _refused(blocks: tuple[Block, ...], refusals: tuple[str, ...]) -> str:

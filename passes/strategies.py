@@ -83,8 +83,8 @@ def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:
 def resident_cost(setting: Setting) -> StrategyCost:
     """All experts of all layers on every device: no exchange at all, where that much memory is there."""
     seconds = _over_layers(setting, lambda layer: _layer(setting, layer).total)
-    memory: float = resident_bytes(setting.architecture, setting.dtype) + banks_bytes(setting)
-    memory += activations_bytes(setting)
+    weights = resident_bytes(setting.architecture, setting.dtype) + banks_bytes(setting)
+    memory = weights + activations_bytes(setting)
     return StrategyCost(RESIDENT, seconds, 0.0, memory, memory <= setting.budget_bytes)
 
 

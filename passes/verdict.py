@@ -35,7 +35,7 @@ def reason(
     costs = {cost.strategy: cost for cost in comparison}
     if not costs[chosen].fits:
         needed = f"{costs[chosen].memory_bytes / 1e9:.1f} GB per device"
-        return f"no strategy fits the memory budget; {chosen} needs the least memory, {needed}"
+        return f"no strategy keeps to the memory budget; {chosen} needs the least memory, {needed}"
     gain = ""
     if runner_up is not None:
         ratio = costs[runner_up].step_seconds / costs[chosen].step_seconds

@@ -97,7 +97,7 @@ def test_nothing_fits_and_the_reason_says_what_is_needed() -> None:
     least = min(made.comparison, key=lambda cost: cost.memory_bytes)
     assert made.chosen == least.strategy
     assert made.reason == (
-        f"no strategy fits the memory budget; {least.strategy} needs the least memory, "
+        f"no strategy keeps to the memory budget; {least.strategy} needs the least memory, "
         f"{least.memory_bytes / 1e9:.1f} GB per device"
     )
 
