@@ -144,6 +144,9 @@ def _graph_of_fixed(segment: GraphModule, program: ExpertProgram) -> GraphModule
 def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, FakeTensorMode]:
     """`work` as a graph for any number of rows. Raises NotByExpertError where it holds for some numbers only."""
     fixed = set(program.fixed)
+    if any(isinstance(size, int) and size == 0 for node in program.row_inputs for size in fake_value(node).shape[:1]):
+        # Nothing to loop over, and no number of rows can be looked up in none.
+        raise NotByExpertError("it has no rows")
     with unset_fake_temporarily():
         mode = FakeTensorMode(shape_env=ShapeEnv())
         graph = Graph()

@@ -280,6 +280,7 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
         "ids": _origin(_sort_key(match), _is_id_arithmetic, gathered),
         "weights": _origin(_row_weights(match), _is_row_move, gathered),
     }
+    _check_router(sources, place)
     tokens = fake_value(sources["hidden"])
     for role in ("ids", "weights"):
         value = fake_value(sources[role])
@@ -311,6 +312,34 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
         tuple(exchanges),
         tuple(region),
     )
+
+
+def _check_router(sources: Mapping[str, Node], place: dict[Node, int]) -> None:
+    """Tokens and weights may be looked up by expert ids, and not depend on them in any other way.
+
+    A mask may be that of this rank's experts alone, and in front of the block no mock run sees it.
+    """
+    ids = sources["ids"]
+    while is_call(ids, aten.clone.default, aten._to_copy.default) or (
+        is_view(ids) and not is_call(ids, operator.getitem)
+    ):
+        ids = ids.all_input_nodes[0]
+    wanted = [sources["hidden"], sources["weights"]]
+    before = {node for source in wanted for node in _ancestors(source, beyond=place[ids], place=place)}
+    pending, seen = [ids], {ids}
+    while pending:
+        for user in pending.pop().users:
+            if user in seen or user not in before:
+                continue
+            seen.add(user)
+            value = fake_value(user)
+            if is_call(user, aten.gather.default, aten.index.Tensor, aten.scatter.src) and value.is_floating_point():
+                continue
+            if not is_view(user) and not is_call(user, aten.clone.default, aten._to_copy.default):
+                raise NotThisForm(
+                    f"its weights depend on its expert ids by {user.name} ({user.target}), perhaps on this rank only"
+                )
+            pending.append(user)
 
 
 def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
@@ -491,13 +520,13 @@ def _check_leaves(leaves: set[Node]) -> None:
             raise NotThisForm(f"it depends on input {leaf.name}, whose values are not known when the graph is compiled")
 
 
-def _ancestors(node: Node) -> Iterable[Node]:
-    """Nearest first."""
+def _ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:
+    """Nearest first, and no more than MOST_NODES; all that stand behind place `beyond` where `place` is given."""
     pending, seen = [node], {node}
-    while pending and len(seen) < MOST_NODES:
+    while pending and (place is not None or len(seen) < MOST_NODES):
         current = pending.pop(0)
         yield current
         for used in current.all_input_nodes:
-            if used not in seen:
+            if used not in seen and (place is None or place[used] > beyond):
                 seen.add(used)
                 pending.append(used)

@@ -18,7 +18,7 @@ from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.passes import lower_experts
 from moepass.passes.expert_program import NotByExpertError, Product, RowWork, read_program
 from moepass.passes.graph import is_call
-from moepass.passes.lower import compile_with_inductor, decompositions
+from moepass.passes.lower import LOWERINGS, compile_with_inductor, decompositions
 from moepass.passes.sink_lookups import is_lookup, with_lookup
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 16
@@ -111,6 +111,17 @@ def test_expert_by_expert_equals_all_at_once(form: str, counts: list[int], beyon
     for output, expected in zip(outputs, segment(*inputs), strict=True):
         torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
         assert output.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("form", ["gated", "split"])
+def test_no_rows_of_no_tokens_are_compiled_as_a_whole(form: str) -> None:
+    """The first step of a rank without tokens: no number of rows can be looked up in an empty table."""
+    table, *others = inputs_for([0] * EXPERTS, 0, form)
+    inputs = (table[:0], *others)
+    segment = segment_of(FORMS[form], *inputs)
+    assert lower_experts.lower_experts(segment, compile_with_inductor) is None
+    outputs = LOWERINGS["inductor"](segment)(*inputs)
+    assert [output.shape for output in outputs] == [output.shape for output in segment(*inputs)]
 
 
 def test_a_program_keeps_its_parts_apart() -> None:
