@@ -140,5 +140,6 @@ def _the_next_model_is_taken() -> None:
         assert torch.equal(_compile(second)(hidden), full(hidden))
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_vain_with_nothing_to_take_can_meet_the_others_later() -> None:
     run_ranks(2, _the_next_model_is_taken)
