@@ -303,7 +303,9 @@ class IndexRanges:
         if not unbounded:
             return
         factor = left if left.finite else right
-        sizes = {1, *(fake_value(source).shape[-1] for role, source in self.block.sources.items() if role == "ids")}
+        # All ranks' rows, and each token's experts: runs whose ranks differ show what a size so multiplied leaves out.
+        chosen = [fake_value(source).shape[-1] for role, source in self.block.sources.items() if role == "ids"]
+        sizes = {ranks * each for ranks in (1, self.block.group.ranks) for each in (1, *chosen)}
         fits = factor.finite and max(abs(factor.low), abs(factor.high)) <= MOST_RATIO
         if not fits and not (factor.low == factor.high and factor.low in sizes):
             raise NotThisForm(f"{node.name} ({node.target}) multiplies sizes by more than was tried")

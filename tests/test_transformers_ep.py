@@ -163,7 +163,7 @@ def _is_prefetched(path: str, implementation: str, lower: str, dtype: torch.dtyp
     [
         (NAME, "eager", torch.float32, [12, 12, 9, 10]),
         # A model that was not made for moepass: the sum over ranks leaves the graph.
-        ("all_reduce", "eager", torch.float32, [12, 12, 12]),
+        pytest.param("all_reduce", "eager", torch.float32, [12, 12, 12], marks=pytest.mark.slow),
         pytest.param("all_reduce", "eager", torch.float32, [12, 12, 9, 10], marks=pytest.mark.slow),
         pytest.param(NAME, "eager", torch.bfloat16, [12, 12, 12], marks=pytest.mark.slow),
         pytest.param("all_reduce", "eager", torch.bfloat16, [12, 12, 12], marks=pytest.mark.slow),
@@ -285,7 +285,7 @@ def _all_to_all_stays(path: str, distributed: dict[str, Any], shared: bool) -> N
 
 @pytest.mark.parametrize(
     ("distributed", "shared"),
-    [({"fsdp_size": RANKS}, False), pytest.param({}, True, marks=pytest.mark.slow)],
+    [pytest.param({"fsdp_size": RANKS}, False, marks=pytest.mark.slow), ({}, True)],
     ids=["batches of their own", "a shared batch"],
 )
 def test_its_own_all_to_all_runs_as_it_came(checkpoint: str, distributed: dict[str, Any], shared: bool) -> None:
