@@ -26,7 +26,10 @@ class SizeSource:
 
 
 def size_sources(graph: Graph) -> dict[str, SizeSource]:
-    """Where each symbol stands among the inputs; those that stand there only inside larger expressions are left out."""
+    """Where each symbol stands among the inputs; those that stand there only inside larger expressions are left out.
+
+    A size that turned out to be another one, or a constant, stands under the symbol that it had at first too.
+    """
     sources: dict[str, SizeSource] = {}
     for position, node in enumerate(graph_inputs(graph)):
         value = fake_value(node)
@@ -39,9 +42,10 @@ def size_sources(graph: Graph) -> dict[str, SizeSource]:
 
 
 def _add(sources: dict[str, SizeSource], size: object, source: SizeSource) -> None:
-    shown = size_expression(size)
-    if shown.is_symbol:
-        sources.setdefault(str(shown), source)
+    if isinstance(size, torch.SymInt):
+        for shown in (size.node.expr, size.node._expr):
+            if shown.is_symbol:
+                sources.setdefault(str(shown), source)
 
 
 def size_expression(size: object) -> sympy.Expr:

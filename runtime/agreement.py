@@ -96,8 +96,8 @@ class Agreement:
         found = {rank: torch.empty_like(sent) for rank in connections.others}
         late = (
             f"did not come to agree on the form of a run within {timeout_s:g} s. With all_to_all_below every rank of "
-            "the group calls its compiled model equally often, as for the exchanges of the model itself: with no tokens "
-            "if it has none; give ranks that compile longer than others a longer timeout_s"
+            "the group calls its compiled model equally often, as the exchanges of the model itself need it: with no "
+            "tokens if it has none; give ranks that compile longer than others a longer timeout_s"
         )
         try:
             connections.exchange(
