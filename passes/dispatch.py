@@ -34,7 +34,7 @@ TOKENS_KEY = "moepass_tokens"
 _OPTION = "option all_to_all_below"
 
 
-def choose_form(tokens: int, ranks: int, border_tokens: int, hysteresis: float, last: str | None) -> str:
+def choose_form(tokens: float, ranks: int, border_tokens: int, hysteresis: float, last: str | None) -> str:
     """The form of a run with `tokens` tokens on all `ranks` together; `last` is that of the run before, if any.
 
     Exchanged below the border, gathered from it on; near it, as the last time: what changes the form is a mean beyond

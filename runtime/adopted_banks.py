@@ -328,8 +328,8 @@ class AdoptedBanks:
         with self._locked():
             if any(memory in memories for _, of_tensors in self._dispatched for memory in of_tensors):
                 raise InputError(
-                    f"{type(model).__name__} is compiled with all_to_all_below, where all ranks agree on each run: let a "
-                    "rank without work call the model itself, with no tokens, in place of gather_only_step"
+                    f"{type(model).__name__} is compiled with all_to_all_below, where all ranks agree on each run: let "
+                    "a rank without work call the model itself, with no tokens, in place of gather_only_step"
                 )
             of_memory = {parts[0]: bank.spec for (_, parts), bank in self._known.items()}
         return [of_memory[memory] for memory in memories if memory in of_memory]

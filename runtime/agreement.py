@@ -1,9 +1,9 @@
 """The ranks of a process group agree on the form of each run: gathered weights, or exchanged tokens.
 
-An exchange needs all ranks, and each knows its own tokens only. So where a plan has a dispatch, every run begins with a
-few bytes from every rank to every other, over gloo connections of the group's own: no device waits for them, and every
-wait ends. What follows is computed alike on all ranks, from what was agreed alone; the last form of the group's runs, by
-which a form stays near the border, is a part of that.
+An exchange needs all ranks, and each knows its own tokens only. So where a plan has a dispatch, every run begins with
+a few bytes from every rank to every other, over gloo connections of the group's own: no device waits for them, and
+every wait ends. What follows is computed alike on all ranks, from what was agreed alone; the last form of the group's
+runs, by which a form stays near the border, is a part of that.
 
 Which of a rank's graphs takes part does not matter: ranks compile for different shapes.
 """
@@ -37,7 +37,7 @@ LARGEST_EXACT = 2**53
 
 @dataclasses.dataclass(frozen=True)
 class Presence:
-    """What a rank comes with: its tokens in a block, the border of its graph, and the blocks that it is about to run."""
+    """What a rank comes with: its tokens in a block, the border of its graph, and the blocks that are about to run."""
 
     tokens: float
     border_tokens: int

@@ -113,7 +113,7 @@ class Dispatcher:
         presence = Presence(tokens, self._dispatch.border_tokens, self._dispatch.hysteresis, self._blocks)
         return agreement_of(self._group()).agree(presence, self._timeout_s) == EXCHANGED
 
-    def run_exchanged(self, arguments: Sequence[Any]) -> Any:
+    def run_exchanged(self, *arguments: Any) -> Any:
         """The run, as the captured graph says."""
         self.statistics.exchanged_runs += 1
         return self._exchanged.run(arguments, read_sizes(self._sources, arguments))

@@ -78,7 +78,7 @@ class ReadTensor(torch.nn.Module):
 class Located(torch.nn.Module):
     """A segment at one place of the graph: an exception in it names that place."""
 
-    def __init__(self, segment: torch.nn.Module, name: str, layers: str) -> None:
+    def __init__(self, segment: Callable[..., Any], name: str, layers: str) -> None:
         super().__init__()
         self.segment = segment
         self.name = name
@@ -189,6 +189,7 @@ class Executor:
         self._lock = threading.Lock()
         self._adopt = adopt
         self._dispatcher = dispatcher
+        self._exchanged = None if dispatcher is None else Located(dispatcher.run_exchanged, "the captured graph", "")
         self._top = top
         self._is_debug = ring is not None and ring.debug
         names = [node.name for node in graph_inputs(top.graph)]
@@ -232,9 +233,9 @@ class Executor:
         return outputs
 
     def _run(self, arguments: tuple[Any, ...]) -> Any:
-        if self._dispatcher is not None:
+        if self._dispatcher is not None and self._exchanged is not None:
             if self._dispatcher.is_exchanged(arguments, self._parts_among(arguments), self._memories(arguments)):
-                return self._dispatcher.run_exchanged(arguments)
+                return self._exchanged(*arguments)
             self._dispatcher.statistics.gathered_runs += 1
         schedule = self._schedule_for(arguments) if self._adopt is None else self._adopted_schedule(arguments)
         if schedule.ring is None:
