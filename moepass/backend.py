@@ -95,7 +95,12 @@ def _compile(captured: GraphModule, options: Options) -> Executor:
     if store:
         options.refuse_adoption()
     slots = store.slots if store else options.adoption().slots
-    context = PassContext(slots, frozenset(options.disable), groups, options.all_to_all_below)
+    context = PassContext(
+        slots=slots,
+        disabled=frozenset(options.disable),
+        groups=groups,
+        all_to_all_below=options.all_to_all_below,
+    )
     dump = GraphDump(options.dump) if options.dump else None
     result = compile_graph(captured, context, observe=dump)
     if dump:

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 GATHERED, EXCHANGED = "gathered", "exchanged"
 
-# [Empirical] Batches of a service vary by more than this; times of runs, by which a border is found, by less.
+# [Empirical] A guess, not measured: so much may a batch size vary around the border without a change of form.
 HYSTERESIS = 0.1
 
 # Written on the gather of a block that was localised: its tokens, or why they are unknown.

@@ -44,11 +44,11 @@ def dispatching(
     (name,) = {bank.group for bank in plan.banks}
     left = [Left(refusal.where, refusal.reason) for refusal in plan.refusals if refusal.group == name]
 
-    def compare(parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    def compare(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         group = _group(name)
-        adopted_banks(group, device).compare(group, plan.banks, parts, left, options.timeout_s, dispatch.border_tokens)
+        adopted_banks(group, device).compare(group, banks, parts, left, options.timeout_s, dispatch.border_tokens)
 
-    return Dispatcher(dispatch, plan, captured, lower, lambda: _group(name), compare, options.timeout_s)
+    return Dispatcher(dispatch, captured, lower, lambda: _group(name), compare, options.timeout_s)
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: bool) -> Adopt | None:

@@ -18,9 +18,9 @@ from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.models.formulas.text import evaluate_text
-from moepass.passes.dispatch import EXCHANGED, GATHERED
+from moepass.passes.dispatch import EXCHANGED
 from moepass.passes.input_sizes import read_sizes, size_sources
-from moepass.passes.ir import Dispatch, Plan
+from moepass.passes.ir import BankSpec, Dispatch
 from moepass.passes.lower_whole import WholeGraph, lower_whole
 from moepass.runtime.agreement import Presence, agreement_of
 from moepass.runtime.forking import renew_after_fork
@@ -79,20 +79,18 @@ class Dispatcher:
     def __init__(
         self,
         dispatch: Dispatch,
-        plan: Plan,
         captured: GraphModule,
         lower: str,
         group: Callable[[], ProcessGroup],
-        compare: Callable[[Sequence[Sequence[Any]]], None],
+        compare: Callable[[Sequence[BankSpec], Sequence[Sequence[Any]]], None],
         timeout_s: float,
     ) -> None:
-        """`group` gives the process group of the plan's banks; `compare` takes this rank's parts of each.
+        """`group` gives the process group of the graph's banks; `compare` takes banks and this rank's parts of each.
 
         It compares with the other ranks what was decided about these banks, and is called where they come first.
         """
         self.statistics = FormStatistics()
         self._dispatch = dispatch
-        self._blocks = tuple(bank.name for bank in plan.banks)
         self._sources = size_sources(captured.graph)
         self._exchanged = ExchangedForm(captured, lower, self.statistics)
         self._group = group
@@ -100,17 +98,22 @@ class Dispatcher:
         self._timeout_s = timeout_s
         self._compared: dict[object, tuple[StorageWeakRef, ...]] = {}
 
-    def is_exchanged(self, arguments: Sequence[Any], parts: Sequence[Sequence[Any]], key: object) -> bool:
-        """Agree with the other ranks on the form of this run. `key` tells the memory of `parts`.
+    def is_exchanged(
+        self, arguments: Sequence[Any], banks: Sequence[BankSpec], parts: Sequence[Sequence[Any]], key: object
+    ) -> bool:
+        """Agree with the other ranks on the form of this run, of which `parts` of each bank are this rank's.
+
+        `key` tells the memory of `parts`.
 
         Raises PeerError where ranks differ, are gone or do not come.
         """
         if not self._is_known(key):
-            self._compare(parts)
+            self._compare(banks, parts)
             storages = tuple(StorageWeakRef(part.untyped_storage()) for of_bank in parts for part in of_bank)
             self._compared = {**self._living(), key: storages}
         tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
-        presence = Presence(tokens, self._dispatch.border_tokens, self._dispatch.hysteresis, self._blocks)
+        names = tuple(bank.name for bank in banks)
+        presence = Presence(tokens, self._dispatch.border_tokens, self._dispatch.hysteresis, names)
         return agreement_of(self._group()).agree(presence, self._timeout_s) == EXCHANGED
 
     def run_exchanged(self, *arguments: Any) -> Any:
@@ -124,6 +127,3 @@ class Dispatcher:
 
     def _living(self) -> dict[object, tuple[StorageWeakRef, ...]]:
         return {key: storages for key, storages in self._compared.items() if self._is_known(key)}
-
-
-__all__ = ["EXCHANGED", "GATHERED", "Dispatcher", "FormStatistics"]

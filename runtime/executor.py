@@ -198,6 +198,7 @@ class Executor:
         self._shards = tuple(names.index(name) for name in streamed.values())
         parts = {stay.bank: tuple(names.index(name) for name in stay.shards) for stay in plan.residencies if adopt}
         self._parts = parts
+        self._banks = [plan.bank(index) for index in parts]
         bound = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring)
         self._own = Schedule(bound, None if ring is None else weakref.ref(ring))
         self._others: dict[Banks, Schedule] = {}
@@ -234,7 +235,8 @@ class Executor:
 
     def _run(self, arguments: tuple[Any, ...]) -> Any:
         if self._dispatcher is not None and self._exchanged is not None:
-            if self._dispatcher.is_exchanged(arguments, self._parts_among(arguments), self._memories(arguments)):
+            banks, parts = self._banks, self._parts_among(arguments)
+            if self._dispatcher.is_exchanged(arguments, banks, parts, self._memories(arguments)):
                 return self._exchanged(*arguments)
             self._dispatcher.statistics.gathered_runs += 1
         schedule = self._schedule_for(arguments) if self._adopt is None else self._adopted_schedule(arguments)
@@ -293,7 +295,7 @@ class Executor:
         with self._lock:
             self._adopted = {key: known for key, known in self._adopted.items() if known.is_alive}
             parts = self._parts_among(arguments)
-            ring, specs = self._adopt([self.plan.bank(index) for index in self._parts], parts)
+            ring, specs = self._adopt(self._banks, parts)
             if ring is not None:
                 ring.reserve(self.plan.slots, 0)
             # The memory of these tensors may be another one now.
