@@ -24,7 +24,7 @@ from moepass.passes.ir import BANK_TENSOR, Plan
 from moepass.passes.lower import decompositions, lower_segments
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.protocol import PassContext
-from moepass.runtime.adoption import adoption, process_groups
+from moepass.runtime.adoption import adoption, dispatching, process_groups
 from moepass.runtime.banks import BankStore, find_store
 from moepass.runtime.executor import Executor
 
@@ -95,7 +95,12 @@ def _compile(captured: GraphModule, options: Options) -> Executor:
     if store:
         options.refuse_adoption()
     slots = store.slots if store else options.adoption().slots
-    context = PassContext(slots=slots, disabled=frozenset(options.disable), groups=groups)
+    context = PassContext(
+        slots=slots,
+        disabled=frozenset(options.disable),
+        groups=groups,
+        all_to_all_below=options.all_to_all_below,
+    )
     dump = GraphDump(options.dump) if options.dump else None
     result = compile_graph(captured, context, observe=dump)
     if dump:
@@ -105,8 +110,10 @@ def _compile(captured: GraphModule, options: Options) -> Executor:
     if store and result.plan.residencies:
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
             ring = store.ring(options.debug)
-    adopt = adoption(result.plan, _ring_device(captured), options.adoption(), options.debug)
-    executor = Executor(lowered, result.plan, ring, adopt)
+    device = _ring_device(captured)
+    adopt = adoption(result.plan, device, options.adoption(), options.debug)
+    dispatcher = dispatching(result.plan, captured, options.lower, device, options.adoption())
+    executor = Executor(lowered, result.plan, ring, adopt, dispatcher)
     recorded = _recorded.get()
     if recorded is not None:
         recorded.append(Compilation(result.plan, executor))
@@ -117,6 +124,8 @@ def _compile(captured: GraphModule, options: Options) -> Executor:
 def _log(plan: Plan) -> None:
     counts = f"{len(plan.blocks)} blocks, {plan.distinct_segments} distinct segments"
     logger.info("%s: %s (%s)", plan.strategy, plan.reason, counts)
+    if plan.dispatch is not None:
+        logger.info("dispatch: %s", plan.dispatch.reason)
     for refusal in plan.refusals:
         logger.info("refused %s at %s: %s", refusal.where or "a block", refusal.node, refusal.reason)
 

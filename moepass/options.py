@@ -11,6 +11,7 @@ from typing import Any
 from moepass.models.errors import OptionError, one_of
 from moepass.passes.lower import LOWERINGS
 from moepass.runtime.adoption import AdoptionOptions
+from moepass.runtime.agreement import LARGEST_EXACT
 from moepass.runtime.link import parse_link
 from moepass.runtime.transports import check_transport
 
@@ -30,6 +31,12 @@ class Options:
     link       "real" (default), or "emulate:BYTES_PER_S" (CPU only)
     timeout_s  seconds that ranks wait for each other, 60 by default: in the first run, with "collective" in every run
     transport  "pull" (default): ranks on one machine copy when they like; or "collective": all gather together
+    all_to_all_below
+               tokens per rank, in the mean over ranks, below which a run exchanges tokens as the model itself does,
+               whatever its exchange is, instead of gathering weights; within a tenth of it runs stay as the last one
+               was. None (default): all runs gather. Ranks agree on each run at its beginning, so with it every rank of
+               the group calls every forward, as for an exchange: with no tokens if it has none. One that does not come
+               within timeout_s is an error on the others, and ends that for the group.
     """
 
     lower: str = "inductor"
@@ -40,6 +47,7 @@ class Options:
     link: str | None = None
     timeout_s: float | None = None
     transport: str | None = None
+    all_to_all_below: int | None = None
 
     def adoption(self) -> AdoptionOptions:
         """Those for models that run with expert parallelism."""
@@ -53,6 +61,11 @@ class Options:
 
     def refuse_adoption(self) -> None:
         """Raises OptionError where one of these was given, for a model that has a ring already."""
+        if self.all_to_all_below is not None:
+            raise OptionError(
+                f"option all_to_all_below is {self.all_to_all_below!r}, but the experts of this model were offloaded: "
+                "no rank computes for another, so there is no exchange that a run could keep; leave the option out"
+            )
         for name in ("slots", "link", "timeout_s", "transport"):
             if getattr(self, name) is not None:
                 raise OptionError(
@@ -96,8 +109,14 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     transport = given.get("transport")
     if transport is not None:
         check_transport(transport, "option transport")
+    below = given.get("all_to_all_below")
+    if below is not None and (not isinstance(below, int) or isinstance(below, bool) or not 1 <= below <= LARGEST_EXACT):
+        raise OptionError(
+            f"option all_to_all_below is {below!r}; it must be a number of tokens per rank from 1 to {LARGEST_EXACT}, "
+            "or None"
+        )
     folder = None if dump is None else os.fsdecode(dump)
-    return Options(lower, tuple(disable), debug, folder, slots, link, timeout_s, transport)
+    return Options(lower, tuple(disable), debug, folder, slots, link, timeout_s, transport, below)
 
 
 def _is_positive(value: object) -> bool:

@@ -248,11 +248,27 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """When a run exchanges tokens, as the captured graph does, instead of gathering weights.
+
+    It does below `border_tokens` tokens per rank, in the mean over ranks; once a form runs, it stays until the mean is
+    further from the border than the fraction `hysteresis` of it. `tokens` is this rank's number of tokens in a block,
+    an expression in the graph's sizes. `reason` says in one sentence where the border comes from.
+    """
+
+    border_tokens: int
+    hysteresis: float
+    tokens: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What the compiler decided about one graph. Pure data: the single source of truth for every number in it.
 
     `cost` is that of the whole graph, in its sizes; `sizes` are these by name, with the values at capture. Operators
-    in `uncosted` count with their memory traffic only, because nobody knows what they compute.
+    in `uncosted` count with their memory traffic only, because nobody knows what they compute. Without `dispatch` every
+    run follows the schedule.
     """
 
     schema: str = PLAN_SCHEMA
@@ -269,6 +285,7 @@ class Plan:
     cost: Cost | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     uncosted: tuple[str, ...] = ()
+    dispatch: Dispatch | None = None
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()

@@ -25,6 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.collectives import collective_of, collectives_of
+from moepass.passes.dispatch import TOKENS_KEY, routed_tokens
 from moepass.passes.graph import copy_graph_module, fake_value, is_call, map_nodes, positions
 from moepass.passes.ir import BankSpec, Plan, Refusal, gather
 from moepass.passes.local_experts import LocalForm
@@ -109,6 +110,7 @@ def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> dict[Node, No
     bank_node = graph.call_function(gather, (list(shards),), {"bank": bank.index})
     bank_node.meta["moepass_block"] = block.name
     bank_node.meta["moepass_parallel"] = block.form
+    bank_node.meta[TOKENS_KEY] = routed_tokens(block)
     values = [fake_value(shard).new_empty(tensor.shape) for shard, tensor in zip(shards, bank.tensors, strict=True)]
     bank_node.meta["val"] = tuple(values)
     complete = {}

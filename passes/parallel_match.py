@@ -325,7 +325,7 @@ def _check_router(sources: Mapping[str, Node], place: dict[Node, int]) -> None:
     ):
         ids = ids.all_input_nodes[0]
     wanted = [sources["hidden"], sources["weights"]]
-    before = {node for source in wanted for node in _ancestors(source, beyond=place[ids], place=place)}
+    before = {node for source in wanted for node in ancestors(source, beyond=place[ids], place=place)}
     pending, seen = [ids], {ids}
     while pending:
         for user in pending.pop().users:
@@ -418,12 +418,12 @@ def _node(argument: object) -> Node | None:
 
 def _sort_key(match: BlockMatch) -> Node:
     """What the rows were sorted by: the ids behind the offsets of the products."""
-    for node in _ancestors(match.products[0].key):
+    for node in ancestors(match.products[0].key):
         if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
             key = node.args[0]
             assert isinstance(key, Node)
             return key
-    for node in _ancestors(match.products[0].activations):
+    for node in ancestors(match.products[0].activations):
         if is_call(node, aten.sort.stable, aten.sort.default):
             key = node.args[0]
             assert isinstance(key, Node)
@@ -520,7 +520,7 @@ def _check_leaves(leaves: set[Node]) -> None:
             raise NotThisForm(f"it depends on input {leaf.name}, whose values are not known when the graph is compiled")
 
 
-def _ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:
+def ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:
     """Nearest first, and no more than MOST_NODES; all that stand behind place `beyond` where `place` is given."""
     pending, seen = [node], {node}
     while pending and (place is not None or len(seen) < MOST_NODES):

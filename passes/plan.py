@@ -2,7 +2,8 @@
 
 Contract
     in    canonical graph
-    out   the same graph, untouched; `plan.strategy`, `reason`, `slots`, `slot_bytes`, `residencies`
+    out   the same graph, untouched; `plan.strategy`, `reason`, `slots`, `slot_bytes`, `residencies`, and `dispatch`,
+          or a refusal where it was asked for and cannot be
 
 Pseudo-code
     if nothing is gathered: strategy resident
@@ -17,6 +18,7 @@ import dataclasses
 
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.passes.dispatch import plan_dispatch
 from moepass.passes.graph import is_call, is_view, mutates, positions, readers
 from moepass.passes.ir import Plan, Residency, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
@@ -41,6 +43,8 @@ class Lifetime:
 @graph_pass(requires={"canonical"}, provides={"planned"})
 def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Choose strategy and slots. Raises PlanError where the ring has fewer slots than banks that are read at once."""
+    dispatch, refusals = plan_dispatch(module, context)
+    plan = dataclasses.replace(plan, dispatch=dispatch, refusals=plan.refusals + refusals)
     stays = lifetimes(module.graph)
     if not stays:
         reason = (
@@ -51,7 +55,7 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
         if plan.banks:
             reason = "banks are read, but only outside recognised blocks: they are gathered synchronously"
         decided = dataclasses.replace(plan, strategy="resident" if not plan.banks else "synchronous", reason=reason)
-        return PassResult(module, decided)
+        return PassResult(module, decided, refusals=refusals)
     residencies = assign_slots(stays, positions(module.graph), context.slots)
     used = 1 + max(stay.slot for stay in residencies)
     decided = dataclasses.replace(
@@ -62,7 +66,7 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
         slot_bytes=max(plan.bank(stay.bank).nbytes for stay in stays),
         residencies=tuple(residencies),
     )
-    return PassResult(module, decided, matches=tuple(stay.block for stay in residencies))
+    return PassResult(module, decided, matches=tuple(stay.block for stay in residencies), refusals=refusals)
 
 
 def _reason(stays: int, slots: int, homes: set[str]) -> str:

@@ -39,12 +39,14 @@ class PassContext:
     """What passes may know beside the graph.
 
     `slots` is the size of the ring that the banks stream through; `groups` are the process groups that the graph talks
-    to, by name, as this rank sees them.
+    to, by name, as this rank sees them. Runs of fewer than `all_to_all_below` tokens per rank are to keep their
+    exchanges; None: no run is.
     """
 
     slots: int = 2
     disabled: frozenset[str] = frozenset()
     groups: Mapping[str, Group] = dataclasses.field(default_factory=dict)
+    all_to_all_below: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

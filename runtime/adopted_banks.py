@@ -137,6 +137,9 @@ class AdoptedBanks:
         self.home = AdoptedHome(make_transport(self.options.transport, self.options.link))
         self._ring: Ring | None = None
         self._known: dict[BankKey, AdoptedBank] = {}
+        # Banks of graphs with a dispatch, met for or not: what was decided about them was compared, and ranks agree on
+        # each of their runs. Their storages keep the keys unique.
+        self._dispatched: dict[BankKey, tuple[StorageWeakRef, ...]] = {}
         self._next_index = 0
         self._uses_of_name: dict[str, int] = {}
         # Names of blocks that all ranks leave as they came; and whether others do not even say so.
@@ -172,13 +175,38 @@ class AdoptedBanks:
             fresh = {key: number for number, key in reversed(list(enumerate(keys))) if key not in self._known}
             found = {key: bank for key, bank in self._known.items() if key in keys}
             numbers = sorted(fresh.values())
-            self._decide(group, [banks[number].name for number in numbers], left, options.timeout_s)
+            undecided = [banks[number].name for number in numbers if keys[number] not in self._dispatched]
+            self._decide(group, undecided, left, options.timeout_s)
             if fresh:
                 met = self._meet(group, [banks[number] for number in numbers], [parts[number] for number in numbers])
                 found |= {keys[number]: bank for number, bank in zip(numbers, met, strict=True)}
-                # Their memory may be another one now.
-                self._known |= {_key(bank.spec, parts[number]): bank for number, bank in zip(numbers, met, strict=True)}
+                for number, bank in zip(numbers, met, strict=True):
+                    # Their memory may be another one now.
+                    key = _key(bank.spec, parts[number])
+                    self._known[key] = bank
+                    if self._dispatched.pop(keys[number], None) is not None:
+                        self._dispatched[key] = bank.storages
             return self._ring_for(debug) if banks else None, [found[key].spec for key in keys]
+
+    def compare(
+        self,
+        group: ProcessGroup,
+        banks: Sequence[BankSpec],
+        parts: Sequence[Sequence[torch.Tensor]],
+        left: Sequence[Left],
+        timeout_s: float,
+        border_tokens: int,
+    ) -> None:
+        """Compare decisions with all ranks, as `adopt` does, for banks whose first run need not gather them.
+
+        They are adopted later, when a run does. Raises PeerError where ranks are missing or disagree.
+        """
+        with self._locked():
+            found = {_key(bank, tensors): (bank.name, tensors) for bank, tensors in zip(banks, parts, strict=True)}
+            fresh = [key for key in found if key not in self._known and key not in self._dispatched]
+            self._decide(group, [found[key][0] for key in fresh], left, timeout_s, border_tokens)
+            for key, (_, tensors) in found.items():
+                self._dispatched[key] = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -188,7 +216,14 @@ class AdoptedBanks:
         if self._is_drop_due:
             self._drop_soon()
 
-    def _decide(self, group: ProcessGroup, fresh: Sequence[str], left: Sequence[Left], timeout_s: float) -> None:
+    def _decide(
+        self,
+        group: ProcessGroup,
+        fresh: Sequence[str],
+        left: Sequence[Left],
+        timeout_s: float,
+        border_tokens: int | None = None,
+    ) -> None:
         """Compare decisions with all ranks where something comes for the first time: see `runtime/decisions.py`.
 
         What all ranks left once they may leave again alone: a rank may compile for a shape that others do not have.
@@ -197,7 +232,7 @@ class AdoptedBanks:
         if not fresh and (not unknown or self._is_alone):
             return
         try:
-            decisions = exchange_decisions(group, Decisions(tuple(fresh), tuple(left)), timeout_s)
+            decisions = exchange_decisions(group, Decisions(tuple(fresh), tuple(left), border_tokens), timeout_s)
         except PeerError as error:
             adopted = [block for block in unknown if block.name in self._uses_of_name]
             if fresh:
@@ -284,10 +319,18 @@ class AdoptedBanks:
         return met
 
     def banks_of(self, model: nn.Module) -> list[BankSpec]:
-        """The adopted banks that parameters of `model` are parts of, in its order; once for each place in the model."""
+        """The adopted banks that parameters of `model` are parts of, in its order; once for each place in the model.
+
+        Raises InputError where ranks agree on each of their runs, so that none may stay away.
+        """
         values = (value for _, value in model.named_parameters(remove_duplicate=False))
         memories = [memory_of(value.to_local() if hasattr(value, "to_local") else value) for value in values]
         with self._locked():
+            if any(memory in memories for _, of_tensors in self._dispatched for memory in of_tensors):
+                raise InputError(
+                    f"{type(model).__name__} is compiled with all_to_all_below, where all ranks agree on each run: let "
+                    "a rank without work call the model itself, with no tokens, in place of gather_only_step"
+                )
             of_memory = {parts[0]: bank.spec for (_, parts), bank in self._known.items()}
         return [of_memory[memory] for memory in memories if memory in of_memory]
 
@@ -313,6 +356,11 @@ class AdoptedBanks:
 
     def _drop_gone(self) -> None:
         self._is_drop_due = False
+        self._dispatched = {
+            key: storages
+            for key, storages in self._dispatched.items()
+            if not any(storage.expired() for storage in storages)
+        }
         gone = [key for key, bank in self._known.items() if bank.is_gone]
         for key in gone:
             self.home.drop(self._known.pop(key))

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
+from torch.fx import GraphModule
 
 from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec, Plan
 from moepass.passes.protocol import Group
 from moepass.runtime.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
 from moepass.runtime.decisions import Left
+from moepass.runtime.dispatching import Dispatcher
 from moepass.runtime.executor import Adopt
 from moepass.runtime.ring import Ring
 
@@ -27,6 +29,26 @@ def process_groups(names: Iterable[str]) -> dict[str, Group]:
     """This rank's place in each of the process groups with these names; those that do not exist here are left out."""
     known = {str(group.group_name): group for group in c10d._world.pg_map}
     return {name: Group(known[name].rank(), known[name].size()) for name in names if name in known}
+
+
+def dispatching(
+    plan: Plan, captured: GraphModule, lower: str, device: torch.device, options: AdoptionOptions
+) -> Dispatcher | None:
+    """What chooses the form of each run; None where the plan has no dispatch.
+
+    `captured` is the graph that the plan was made for, `lower` how it is compiled where it has to run.
+    """
+    dispatch = plan.dispatch
+    if dispatch is None:
+        return None
+    (name,) = {bank.group for bank in plan.banks}
+    left = [Left(refusal.where, refusal.reason) for refusal in plan.refusals if refusal.group == name]
+
+    def compare(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        group = _group(name)
+        adopted_banks(group, device).compare(group, banks, parts, left, options.timeout_s, dispatch.border_tokens)
+
+    return Dispatcher(dispatch, captured, lower, lambda: _group(name), compare, options.timeout_s)
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: bool) -> Adopt | None:
@@ -73,4 +95,4 @@ def _group(name: str) -> ProcessGroup:
     raise InputError(f"process group {name!r}, over which the experts are spread, was destroyed; compile again")
 
 
-__all__ = ["AdoptionOptions", "adopted_banks", "adopted_parts", "adoption", "process_groups"]
+__all__ = ["AdoptionOptions", "adopted_banks", "adopted_parts", "adoption", "dispatching", "process_groups"]

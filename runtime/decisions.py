@@ -30,10 +30,14 @@ class Left:
 
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-    """The blocks of one graph that come for the first time on a rank, in its order."""
+    """The blocks of one graph that come for the first time on a rank, in its order.
+
+    Runs below `border_tokens` tokens per rank are exchanged; None where none is.
+    """
 
     taken: tuple[str, ...]
     left: tuple[Left, ...]
+    border_tokens: int | None = None
 
 
 def exchange_decisions(group: ProcessGroup, own: Decisions, timeout_s: float) -> list[Decisions]:
@@ -61,6 +65,12 @@ def check_decisions(decisions: Sequence[Decisions]) -> None:
                     f"ranks disagree on block {stray}: rank {taker} takes it, rank {rank} "
                     f"{left.get(stray, 'does not see it')}; run all ranks with the same code and inputs of one kind "
                     "first, or leave expert parallelism on all of them with options={'disable': ['localise']}"
+                )
+            if decided.taken and decided.border_tokens != other.border_tokens:
+                raise PeerError(
+                    "ranks disagree on the tokens per rank below which runs are exchanged: "
+                    f"{decided.border_tokens} on rank {taker}, {other.border_tokens} on rank {rank}; give all ranks "
+                    "the same all_to_all_below"
                 )
 
 

@@ -21,6 +21,7 @@ from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, acquire, pr
 from moepass.passes.timeline import COMPUTE, HOST
 from moepass.runtime.banks import BankStore, find_bank, find_store
 from moepass.runtime.copying import CopyError
+from moepass.runtime.dispatching import Dispatcher, FormStatistics
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.recording import current_recording
 from moepass.runtime.ring import Ring
@@ -77,7 +78,7 @@ class ReadTensor(torch.nn.Module):
 class Located(torch.nn.Module):
     """A segment at one place of the graph: an exception in it names that place."""
 
-    def __init__(self, segment: torch.nn.Module, name: str, layers: str) -> None:
+    def __init__(self, segment: Callable[..., Any], name: str, layers: str) -> None:
         super().__init__()
         self.segment = segment
         self.name = name
@@ -164,16 +165,31 @@ class Executor:
     One executor serves all layers and models that are alike, each with the ring of its own model: whose banks a run
     reads is told by the shards among its inputs. `graph_module` and `ring` are those that it was compiled for, or those
     of its first run where banks are parameters of the graph.
+
+    Where the plan has a dispatch, all ranks agree at the beginning of each run whether it follows the schedule at all;
+    `forms` counts what came of that, and is None elsewhere.
     """
 
     _boxed_call = True
 
-    def __init__(self, top: GraphModule, plan: Plan, ring: Ring | None, adopt: Adopt | None = None) -> None:
-        """Where banks are this rank's parameters, `adopt` completes them when they come first, and has their ring."""
+    def __init__(
+        self,
+        top: GraphModule,
+        plan: Plan,
+        ring: Ring | None,
+        adopt: Adopt | None = None,
+        dispatcher: Dispatcher | None = None,
+    ) -> None:
+        """Where banks are this rank's parameters, `adopt` completes them when they come first, and has their ring.
+
+        `dispatcher` runs what does not follow the schedule; only for such banks, which it reads as they are.
+        """
         self.plan = plan
         self._number = next(_executor_numbers)
         self._lock = threading.Lock()
         self._adopt = adopt
+        self._dispatcher = dispatcher
+        self._exchanged = None if dispatcher is None else Located(dispatcher.run_exchanged, "the captured graph", "")
         self._top = top
         self._is_debug = ring is not None and ring.debug
         names = [node.name for node in graph_inputs(top.graph)]
@@ -182,6 +198,7 @@ class Executor:
         self._shards = tuple(names.index(name) for name in streamed.values())
         parts = {stay.bank: tuple(names.index(name) for name in stay.shards) for stay in plan.residencies if adopt}
         self._parts = parts
+        self._banks = [plan.bank(index) for index in parts]
         bound = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring)
         self._own = Schedule(bound, None if ring is None else weakref.ref(ring))
         self._others: dict[Banks, Schedule] = {}
@@ -200,6 +217,10 @@ class Executor:
         """The ring, which belongs to the model; None where nothing is streamed. Raises InputError once it is gone."""
         return None if self._own.ring is None else alive(self._own.ring)
 
+    @property
+    def forms(self) -> FormStatistics | None:
+        return None if self._dispatcher is None else self._dispatcher.statistics
+
     def __call__(self, inputs: list[Any]) -> Any:
         arguments = tuple(inputs)
         inputs.clear()  # the boxed convention: the caller's references end here
@@ -213,6 +234,11 @@ class Executor:
         return outputs
 
     def _run(self, arguments: tuple[Any, ...]) -> Any:
+        if self._dispatcher is not None and self._exchanged is not None:
+            banks, parts = self._banks, self._parts_among(arguments)
+            if self._dispatcher.is_exchanged(arguments, banks, parts, self._memories(arguments)):
+                return self._exchanged(*arguments)
+            self._dispatcher.statistics.gathered_runs += 1
         schedule = self._schedule_for(arguments) if self._adopt is None else self._adopted_schedule(arguments)
         if schedule.ring is None:
             return schedule.graph_module(*arguments)
@@ -259,13 +285,17 @@ class Executor:
     def _memories(self, arguments: Sequence[Any]) -> tuple[Memory, ...]:
         return tuple(memory_of(arguments[place]) for places in self._parts.values() for place in places)
 
+    def _parts_among(self, arguments: Sequence[Any]) -> list[list[torch.Tensor]]:
+        """This rank's tensors of each bank."""
+        return [[arguments[place] for place in places] for places in self._parts.values()]
+
     def _adopt_for(self, arguments: Sequence[Any]) -> Schedule:
         """The schedule for the banks of which these arguments are parts, and which come here for the first time."""
         assert self._adopt is not None
         with self._lock:
             self._adopted = {key: known for key, known in self._adopted.items() if known.is_alive}
-            parts = [[arguments[place] for place in places] for places in self._parts.values()]
-            ring, specs = self._adopt([self.plan.bank(index) for index in self._parts], parts)
+            parts = self._parts_among(arguments)
+            ring, specs = self._adopt(self._banks, parts)
             if ring is not None:
                 ring.reserve(self.plan.slots, 0)
             # The memory of these tensors may be another one now.

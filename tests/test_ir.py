@@ -21,6 +21,7 @@ from moepass.passes.ir import (
     PLAN_SCHEMA,
     BankSpec,
     Cost,
+    Dispatch,
     MoEBlock,
     Plan,
     Refusal,
@@ -69,6 +70,7 @@ PLANS = st.builds(
     cost=COSTS,
     sizes=st.lists(st.tuples(NAMES, COUNTS), max_size=3).map(tuple),
     uncosted=st.lists(NAMES, max_size=3).map(tuple),
+    dispatch=st.none() | st.builds(Dispatch, COUNTS, st.floats(0, 1), NAMES, NAMES),
 )  # fmt: skip
 
 
@@ -93,6 +95,7 @@ def test_plans_have_the_same_digest_exactly_if_they_are_equal(one: Plan, other: 
 def test_any_changed_field_changes_the_digest() -> None:
     plan = _real_plan()
     values = {"str": "changed", "int": 12345, "tuple": (), "Cost": Cost("7*s0")}
+    values["NoneType"] = Dispatch(100, 0.1, "2*s3 + 1", "because")
     for field in dataclasses.fields(Plan):
         old = getattr(plan, field.name)
         new = values[type(old).__name__]

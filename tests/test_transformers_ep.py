@@ -177,6 +177,32 @@ def test_compiled_it_is_one_graph_whose_banks_are_prefetched(
     run_ranks(RANKS, _is_prefetched, checkpoint, implementation, lower, dtype, lengths, timeout=150)
 
 
+def _exchanges_few_tokens(path: str, implementation: str) -> list[tuple[int, int] | str]:
+    """Runs by form of each graph, or why it has one form only."""
+    model, reference = _load(path, implementation, **_whole_dense_layers(path)), _reference(path)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = _compile(model, fullgraph=True, all_to_all_below=20)
+        for seed, length in enumerate((12, 7, 6, 12, 7)):  # twice as many tokens
+            tokens = _tokens(seed, length)
+            torch.testing.assert_close(_logits(compiled, tokens), _logits(reference, tokens))
+    found: list[tuple[int, int] | str] = []
+    for compilation in compilations:
+        forms = compilation.executor.forms
+        if forms is None:
+            found += [refusal.reason for refusal in compilation.plan.refusals]
+        else:
+            found.append((forms.gathered_runs, forms.exchanged_runs))
+    return found
+
+
+@pytest.mark.slow
+def test_few_tokens_are_exchanged_where_the_model_has_an_exchange(checkpoint: str) -> None:
+    assert run_ranks(RANKS, _exchanges_few_tokens, checkpoint, "all_reduce", timeout=150) == [[(1, 0), (1, 3)]] * RANKS
+    for reasons in run_ranks(RANKS, _exchanges_few_tokens, checkpoint, NAME, timeout=150):
+        block = "block model.layers.0.mlp.experts asks for complete experts itself"
+        assert reasons == [f"20 has no effect: {block}, and so would run with gathered weights in any form"] * 2
+
+
 def _stands_beside_tensor_parallelism(path: str, implementation: str) -> None:
     """Dense layers with their own collectives, as transformers shards them by itself."""
     model = _load(path, implementation, tp_size=RANKS)

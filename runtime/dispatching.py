@@ -1,0 +1,129 @@
+"""The two forms of one compiled graph: which one a run takes, and the exchanged one, compiled when it first runs.
+
+Both read the same inputs, parameters included, so nothing is held twice. In an exchanged run nothing is prefetched, and
+the ring stays as the last gathered run left it: what its slots were filled with ahead is what the next one asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moepass.models.formulas.text import evaluate_text
+from moepass.passes.dispatch import EXCHANGED
+from moepass.passes.input_sizes import read_sizes, size_sources
+from moepass.passes.ir import BankSpec, Dispatch
+from moepass.passes.lower_whole import WholeGraph, lower_whole
+from moepass.runtime.agreement import Presence, agreement_of
+from moepass.runtime.forking import renew_after_fork
+
+logger = logging.getLogger("moepass")
+
+
+@dataclasses.dataclass
+class FormStatistics:
+    """Runs of one compiled graph by form, and how often the exchanged one was compiled."""
+
+    gathered_runs: int = 0
+    exchanged_runs: int = 0
+    exchanged_compilations: int = 0
+
+
+class ExchangedForm:
+    """A graph as it was captured, collectives and all, compiled for the sizes of the first run that needs it.
+
+    Where a later run has sizes that this compilation is not right for, there is another one for these.
+    """
+
+    def __init__(self, captured: GraphModule, lower: str, statistics: FormStatistics) -> None:
+        """`captured` is kept, and stays as it is. `lower` is a key of `moepass.passes.lower.LOWERINGS`."""
+        self._captured = captured
+        self._lower = lower
+        self._statistics = statistics
+        self._compiled: list[WholeGraph] = []
+        self._lock = threading.Lock()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def run(self, arguments: Sequence[Any], sizes: dict[str, int]) -> Any:
+        for compiled in self._compiled:
+            if compiled.is_right_for(sizes):
+                return compiled.run(list(arguments))
+        return self._compile_for(sizes).run(list(arguments))
+
+    def _compile_for(self, sizes: dict[str, int]) -> WholeGraph:
+        with self._lock:
+            for compiled in self._compiled:
+                if compiled.is_right_for(sizes):
+                    return compiled
+            started = time.perf_counter()
+            self._compiled.append(lower_whole(self._captured, sizes, self._lower))
+            self._statistics.exchanged_compilations += 1
+            logger.info("compiled the graph as it was captured in %.1f s", time.perf_counter() - started)
+            return self._compiled[-1]
+
+
+class Dispatcher:
+    """Chooses the form of every run of one compiled graph, with the other ranks, and runs the exchanged one."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        captured: GraphModule,
+        lower: str,
+        group: Callable[[], ProcessGroup],
+        compare: Callable[[Sequence[BankSpec], Sequence[Sequence[Any]]], None],
+        timeout_s: float,
+    ) -> None:
+        """`group` gives the process group of the graph's banks; `compare` takes banks and this rank's parts of each.
+
+        It compares with the other ranks what was decided about these banks, and is called where they come first.
+        """
+        self.statistics = FormStatistics()
+        self._dispatch = dispatch
+        self._sources = size_sources(captured.graph)
+        self._exchanged = ExchangedForm(captured, lower, self.statistics)
+        self._group = group
+        self._compare = compare
+        self._timeout_s = timeout_s
+        self._compared: dict[object, tuple[StorageWeakRef, ...]] = {}
+
+    def is_exchanged(
+        self, arguments: Sequence[Any], banks: Sequence[BankSpec], parts: Sequence[Sequence[Any]], key: object
+    ) -> bool:
+        """Agree with the other ranks on the form of this run, of which `parts` of each bank are this rank's.
+
+        `key` tells the memory of `parts`.
+
+        Raises PeerError where ranks differ, are gone or do not come.
+        """
+        if not self._is_known(key):
+            self._compare(banks, parts)
+            storages = tuple(StorageWeakRef(part.untyped_storage()) for of_bank in parts for part in of_bank)
+            self._compared = {**self._living(), key: storages}
+        tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
+        names = tuple(bank.name for bank in banks)
+        presence = Presence(tokens, self._dispatch.border_tokens, self._dispatch.hysteresis, names)
+        return agreement_of(self._group()).agree(presence, self._timeout_s) == EXCHANGED
+
+    def run_exchanged(self, *arguments: Any) -> Any:
+        """The run, as the captured graph says."""
+        self.statistics.exchanged_runs += 1
+        return self._exchanged.run(arguments, read_sizes(self._sources, arguments))
+
+    def _is_known(self, key: object) -> bool:
+        storages = self._compared.get(key)
+        return storages is not None and not any(storage.expired() for storage in storages)
+
+    def _living(self) -> dict[object, tuple[StorageWeakRef, ...]]:
+        return {key: storages for key, storages in self._compared.items() if self._is_known(key)}

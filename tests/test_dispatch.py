@@ -1,0 +1,189 @@
+"""Which form a run takes: the rule, what the plan says, and the captured graph compiled after capturing is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from backend_helper import Stack, tokens
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch.fx import GraphModule
+
+import moepass
+from moepass.models.expert_parallel import EP_FORMS
+from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.options import parse_options
+from moepass.passes.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
+from moepass.passes.input_sizes import SizeSource, read_sizes, size_sources
+from moepass.passes.ir import Plan
+from moepass.passes.lower_whole import lower_whole
+
+FORMS = [None, GATHERED, EXCHANGED]
+_numbers = st.integers(0, 10**6)
+_borders = st.integers(1, 10**5)
+_ranks = st.integers(1, 64)
+_hysteresis = st.floats(0.0, 0.5)
+
+
+@given(_numbers, _ranks, _borders, _hysteresis, st.sampled_from(FORMS))
+def test_far_from_the_border_the_last_form_is_of_no_account(
+    total: int, ranks: int, border: int, hysteresis: float, last: str | None
+) -> None:
+    form = choose_form(total, ranks, border, hysteresis, last)
+    assert form in (GATHERED, EXCHANGED)
+    if total < border * (1 - hysteresis) * ranks:
+        assert form == EXCHANGED
+    elif total >= border * (1 + hysteresis) * ranks:
+        assert form == GATHERED
+    else:
+        assert form == (last or (EXCHANGED if total < border * ranks else GATHERED))
+
+
+@given(st.data(), _ranks, _borders, st.floats(0.01, 0.5), st.sampled_from(FORMS))
+def test_near_the_border_the_form_stays(
+    data: st.DataObject, ranks: int, border: int, hysteresis: float, last: str | None
+) -> None:
+    least = math.ceil(border * (1 - hysteresis) * ranks)
+    most = math.ceil(border * (1 + hysteresis) * ranks) - 1
+    totals = data.draw(st.lists(st.integers(least, max(least, most)), min_size=2, max_size=20))
+    assume(least <= most)
+    seen = []
+    for total in totals:
+        last = choose_form(total, ranks, border, hysteresis, last)
+        seen.append(last)
+    assert len(set(seen)) == 1
+
+
+@given(_numbers, _numbers, _ranks, _borders, _hysteresis, st.sampled_from(FORMS))
+def test_more_tokens_never_turn_gathering_into_exchanging(
+    some: int, more: int, ranks: int, border: int, hysteresis: float, last: str | None
+) -> None:
+    few, many = sorted((some, more))
+    if choose_form(few, ranks, border, hysteresis, last) == GATHERED:
+        assert choose_form(many, ranks, border, hysteresis, last) == GATHERED
+
+
+@pytest.mark.parametrize("below", [0, -1, 2**53 + 1, 1.5, True, "10", float("inf")])
+def test_what_is_no_number_of_tokens_is_refused(below: object) -> None:
+    with pytest.raises(
+        moepass.OptionError, match=r"option all_to_all_below is .*; it must be a number of tokens per rank"
+    ):
+        parse_options({"all_to_all_below": below})
+
+
+def test_a_border_is_taken() -> None:
+    assert parse_options({"all_to_all_below": 2**53}).all_to_all_below == 2**53
+    assert parse_options({"all_to_all_below": None}).all_to_all_below is None
+
+
+def test_offloaded_models_have_no_exchange_to_keep() -> None:
+    model = Stack(depth=1)
+    moepass.offload_experts(model)
+    with pytest.raises(Exception, match="option all_to_all_below is 8, but the experts of this model were offloaded"):
+        _run(model, all_to_all_below=8)
+
+
+def _run(model: torch.nn.Module, **options: Any) -> list[Plan]:
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        torch.compile(model, backend="asyncep", options={"lower": "eager", **options})(tokens())
+    return [compilation.plan for compilation in compilations]
+
+
+def test_where_nothing_was_exchanged_the_plan_says_that_the_option_has_no_effect() -> None:
+    (plan,) = _run(Stack(depth=1), all_to_all_below=8)
+    assert plan.dispatch is None
+    (refusal,) = plan.refusals
+    assert refusal.where == "option all_to_all_below"
+    assert refusal.reason == ("8 has no effect: no expert parallelism was taken out of it, so it has one form only")
+    assert _run(Stack(depth=1))[0].refusals == ()
+
+
+def _captured(function: Any, *inputs: torch.Tensor) -> GraphModule:
+    """What AOT captures of `function`, its first dimensions symbolic."""
+    graphs: list[GraphModule] = []
+
+    def keep(graph: GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    for value in inputs:
+        torch._dynamo.mark_dynamic(value, 0)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=aot_autograd(fw_compiler=keep, inference_compiler=keep), fullgraph=True)(
+            *inputs
+        )
+    return graphs[0]
+
+
+def _rank_rows(scores: torch.Tensor) -> torch.Tensor:
+    """Inductor sorts few numbers with indices of 16 bits: right below 32768 numbers only."""
+    return scores.sort(stable=True).indices
+
+
+def _arguments(graph: GraphModule, value: torch.Tensor) -> list[Any]:
+    """`value` for every tensor among the inputs, and its length for every size."""
+    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    return [value if isinstance(shown, torch.Tensor) else len(value) for shown in inputs]
+
+
+def test_sizes_are_read_from_inputs() -> None:
+    graph = _captured(lambda left, right: left.sum(dim=0) + right.sum(dim=0), torch.ones(5, 3), torch.ones(7, 3))
+    sources = size_sources(graph.graph)
+    assert list(read_sizes(sources, _arguments(graph, torch.ones(9, 3))).values()) == [9, 9]
+    assert SizeSource(2, 1).read([0, 0, torch.ones(4, 3)]) == 3
+
+
+def test_a_graph_compiled_late_knows_for_which_sizes_it_is_right() -> None:
+    graph = _captured(_rank_rows, torch.arange(100.0))
+    sources = size_sources(graph.graph)
+    compiled = []
+    for size in (50, 40_000, 60, 1):
+        arguments = _arguments(graph, torch.arange(float(size)).flip(0))
+        sizes = read_sizes(sources, arguments)
+        right = [whole for whole in compiled if whole.is_right_for(sizes)]
+        if not right:
+            right = [lower_whole(graph, sizes, "inductor")]
+            compiled += right
+        assert right[0].is_right_for(sizes)
+        (found,) = right[0].run(arguments)
+        assert torch.equal(found, torch.arange(size).flip(0)), size
+    assert not compiled[0].is_right_for(dict.fromkeys(sources, 40_000))
+    assert not compiled[1].is_right_for(dict.fromkeys(sources, 60))
+
+
+def _plans(form: str, disable: tuple[str, ...]) -> Plan:
+    torch._dynamo.config.capture_scalar_outputs = True
+    config = StackConfig(layers=2, max_tokens=32)
+    options = {"lower": "eager", "all_to_all_below": 64, "disable": disable}
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        hidden = torch.randn(24, config.hidden)
+        torch._dynamo.mark_dynamic(hidden, 0)
+        torch.compile(build_stack(config, form), backend="asyncep", fullgraph=True, options=options)(hidden)
+    return compilations[0].plan
+
+
+@pytest.mark.parametrize(
+    "form", ["all_to_all", *(pytest.param(form, marks=pytest.mark.slow) for form in EP_FORMS if form != "all_to_all")]
+)
+def test_the_plan_counts_the_tokens_of_every_form(form: str) -> None:
+    plan, _ = run_ranks(2, _plans, form, ())
+    assert plan.dispatch is not None
+    ((symbol, size),) = plan.sizes
+    assert dataclasses.astuple(plan.dispatch)[:3] == (64, HYSTERESIS, symbol)
+    assert size == 24
+    assert "below 64 tokens per rank" in plan.dispatch.reason
+
+
+@pytest.mark.slow
+def test_a_graph_that_keeps_its_exchanges_has_one_form() -> None:
+    for plan in run_ranks(2, _plans, "all_to_all", ("localise",)):
+        assert plan.dispatch is None
+        assert [refusal.where for refusal in plan.refusals] == ["option all_to_all_below"]
