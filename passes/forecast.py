@@ -162,7 +162,7 @@ def least_memory_bytes(setting: Setting, home: str) -> float:
     if home == "device":
         return resident_cost(setting).memory_bytes
     largest = max(_bank(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
-    return _resting(setting, home).peak_bytes + largest
+    return resting_memory(setting, home).peak_bytes + largest
 
 
 def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
@@ -216,7 +216,7 @@ def _bank(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
     return nbytes, gather_seconds(setting.hardware, nbytes, home)
 
 
-def _resting(setting: Setting, home: str) -> DeviceMemory:
+def resting_memory(setting: Setting, home: str) -> DeviceMemory:
     """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
     dense, activations = resident_bytes(setting.architecture, setting.dtype), activations_bytes(setting)
     shards = banks_bytes(setting) / setting.ranks if home == "peer" else 0.0
@@ -228,7 +228,7 @@ def _resting(setting: Setting, home: str) -> DeviceMemory:
 def _asyncep(
     setting: Setting, home: str, stages: tuple[Stage, ...], most_slots: int
 ) -> tuple[FoundSchedule | None, Simulation | None, DeviceMemory]:
-    fixed = _resting(setting, home)
+    fixed = resting_memory(setting, home)
     # With home device everything stays, whether it fits or not.
     left = setting.budget_bytes - fixed.peak_bytes if home != "device" else float(sum(s.bank_bytes for s in stages))
     try:
