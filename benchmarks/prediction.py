@@ -135,7 +135,9 @@ def _predicted(hardware: Hardware, case: Case) -> float:
 
 def _crossover(hardware: Hardware, rate: float, measured_tokens: float | None) -> bool:
     setting = _setting(_with_slow_exchanges(with_emulated_link(hardware, rate), rate), 2, BALANCED_TOKENS)
-    predicted = crossover_tokens(forecast(setting, "peer", most_slots=2))
+    # As the ranks run it: two slots, and nothing stays.
+    streamed = dataclasses.replace(forecast(setting, "peer", most_slots=2), schedule=None)
+    predicted = crossover_tokens(streamed)
     if predicted is None or measured_tokens is None:
         typer.echo(f"no crossover: predicted {predicted}, measured {measured_tokens}")
         return False
