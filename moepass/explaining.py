@@ -28,6 +28,7 @@ from moepass.passes.forecast import MOST_SLOTS, Forecast, crossover_tokens, curv
 from moepass.passes.hardware import Hardware, with_ranks
 from moepass.passes.layer_times import Texts, texts_of
 from moepass.passes.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting
+from moepass.passes.threshold_curve import threshold_curve
 from moepass.passes.times import peak_flops_per_s
 from moepass.report import (
     REPORT_SCHEMA,
@@ -36,6 +37,7 @@ from moepass.report import (
     CurveRow,
     HardwarePart,
     HomeTried,
+    MemoryCurveRow,
     MemoryPart,
     ModelPart,
     Report,
@@ -157,6 +159,9 @@ def explain(
             for cost in best.comparison
         ),
         curve=_curve(best),
+        memory_curve=tuple(
+            MemoryCurveRow(point.resident_layers, point.memory_bytes, point.tokens) for point in threshold_curve(best)
+        ),
         refusals=refusals,
         advice=advice(best, crossover, refusals),
         assumptions=tuple(assumptions),
@@ -271,6 +276,7 @@ def _without_numbers(
         memory=None,
         comparison=(),
         curve=(),
+        memory_curve=(),
         refusals=refusals,
         advice=(),
         assumptions=(*assumptions, f"no numbers: {found.unknown}"),

@@ -150,6 +150,14 @@ class CurveRow(_Part, frozen=True):
     all_to_all_seconds: float
 
 
+class MemoryCurveRow(_Part, frozen=True):
+    """The threshold with that many banks at rest beside two slots, and the bytes that this takes on one device."""
+
+    resident_layers: int
+    memory_bytes: float
+    tokens_per_rank: int
+
+
 class CompilerPart(_Part, frozen=True):
     """What was captured and compiled up to lowering. `captured_layers` of the model's; the rest is by analogy."""
 
@@ -180,6 +188,7 @@ class Report(_Part, frozen=True):
     memory: MemoryPart | None
     comparison: tuple[ComparisonRow, ...]
     curve: tuple[CurveRow, ...]
+    memory_curve: tuple[MemoryCurveRow, ...]
     refusals: tuple[str, ...]
     advice: tuple[str, ...]
     assumptions: tuple[str, ...]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moepass.compiler_view import found_text, schedule_table
 from moepass.passes.timeline import COMPUTE, HOST, Event
-from moepass.report import Block, Report, SchedulePart
+from moepass.report import Block, MemoryCurveRow, Report, SchedulePart
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -114,8 +114,17 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
             f"({_seconds(saturation.gather_seconds)}) with a margin of {saturation.gamma:g}; "
             f"{saturation.tokens_per_rank_at_peak} at the peak rate. {saturation.formula}",
         )
+        if report.memory_curve:
+            yield "", f"by memory: {_threshold_by_memory(report.memory_curve)}"
         if strategy.crossover_tokens is not None:
             yield "", f"asyncep overtakes AllToAll (dp_ep) at {strategy.crossover_tokens} tokens"
+
+
+def _threshold_by_memory(curve: Sequence[MemoryCurveRow]) -> str:
+    """Five points at most: from no bank at rest to all."""
+    shown = curve[:: max(1, len(curve) // 4)]
+    parts = [f"{row.tokens_per_rank} with {_bytes(row.memory_bytes)} ({row.resident_layers})" for row in shown]
+    return f"{', '.join(parts)} per device (banks that stay)"
 
 
 def _compiler_rows(report: Report) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from moepass.models.architecture import Layer
 from moepass.models.formulas.layers import flops_per_token, model_flops
 from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
+from moepass.passes.hardware import without_emulation
 from moepass.passes.layer_times import LayerSeconds, head_seconds, layer_seconds, texts_of
 from moepass.passes.protocol import PlanError
 from moepass.passes.schedule_search import FoundSchedule, search_schedule
@@ -161,7 +162,7 @@ def least_memory_bytes(setting: Setting, home: str) -> float:
     if home == "device":
         return resident_cost(setting).memory_bytes
     largest = max(_bank(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
-    return _resting(setting, home).peak_bytes + largest
+    return resting_memory(setting, home).peak_bytes + largest
 
 
 def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
@@ -172,7 +173,7 @@ def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
     """
     setting = dataclasses.replace(planned.setting, texts=texts_of(tokens, planned.setting.texts.sequence))
     stages = model_stages(setting, planned.home)
-    machine, found = _machine(setting), planned.schedule
+    machine, found = streaming_machine(setting, planned.home), planned.schedule
     if found is not None:
         run = simulate_stages(stages, found.slots, found.resident, found.order, machine)
     else:
@@ -215,7 +216,7 @@ def _bank(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
     return nbytes, gather_seconds(setting.hardware, nbytes, home)
 
 
-def _resting(setting: Setting, home: str) -> DeviceMemory:
+def resting_memory(setting: Setting, home: str) -> DeviceMemory:
     """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
     dense, activations = resident_bytes(setting.architecture, setting.dtype), activations_bytes(setting)
     shards = banks_bytes(setting) / setting.ranks if home == "peer" else 0.0
@@ -227,7 +228,7 @@ def _resting(setting: Setting, home: str) -> DeviceMemory:
 def _asyncep(
     setting: Setting, home: str, stages: tuple[Stage, ...], most_slots: int
 ) -> tuple[FoundSchedule | None, Simulation | None, DeviceMemory]:
-    fixed = _resting(setting, home)
+    fixed = resting_memory(setting, home)
     # With home device everything stays, whether it fits or not.
     left = setting.budget_bytes - fixed.peak_bytes if home != "device" else float(sum(s.bank_bytes for s in stages))
     try:
@@ -236,7 +237,7 @@ def _asyncep(
         # Two slots are the least that overlaps anything: what is missing shows in the memory.
         largest = max(stage.bank_bytes for stage in stages)
         return None, None, dataclasses.replace(fixed, slot_bytes=fixed.slot_bytes + 2.0 * largest)
-    found, simulation = _with_second_slot(stages, found, int(left), most_slots, _machine(setting))
+    found, simulation = _with_second_slot(stages, found, int(left), most_slots, streaming_machine(setting, home))
     memory = dataclasses.replace(
         fixed,
         resident_bytes=fixed.resident_bytes + found.resident_bytes,
@@ -274,15 +275,25 @@ def _with_second_slot(
     ), second
 
 
-def _machine(setting: Setting) -> Machine:
-    """Copies slow products and memory passes down by different factors: their mean over the model."""
+def streaming_machine(setting: Setting, home: str) -> Machine:
+    """How copies and computation act together.
+
+    Copies slow products and memory passes down by different factors: their mean over the model. An emulated link is
+    busy for longer than it copies, and slows nothing down while it waits: the mean over that time too.
+    """
     kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
     total = sum(count * seconds.total for count, seconds in kinds)
     passes = sum(count * (seconds.mixing_passes + seconds.mlp_passes) for count, seconds in kinds)
     overlap = setting.hardware.overlap
     slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
+    nbytes, transfer = _bank(setting, setting.architecture.typical_moe_layer, home)
+    copying = gather_seconds(without_emulation(setting.hardware), nbytes, home)
+    copied_part = min(1.0, copying / transfer) if transfer else 0.0
     conditions = setting.hardware.conditions
-    return Machine(copy_slowdown=max(1.0, slowdown), host_runs_ahead=conditions is None or conditions.device != "cpu")
+    return Machine(
+        copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part,
+        host_runs_ahead=conditions is None or not conditions.computes_on_host,
+    )
 
 
 def _saturation(setting: Setting, layer: Layer, transfer: float, rate: float, gamma: float) -> Saturation:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from moepass.models.errors import InputError, one_of
@@ -119,7 +120,10 @@ class Collectives:
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """When and how a machine was measured, and what was not."""
+    """When and how a machine was measured, and what was not.
+
+    `device` is its name. With `computes_on_host` it is a CPU, on which the host's thread computes too.
+    """
 
     date: str
     device: str
@@ -128,6 +132,7 @@ class Conditions:
     versions: dict[str, str]
     remarks: tuple[str, ...] = ()
     not_measured: tuple[str, ...] = ()
+    computes_on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +207,10 @@ def with_ranks(hardware: Hardware, ranks: int) -> Hardware:
     return dataclasses.replace(hardware, ranks=ranks)
 
 
-def with_emulated_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
-    """The machine with every transfer of banks slowed to `bytes_per_s`, as `link="emulate:BYTES_PER_S"` does it.
+def with_emulated_link(
+    hardware: Hardware, bytes_per_s: float, links: Collection[str] = ("peer", "host", "disk")
+) -> Hardware:
+    """The machine with transfers over `links` slowed to `bytes_per_s`, as `link="emulate:BYTES_PER_S"` does it.
 
     The true copies still take their time, and the computation beside them its slowdown. Collectives stay as they are.
     """
@@ -214,9 +221,20 @@ def with_emulated_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
     def slowed(link: TransferLink | None) -> TransferLink | None:
         return None if link is None else dataclasses.replace(link, emulated_bytes_per_s=slow)
 
-    return dataclasses.replace(
-        hardware, peer=slowed(hardware.peer), host=slowed(hardware.host), disk=slowed(hardware.disk)
-    )
+    return _with_links(hardware, {name: slowed(getattr(hardware, name)) for name in links})
+
+
+def without_emulation(hardware: Hardware) -> Hardware:
+    """The machine with its links as fast as they are."""
+
+    def true(link: TransferLink | None) -> TransferLink | None:
+        return None if link is None else dataclasses.replace(link, emulated_bytes_per_s=None)
+
+    return _with_links(hardware, {name: true(getattr(hardware, name)) for name in ("peer", "host", "disk")})
+
+
+def _with_links(hardware: Hardware, links: Mapping[str, TransferLink | None]) -> Hardware:
+    return dataclasses.replace(hardware, **links)  # type: ignore[arg-type]
 
 
 def with_collectives(hardware: Hardware, collectives: Collectives) -> Hardware:

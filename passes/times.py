@@ -47,13 +47,16 @@ def transfer_seconds(
     return seconds
 
 
-def pull_seconds(hardware: Hardware, bank_bytes: float, *, copies_own_shard: bool = True) -> float:
+def pull_seconds(hardware: Hardware, bank_bytes: float, *, copies_own_shard: bool | None = None) -> float:
     """A bank from its shards on `hardware.ranks` devices: W (N - 1) / N over the peer link.
 
-    `copies_own_shard`: this rank's part is copied into the slot too, inside the device's memory, on the same stream.
-    Raises InputError where the machine has no peer link.
+    `copies_own_shard`: this rank's part is copied into the slot too, inside the device's memory, on the same stream; by
+    default, unless ranks compute on the host, whose pages slots can show. Raises InputError where the machine has no
+    peer link.
     """
     ranks = hardware.ranks
+    if copies_own_shard is None:
+        copies_own_shard = hardware.conditions is None or not hardware.conditions.computes_on_host
     own = bank_bytes / ranks
     local = _local_copy_seconds(hardware, own) if copies_own_shard else 0.0
     if ranks == 1:

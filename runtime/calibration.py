@@ -109,6 +109,7 @@ def calibrate(
         ranks=ranks,
         threads_per_rank=threads,
         versions={"torch": str(torch.__version__), "python": platform.python_version(), **(versions or {})},
+        computes_on_host=kind == "cpu",
         remarks=tuple(remarks),
         not_measured=_not_measured(kind, ranks, sizes),
     )

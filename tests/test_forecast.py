@@ -22,10 +22,12 @@ from moepass.passes.forecast import (
     forecast,
     least_memory_bytes,
     model_stages,
+    streaming_machine,
 )
-from moepass.passes.hardware import Figure, Hardware, with_ranks
+from moepass.passes.hardware import Conditions, Figure, Hardware, with_emulated_link, with_ranks
 from moepass.passes.layer_times import Texts, head_seconds, layer_seconds
 from moepass.passes.strategies import Setting, activations_bytes, banks_bytes, resident_cost
+from moepass.passes.threshold_curve import threshold_curve
 from moepass.passes.times import gather_seconds
 from moepass.passes.verdict import reason
 
@@ -237,3 +239,31 @@ def test_the_reason_for_another_strategy_that_is_faster_all_the_same() -> None:
     text = reason(made.comparison, "dp_ep", None, still)
     assert text == "asyncep would wait for nothing, but is slower all the same"
     assert reason(made.comparison, "dp_ep", None, None) == "asyncep does not fit"
+
+
+def test_every_bank_that_stays_lowers_the_threshold_and_costs_its_bytes() -> None:
+    planned = forecast(_setting(QWEN), "host")
+    curve = threshold_curve(planned)
+    first, last = curve[0], curve[-1]
+    bank = bank_bytes(QWEN.typical_moe_layer.experts, QWEN.hidden, "bf16")  # type: ignore[arg-type]
+    assert (first.resident_layers, first.tokens) == (0, planned.saturation.tokens)
+    assert first.memory_bytes == least_memory_bytes(planned.setting, "host") + bank
+    assert (last.resident_layers, last.tokens) == (len(QWEN.moe_layers), 0)
+    # Nothing is streamed any more, so no slot is needed.
+    assert last.memory_bytes - first.memory_bytes == (last.resident_layers - 2) * bank
+    thresholds = [point.tokens for point in curve]
+    assert thresholds == sorted(set(thresholds), reverse=True)
+
+
+def test_a_profile_measured_on_a_cpu_has_a_host_that_computes_and_an_emulated_link_that_waits_slows_nothing() -> None:
+    measured = Conditions("2026-01-01T00:00:00+00:00", "a processor", 8, 1, {}, computes_on_host=True)
+    slowing = dataclasses.replace(H100.overlap, gemm=Figure(2.0, "user"), memory=Figure(2.0, "user"))
+    hardware = dataclasses.replace(H100, conditions=measured, overlap=slowing)
+    plain = streaming_machine(_setting(hardware=hardware), "host")
+    assert not plain.host_runs_ahead
+    assert streaming_machine(_setting(), "host").host_runs_ahead
+    assert plain.copy_slowdown == pytest.approx(2.0)
+    assert hardware.host is not None
+    rate = hardware.host.bytes_per_s.value * hardware.efficiency.bandwidth.value / 4
+    waiting = streaming_machine(_setting(hardware=with_emulated_link(hardware, rate)), "host")
+    assert waiting.copy_slowdown == pytest.approx(1.25, rel=0.01)

@@ -1,0 +1,199 @@
+"""Is a step as long as `moepass explain` says? Predicted and measured seconds side by side, on EMULATED links.
+
+The machine is calibrated first, by what `moepass calibrate` does; nothing is fitted to what is measured afterwards.
+Models are Qwen3-MoE with hidden 512 and 32 experts of width 256, top-4, in fp32, one thread per rank:
+
+    host           one process, experts in host memory
+    peer, hybrid   two ranks, each on a core of its own with its copy thread
+    crossover      the same two ranks: up to how many tokens is AllToAll faster than gathered weights?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import typer
+from common import print_table, reference_model, verdict
+from prediction_runs import RANKS, Case, Measured, causal_attention, measure_alone, measure_on_ranks
+
+from moepass.hardware_profiles import profile_json, read_profile
+from moepass.models.architecture import Architecture, from_config
+from moepass.models.formulas.memory import bank_bytes
+from moepass.passes.forecast import crossover_tokens, forecast, model_stages, streaming_machine
+from moepass.passes.hardware import Collectives, Hardware, with_collectives, with_emulated_link
+from moepass.passes.layer_times import Texts, layer_seconds
+from moepass.passes.seconds_table import table_of
+from moepass.passes.simulate import simulate_stages
+from moepass.passes.strategies import Setting
+from moepass.runtime.calibration import calibrate
+from moepass.runtime.experiments import CPU_SIZES
+
+STEP_LIMIT, CROSSOVER_LIMIT = 0.10, 0.15
+SEQUENCE = 256
+# Tokens at which links are as slow as RATIOS of a layer's computation, by prediction.
+BALANCED_TOKENS = 512
+
+
+def main(
+    layers: str = "2,5",
+    tokens: str = "256,1024",
+    slots: str = "1,2,3",
+    ratios: str = "0.5,1,2",
+    repeats: int = 5,
+    profiles: str = "",
+    parts: str = "host,ranks,crossover",
+) -> None:
+    """Measure steps of TOKENS tokens per rank of models with LAYERS layers, over SLOTS slots.
+
+    Over links on which a bank takes RATIOS of a layer's computation with 512 tokens. PROFILES: a folder in which the
+    calibrations are kept, and taken from where they are there already; none for new ones.
+    """
+    causal_attention()
+    wanted = parts.split(",")
+    alone = _calibrated(1, profiles)
+    counts = [int(text) for text in tokens.split(",")]
+    depths = [int(text) for text in layers.split(",")]
+    cases = [
+        Case("host", depth, slot, rate, count)
+        for depth, slot, rate, count in itertools.product(
+            depths, [int(text) for text in slots.split(",")], _rates(alone, ratios, 1), counts
+        )
+    ]
+    measured = list(measure_alone(cases, SEQUENCE, repeats)) if "host" in wanted else []
+    rows = [_row(alone, one) for one in measured]
+    if {"ranks", "crossover"} & set(wanted):
+        spread = _calibrated(RANKS, profiles)
+        pairs = list(_rates(spread, ratios, RANKS)) if "ranks" in wanted else []
+        shared = [
+            Case(home, max(depths), 2, rate, count)
+            for home, rate, count in itertools.product(("peer", "hybrid"), pairs, counts)
+        ]
+        crossing_rate = next(iter(_rates(spread, "2", RANKS))) if "crossover" in wanted else None
+        on_ranks, exchanged = measure_on_ranks(shared, SEQUENCE, repeats, crossing_rate)
+        rows += [_row(spread, one) for one in on_ranks]
+    print_table(
+        "Seconds of a step, predicted and measured, links EMULATED",
+        ["home", "layers", "slots", "link MB/s", "tokens", "predicted", "measured", "off", "within 10 %", "equal"],
+        [row.cells for row in rows],
+        f"measured: median of {repeats}, and the largest distance from it; equal: to the model without moepass",
+    )
+    missed = [row for row in rows if not row.holds]
+    typer.echo(
+        f"{len(rows) - len(missed)} of {len(rows)} within {STEP_LIMIT:.0%}; "
+        f"middle of the distances {statistics.median(abs(row.off) for row in rows):.1%}"
+        if rows
+        else "no steps were measured"
+    )
+    held = not missed
+    if "crossover" in wanted:
+        held &= _crossover(spread, crossing_rate, exchanged)
+    if not held:
+        raise typer.Exit(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    cells: list[object]
+    off: float
+    holds: bool
+
+
+def _row(hardware: Hardware, measured: Measured) -> _Row:
+    case = measured.case
+    predicted = _predicted(hardware, case)
+    middle = statistics.median(measured.seconds)
+    spread = max(abs(value - middle) for value in measured.seconds) / middle
+    off = predicted / middle - 1
+    holds = abs(off) <= STEP_LIMIT and measured.is_equal
+    cells: list[object] = [
+        case.home,
+        case.layers,
+        case.slots,
+        f"{case.link_bytes_per_s / 1e6:.0f}",
+        case.tokens,
+        f"{predicted:.3f}",
+        f"{middle:.3f} ±{spread:.0%}",
+        f"{off:+.1%}",
+        verdict(abs(off) <= STEP_LIMIT),
+        verdict(measured.is_equal),
+    ]
+    return _Row(cells, off, holds)
+
+
+def _predicted(hardware: Hardware, case: Case) -> float:
+    links = {"host": ("host",), "peer": ("peer",), "hybrid": ("peer", "host")}[case.home]
+    setting = _setting(with_emulated_link(hardware, case.link_bytes_per_s, links), case.layers, case.tokens)
+    stages = model_stages(setting, case.home)
+    return simulate_stages(stages, case.slots, machine=streaming_machine(setting, case.home)).step_seconds
+
+
+def _crossover(hardware: Hardware, rate: float, measured_tokens: float | None) -> bool:
+    setting = _setting(_with_slow_exchanges(with_emulated_link(hardware, rate), rate), 2, BALANCED_TOKENS)
+    # As the ranks run it: two slots, and nothing stays.
+    streamed = dataclasses.replace(forecast(setting, "peer", most_slots=2), schedule=None)
+    predicted = crossover_tokens(streamed)
+    if predicted is None or measured_tokens is None:
+        typer.echo(f"no crossover: predicted {predicted}, measured {measured_tokens}")
+        return False
+    off = predicted / measured_tokens - 1
+    typer.echo(
+        f"crossover with AllToAll at {rate / 1e6:.0f} MB/s: predicted {predicted} tokens per rank, measured "
+        f"{measured_tokens:.0f}, {off:+.1%}; within {CROSSOVER_LIMIT:.0%}: {verdict(abs(off) <= CROSSOVER_LIMIT)}"
+    )
+    return abs(off) <= CROSSOVER_LIMIT
+
+
+def _with_slow_exchanges(hardware: Hardware, rate: float) -> Hardware:
+    """AllToAlls that take the emulated link's time on top of their own, as `emulated_exchange` makes them."""
+    known = hardware.collectives
+    assert known is not None
+    table = known.seconds["all_to_all"]
+    crossing = (known.ranks - 1) / known.ranks
+    sizes = [int(point["bytes"]) for point, _ in table.points()]
+    seconds = [value + crossing * size / rate for size, (_, value) in zip(sizes, table.points(), strict=True)]
+    slow = table_of({"bytes": tuple(sizes)}, seconds, "emulated", "link emulated", [0.0] * len(sizes))
+    return with_collectives(hardware, Collectives(known.ranks, {"all_to_all": slow}))
+
+
+def _rates(hardware: Hardware, ratios: str, ranks: int) -> Iterator[float]:
+    """Bytes per second over which what crosses the link takes those parts of a layer's computation."""
+    architecture = _architecture(1)
+    (layer,) = architecture.layers
+    assert layer.experts is not None
+    texts = Texts(BALANCED_TOKENS // SEQUENCE, SEQUENCE)
+    computing = layer_seconds(hardware, layer, architecture.hidden, texts, "fp32").total
+    crossing = bank_bytes(layer.experts, architecture.hidden, "fp32") * ((ranks - 1) / ranks if ranks > 1 else 1.0)
+    for ratio in ratios.split(","):
+        yield crossing / (float(ratio) * computing)
+
+
+def _setting(hardware: Hardware, layers: int, tokens: int) -> Setting:
+    texts = Texts(tokens // SEQUENCE, SEQUENCE)
+    return Setting(_architecture(layers), hardware, texts, "fp32", hardware.memory_bytes.value)
+
+
+def _architecture(layers: int) -> Architecture:
+    with torch.device("meta"):
+        return from_config(reference_model(layers).config)
+
+
+def _calibrated(ranks: int, folder: str) -> Hardware:
+    path = Path(folder or tempfile.gettempdir(), f"moepass-{ranks}-ranks.json")
+    if folder and path.exists():
+        return read_profile(path)
+    typer.echo(f"calibrating {ranks} rank(s) of one thread ...", err=True)
+    made = calibrate("cpu", ranks, 1, sizes=dataclasses.replace(CPU_SIZES, dtypes=("fp32",)))
+    if folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(profile_json(made))
+    return made
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,102 @@
+"""The border between gathered weights and exchanged tokens, on machines that nobody needs to have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.hardware_profiles import load_hardware
+from moepass.passes.all_to_all_border import BorderEstimate, exchange_seconds
+from moepass.passes.hardware import Hardware, with_emulated_link
+from moepass.passes.ir import BankSpec, Cost, MoEBlock, Plan, TensorSpec
+from moepass.passes.times import collective_seconds, gather_seconds
+
+HIDDEN, WIDTH, EXPERTS, TOP_K, LAYERS = 2048, 768, 128, 8, 4
+BANK_BYTES = 3 * EXPERTS * HIDDEN * WIDTH * 2
+MACHINE = load_hardware("8xh100-80g")
+TOKENS = sympy.Symbol("s0")
+
+
+def _plan(form: str = "all_to_all", tokens: int | str = "s0", hint: int = 4096) -> Plan:
+    expert_flops = f"{6 * HIDDEN * WIDTH * TOP_K}*{tokens}"
+    block = MoEBlock(
+        name="experts",
+        form="grouped_mm",
+        experts=EXPERTS,
+        top_k=TOP_K,
+        hidden=HIDDEN,
+        intermediate=WIDTH,
+        gated=True,
+        dtype="bfloat16",
+        weight_bytes=BANK_BYTES,
+        products=("up", "down"),
+        bank=0,
+        parallel=form,
+        cost=Cost(expert_flops, str(BANK_BYTES)),
+    )
+    blocks = tuple(dataclasses.replace(block, name=f"experts {index}", bank=index) for index in range(LAYERS))
+    tensors = (TensorSpec("weight_0", (EXPERTS, 3 * WIDTH, HIDDEN), "bfloat16", 0),)
+    banks = tuple(BankSpec(index, f"bank {index}", "peer", BANK_BYTES, tensors) for index in range(LAYERS))
+    others = f"{8 * HIDDEN * HIDDEN * LAYERS}*{tokens}"
+    cost = Cost(f"{LAYERS}*{expert_flops} + {others}", str(LAYERS * BANK_BYTES))
+    return Plan(blocks=blocks, banks=banks, cost=cost, sizes=(("s0", hint),) if tokens == "s0" else ())
+
+
+def _estimate(hardware: Hardware = MACHINE, slots: int = 2, **changed: object) -> BorderEstimate:
+    plan = _plan(**changed)  # type: ignore[arg-type]
+    tokens = TOKENS if plan.sizes else sympy.Integer(changed["tokens"])
+    return BorderEstimate(plan, tokens, hardware, ranks=8, slots=slots)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    form=st.sampled_from(["all_to_all", "all_to_all_capacity", "all_gather", "all_reduce"]),
+    slots=st.integers(1, 3),
+    rate=st.floats(1e9, 1e12),
+)
+def test_gathering_is_the_faster_form_from_the_border_on_and_not_before(form: str, slots: int, rate: float) -> None:
+    estimate = _estimate(with_emulated_link(MACHINE, rate), slots, form=form)
+    border = estimate.border_tokens()
+    at, before = estimate.seconds(border), estimate.seconds(border - 1)
+    assert at.gathered <= at.exchanged
+    assert border == 1 or before.gathered > before.exchanged
+
+
+def test_the_parts_are_those_of_the_times_of_the_profile() -> None:
+    both = _estimate().seconds(100.0)
+    assert both.transfer == pytest.approx(LAYERS * gather_seconds(MACHINE, BANK_BYTES, "peer"))
+    assert both.gathered == both.transfer  # 100 tokens hide nothing
+    rows = 100 * TOP_K * HIDDEN * 2
+    counts = collective_seconds(MACHINE, "all_to_all", 8 * EXPERTS)
+    assert both.exchange == pytest.approx(LAYERS * (2 * collective_seconds(MACHINE, "all_to_all", rows) + counts))
+
+
+def test_a_slower_link_for_banks_moves_the_border_up() -> None:
+    borders = [_estimate(with_emulated_link(MACHINE, rate)).border_tokens() for rate in (400e9, 100e9, 25e9)]
+    assert borders == sorted(set(borders))
+
+
+def test_one_slot_hides_less_and_so_asks_for_more_tokens() -> None:
+    assert _estimate(slots=1).border_tokens() > _estimate(slots=2).border_tokens()
+
+
+def test_a_graph_for_one_number_of_tokens_has_the_border_of_the_one_for_any() -> None:
+    border = _estimate().border_tokens()
+    fixed = _estimate(tokens=4096).border_tokens()
+    assert fixed == pytest.approx(border, rel=0.05)
+
+
+def test_forms_exchange_what_they_say() -> None:
+    blocks = {form: _plan(form).blocks[0] for form in ("all_to_all", "all_gather", "all_reduce")}
+    row = 64 * HIDDEN * 2
+    gathered = collective_seconds(MACHINE, "all_gather", 8 * row) + collective_seconds(
+        MACHINE, "reduce_scatter", 8 * row
+    )
+    assert exchange_seconds(MACHINE, blocks["all_gather"], 64) == pytest.approx(gathered)
+    assert exchange_seconds(MACHINE, blocks["all_reduce"], 64) == pytest.approx(
+        collective_seconds(MACHINE, "all_reduce", row)
+    )
