@@ -20,6 +20,7 @@ from moepass.options import Options, parse_options
 from moepass.passes.collectives import group_names
 from moepass.passes.detect import bank_arguments
 from moepass.passes.graph import draws_random_numbers, graphs_within, is_call
+from moepass.passes.hardware import Hardware, with_emulated_link
 from moepass.passes.ir import BANK_TENSOR, Plan
 from moepass.passes.lower import decompositions, lower_segments
 from moepass.passes.pipeline import compile_graph
@@ -100,6 +101,8 @@ def _compile(captured: GraphModule, options: Options) -> Executor:
         disabled=frozenset(options.disable),
         groups=groups,
         all_to_all_below=options.all_to_all_below,
+        hardware=_as_linked(options),
+        transport=options.adoption().transport,
     )
     dump = GraphDump(options.dump) if options.dump else None
     result = compile_graph(captured, context, observe=dump)
@@ -119,6 +122,14 @@ def _compile(captured: GraphModule, options: Options) -> Executor:
         recorded.append(Compilation(result.plan, executor))
     _log(result.plan)
     return executor
+
+
+def _as_linked(options: Options) -> Hardware | None:
+    """The machine of the options, its link to the experts emulated where they say so."""
+    rate = options.adoption().link.bytes_per_s
+    if options.hardware is None or rate is None:
+        return options.hardware
+    return with_emulated_link(options.hardware, rate, ("peer",))
 
 
 def _log(plan: Plan) -> None:

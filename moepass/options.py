@@ -8,7 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from moepass.hardware_profiles import load_hardware
 from moepass.models.errors import OptionError, one_of
+from moepass.passes.hardware import Hardware
 from moepass.passes.lower import LOWERINGS
 from moepass.runtime.adoption import AdoptionOptions
 from moepass.runtime.agreement import LARGEST_EXACT
@@ -37,6 +39,7 @@ class Options:
                was. None (default): all runs gather. Ranks agree on each run at its beginning, so with it every rank of
                the group calls every forward, as for an exchange: with no tokens if it has none. One that does not come
                within timeout_s is an error on the others, and ends that for the group.
+    hardware   a preset or the file of a profile (docs/hardware.md), by which that number is computed instead
     """
 
     lower: str = "inductor"
@@ -48,6 +51,7 @@ class Options:
     timeout_s: float | None = None
     transport: str | None = None
     all_to_all_below: int | None = None
+    hardware: Hardware | None = None
 
     def adoption(self) -> AdoptionOptions:
         """Those for models that run with expert parallelism."""
@@ -61,11 +65,13 @@ class Options:
 
     def refuse_adoption(self) -> None:
         """Raises OptionError where one of these was given, for a model that has a ring already."""
-        if self.all_to_all_below is not None:
-            raise OptionError(
-                f"option all_to_all_below is {self.all_to_all_below!r}, but the experts of this model were offloaded: "
-                "no rank computes for another, so there is no exchange that a run could keep; leave the option out"
-            )
+        asked = {"all_to_all_below": self.all_to_all_below, "hardware": self.hardware and self.hardware.name}
+        for name, value in asked.items():
+            if value is not None:
+                raise OptionError(
+                    f"option {name} is {value!r}, but the experts of this model were offloaded: no rank computes for "
+                    "another, so there is no exchange that a run could keep; leave the option out"
+                )
         for name in ("slots", "link", "timeout_s", "transport"):
             if getattr(self, name) is not None:
                 raise OptionError(
@@ -115,8 +121,24 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
             f"option all_to_all_below is {below!r}; it must be a number of tokens per rank from 1 to {LARGEST_EXACT}, "
             "or None"
         )
+    hardware = _hardware(given.get("hardware"), below)
     folder = None if dump is None else os.fsdecode(dump)
-    return Options(lower, tuple(disable), debug, folder, slots, link, timeout_s, transport, below)
+    return Options(lower, tuple(disable), debug, folder, slots, link, timeout_s, transport, below, hardware)
+
+
+def _hardware(given: object, below: object) -> Hardware | None:
+    if given is None or isinstance(given, Hardware):
+        machine = given
+    elif isinstance(given, (str, os.PathLike)):
+        machine = load_hardware(given)
+    else:
+        raise OptionError(f"option hardware is {given!r}; it must be a preset such as 8xh100-80g, or a profile's file")
+    if machine is not None and below is not None:
+        raise OptionError(
+            f"options all_to_all_below is {below!r} and hardware {machine.name!r}, by which it would be computed: give "
+            "one of both"
+        )
+    return machine
 
 
 def _is_positive(value: object) -> bool:

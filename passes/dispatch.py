@@ -16,9 +16,10 @@ from torch.fx import GraphModule, Node
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
+from moepass.passes.all_to_all_border import BorderEstimate
 from moepass.passes.graph import fake_value, is_call
 from moepass.passes.input_sizes import size_expression, size_sources
-from moepass.passes.ir import Dispatch, Refusal, gather
+from moepass.passes.ir import Dispatch, Plan, Refusal, gather
 from moepass.passes.parallel_match import ParallelBlock, ancestors
 from moepass.passes.protocol import PassContext
 
@@ -31,7 +32,6 @@ HYSTERESIS = 0.1
 
 # Written on the gather of a block that was localised: its tokens, or why they are unknown.
 TOKENS_KEY = "moepass_tokens"
-_OPTION = "option all_to_all_below"
 
 
 def choose_form(tokens: float, ranks: int, border_tokens: int, hysteresis: float, last: str | None) -> str:
@@ -59,27 +59,45 @@ def routed_tokens(block: ParallelBlock) -> sympy.Expr | None:
     return None
 
 
-def plan_dispatch(module: GraphModule, context: PassContext) -> tuple[Dispatch | None, tuple[Refusal, ...]]:
-    """When runs of a canonical graph exchange; where that was asked for and cannot be, why."""
-    border = _border(context)
-    if border is None:
+def plan_dispatch(module: GraphModule, plan: Plan, context: PassContext) -> tuple[Dispatch | None, tuple[Refusal, ...]]:
+    """When runs of a canonical graph exchange; where that was asked for and cannot be, why.
+
+    `plan` has the graph's blocks and costs. Raises InputError where the profile lacks a rate or a link.
+    """
+    if context.all_to_all_below is None and context.hardware is None:
         return None, ()
-    border_tokens, reason = border
     gathers = [node for node in module.graph.nodes if is_call(node, gather)]
     problem = _problem(module, gathers)
+    if problem is None and context.all_to_all_below is None and plan.cost is None:
+        problem = "the graph has no costs, since pass cost is disabled"
     if problem is not None:
-        return None, (Refusal("the graph", f"{context.all_to_all_below} has no effect: {problem}", _OPTION),)
-    return Dispatch(border_tokens, HYSTERESIS, str(_mean_tokens(gathers)), reason), ()
+        asked = context.hardware.name if context.all_to_all_below is None and context.hardware else ""
+        option = "hardware" if asked else "all_to_all_below"
+        reason = f"{asked or context.all_to_all_below} has no effect: {problem}"
+        return None, (Refusal("the graph", reason, f"option {option}"),)
+    tokens = _mean_tokens(gathers)
+    if context.all_to_all_below is not None:
+        reason = (
+            f"below {context.all_to_all_below} tokens per rank on average the graph runs as it was captured, exchanges "
+            "and all, as option all_to_all_below says"
+        )
+        return Dispatch(context.all_to_all_below, HYSTERESIS, str(tokens), reason), ()
+    return _estimated(plan, tokens, context), ()
 
 
-def _border(context: PassContext) -> tuple[int, str] | None:
-    """Tokens per rank below which runs exchange, and why there, in one sentence; None: they never do."""
-    if context.all_to_all_below is None:
-        return None
-    return context.all_to_all_below, (
-        f"below {context.all_to_all_below} tokens per rank on average the graph runs as it was captured, exchanges and "
-        "all, as option all_to_all_below says"
+def _estimated(plan: Plan, tokens: sympy.Expr, context: PassContext) -> Dispatch:
+    """By the profile: from where on gathering takes no longer."""
+    assert context.hardware is not None
+    ranks = context.groups[next(bank.group for bank in plan.banks if bank.group)].ranks
+    estimate = BorderEstimate(plan, tokens, context.hardware, ranks, context.slots, context.transport)
+    border = estimate.border_tokens()
+    there = estimate.seconds(border)
+    reason = (
+        f"below {border} tokens per rank on average the graph runs as it was captured: by profile "
+        f"{context.hardware.name} a gathered run takes no less than the {there.transfer:.3g} s of its transfers, and "
+        f"exchanging so many tokens takes {there.exchange:.3g} s"
     )
+    return Dispatch(border, HYSTERESIS, str(tokens), reason, is_estimated=True)
 
 
 def _problem(module: GraphModule, gathers: Sequence[Node]) -> str | None:

@@ -253,13 +253,15 @@ class Dispatch:
 
     It does below `border_tokens` tokens per rank, in the mean over ranks; once a form runs, it stays until the mean is
     further from the border than the fraction `hysteresis` of it. `tokens` is this rank's number of tokens in a block,
-    an expression in the graph's sizes. `reason` says in one sentence where the border comes from.
+    an expression in the graph's sizes. `reason` says in one sentence where the border comes from. Where it
+    `is_estimated` from this graph, ranks and shapes may have borders of their own: the mean of tokens / border decides.
     """
 
     border_tokens: int
     hysteresis: float
     tokens: str
     reason: str
+    is_estimated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

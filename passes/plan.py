@@ -43,7 +43,7 @@ class Lifetime:
 @graph_pass(requires={"canonical"}, provides={"planned"})
 def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Choose strategy and slots. Raises PlanError where the ring has fewer slots than banks that are read at once."""
-    dispatch, refusals = plan_dispatch(module, context)
+    dispatch, refusals = plan_dispatch(module, plan, context)
     plan = dataclasses.replace(plan, dispatch=dispatch, refusals=plan.refusals + refusals)
     stays = lifetimes(module.graph)
     if not stays:

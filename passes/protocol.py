@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moepass.models.errors import MoepassError, OptionError, one_of
+from moepass.passes.hardware import Hardware
 from moepass.passes.ir import SLOT_OPS, Plan, Refusal, gather
 
 
@@ -40,13 +41,15 @@ class PassContext:
 
     `slots` is the size of the ring that the banks stream through; `groups` are the process groups that the graph talks
     to, by name, as this rank sees them. Runs of fewer than `all_to_all_below` tokens per rank are to keep their
-    exchanges; None: no run is.
+    exchanges; None: as many as `hardware` makes worth it, and without a profile none. `transport` is what will gather.
     """
 
     slots: int = 2
     disabled: frozenset[str] = frozenset()
     groups: Mapping[str, Group] = dataclasses.field(default_factory=dict)
     all_to_all_below: int | None = None
+    hardware: Hardware | None = None
+    transport: str = "pull"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import shard_layout
 from moepass.runtime.collective import make_transport
-from moepass.runtime.decisions import MEETING, Decisions, Left, check_decisions, exchange_decisions
+from moepass.runtime.decisions import MEETING, NO_BORDER, Decisions, Left, check_decisions, exchange_decisions
 from moepass.runtime.executor import Memory, memory_of
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.homes import Home
@@ -195,7 +195,7 @@ class AdoptedBanks:
         parts: Sequence[Sequence[torch.Tensor]],
         left: Sequence[Left],
         timeout_s: float,
-        border_tokens: int,
+        border: str,
     ) -> None:
         """Compare decisions with all ranks, as `adopt` does, for banks whose first run need not gather them.
 
@@ -204,7 +204,7 @@ class AdoptedBanks:
         with self._locked():
             found = {_key(bank, tensors): (bank.name, tensors) for bank, tensors in zip(banks, parts, strict=True)}
             fresh = [key for key in found if key not in self._known and key not in self._dispatched]
-            self._decide(group, [found[key][0] for key in fresh], left, timeout_s, border_tokens)
+            self._decide(group, [found[key][0] for key in fresh], left, timeout_s, border)
             for key, (_, tensors) in found.items():
                 self._dispatched[key] = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
 
@@ -222,7 +222,7 @@ class AdoptedBanks:
         fresh: Sequence[str],
         left: Sequence[Left],
         timeout_s: float,
-        border_tokens: int | None = None,
+        border: str = NO_BORDER,
     ) -> None:
         """Compare decisions with all ranks where something comes for the first time: see `runtime/decisions.py`.
 
@@ -232,7 +232,7 @@ class AdoptedBanks:
         if not fresh and (not unknown or self._is_alone):
             return
         try:
-            decisions = exchange_decisions(group, Decisions(tuple(fresh), tuple(left), border_tokens), timeout_s)
+            decisions = exchange_decisions(group, Decisions(tuple(fresh), tuple(left), border), timeout_s)
         except PeerError as error:
             adopted = [block for block in unknown if block.name in self._uses_of_name]
             if fresh:

@@ -43,10 +43,11 @@ def dispatching(
         return None
     (name,) = {bank.group for bank in plan.banks}
     left = [Left(refusal.where, refusal.reason) for refusal in plan.refusals if refusal.group == name]
+    border = "estimated from a profile" if dispatch.is_estimated else str(dispatch.border_tokens)
 
     def compare(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         group = _group(name)
-        adopted_banks(group, device).compare(group, banks, parts, left, options.timeout_s, dispatch.border_tokens)
+        adopted_banks(group, device).compare(group, banks, parts, left, options.timeout_s, border)
 
     return Dispatcher(dispatch, captured, lower, lambda: _group(name), compare, options.timeout_s)
 

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError
 from moepass.passes.dispatch import choose_form
+from moepass.passes.ir import Dispatch
 from moepass.runtime.connections import Connections
 from moepass.runtime.decisions import MEETING
 from moepass.runtime.forking import renew_after_fork
@@ -37,12 +38,22 @@ LARGEST_EXACT = 2**53
 
 @dataclasses.dataclass(frozen=True)
 class Presence:
-    """What a rank comes with: its tokens in a block, the border of its graph, and the blocks that are about to run."""
+    """What a rank comes with: its tokens in a block, the border of its graph, and the blocks that are about to run.
+
+    Both may be in units of an estimated border, which is 1 then.
+    """
 
     tokens: float
     border_tokens: int
     hysteresis: float
     blocks: tuple[str, ...]
+
+    @staticmethod
+    def of(dispatch: Dispatch, tokens: float, blocks: tuple[str, ...]) -> Presence:
+        """Estimated borders differ between ranks and shapes: their tokens count in parts of the border."""
+        if dispatch.is_estimated:
+            return Presence(tokens / dispatch.border_tokens, 1, dispatch.hysteresis, blocks)
+        return Presence(tokens, dispatch.border_tokens, dispatch.hysteresis, blocks)
 
     def encode(self) -> torch.Tensor:
         digest = hashlib.sha256("\n".join(self.blocks).encode()).digest()[:6]
@@ -78,11 +89,9 @@ class Agreement:
             last = self._last.get(border)
             self._last[border] = form = choose_form(tokens, self.size, *border, last)
         if form != last:
+            # An estimated border is 1 here.
             logger.info(
-                "runs are %s from now on: %.6g tokens per rank, the border is %d",
-                form,
-                tokens / self.size,
-                own.border_tokens,
+                "runs are %s from now on: %.6g of the border's tokens per rank", form, tokens / self.size / border[0]
             )
         return form
 

@@ -14,6 +14,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from moepass.runtime.rendezvous import PeerError, Rendezvous, skip_abandoned
 
+NO_BORDER = "none"
+
 MEETING = (
     "every rank of the group must run its compiled model once, and the same layers in the same order: a rank that "
     "found no block to take, or does not compile, stays behind"
@@ -32,12 +34,12 @@ class Left:
 class Decisions:
     """The blocks of one graph that come for the first time on a rank, in its order.
 
-    Runs below `border_tokens` tokens per rank are exchanged; None where none is.
+    `border` says below how many tokens per rank runs are exchanged, in words.
     """
 
     taken: tuple[str, ...]
     left: tuple[Left, ...]
-    border_tokens: int | None = None
+    border: str = NO_BORDER
 
 
 def exchange_decisions(group: ProcessGroup, own: Decisions, timeout_s: float) -> list[Decisions]:
@@ -66,11 +68,10 @@ def check_decisions(decisions: Sequence[Decisions]) -> None:
                     f"{left.get(stray, 'does not see it')}; run all ranks with the same code and inputs of one kind "
                     "first, or leave expert parallelism on all of them with options={'disable': ['localise']}"
                 )
-            if decided.taken and decided.border_tokens != other.border_tokens:
+            if decided.taken and decided.border != other.border:
                 raise PeerError(
-                    "ranks disagree on the tokens per rank below which runs are exchanged: "
-                    f"{decided.border_tokens} on rank {taker}, {other.border_tokens} on rank {rank}; give all ranks "
-                    "the same all_to_all_below"
+                    f"ranks disagree on the tokens per rank below which runs are exchanged: {decided.border} on rank "
+                    f"{taker}, {other.border} on rank {rank}; give all ranks the same all_to_all_below, or all hardware"
                 )
 
 

@@ -113,7 +113,7 @@ class Dispatcher:
             self._compared = {**self._living(), key: storages}
         tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
         names = tuple(bank.name for bank in banks)
-        presence = Presence(tokens, self._dispatch.border_tokens, self._dispatch.hysteresis, names)
+        presence = Presence.of(self._dispatch, tokens, names)
         return agreement_of(self._group()).agree(presence, self._timeout_s) == EXCHANGED
 
     def run_exchanged(self, *arguments: Any) -> Any:

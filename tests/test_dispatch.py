@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from backend_helper import Stack, tokens
 from hypothesis import assume, given
@@ -15,13 +16,16 @@ from ranks import run_ranks
 from torch.fx import GraphModule
 
 import moepass
+from moepass.hardware_profiles import load_hardware
 from moepass.models.expert_parallel import EP_FORMS
 from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.options import parse_options
+from moepass.passes.all_to_all_border import BorderEstimate
 from moepass.passes.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
 from moepass.passes.input_sizes import SizeSource, read_sizes, size_sources
-from moepass.passes.ir import Plan
+from moepass.passes.ir import Dispatch, Plan
 from moepass.passes.lower_whole import lower_whole
+from moepass.runtime.agreement import Presence
 
 FORMS = [None, GATHERED, EXCHANGED]
 _numbers = st.integers(0, 10**6)
@@ -159,10 +163,10 @@ def test_a_graph_compiled_late_knows_for_which_sizes_it_is_right() -> None:
     assert not compiled[1].is_right_for(dict.fromkeys(sources, 60))
 
 
-def _plans(form: str, disable: tuple[str, ...]) -> Plan:
+def _plans(form: str, disable: tuple[str, ...], **border: Any) -> Plan:
     torch._dynamo.config.capture_scalar_outputs = True
     config = StackConfig(layers=2, max_tokens=32)
-    options = {"lower": "eager", "all_to_all_below": 64, "disable": disable}
+    options = {"lower": "eager", "disable": disable, **(border or {"all_to_all_below": 64})}
     with torch.no_grad(), moepass.record_compilations() as compilations:
         hidden = torch.randn(24, config.hidden)
         torch._dynamo.mark_dynamic(hidden, 0)
@@ -187,3 +191,48 @@ def test_a_graph_that_keeps_its_exchanges_has_one_form() -> None:
     for plan in run_ranks(2, _plans, "all_to_all", ("localise",)):
         assert plan.dispatch is None
         assert [refusal.where for refusal in plan.refusals] == ["option all_to_all_below"]
+
+
+@pytest.mark.parametrize("value", [7, b"8xh100-80g", ["8xh100-80g"]])
+def test_what_is_no_machine_is_refused(value: object) -> None:
+    with pytest.raises(moepass.OptionError, match=r"option hardware is .*; it must be a preset such as 8xh100-80g"):
+        parse_options({"hardware": value})
+
+
+def test_a_border_is_given_or_computed_not_both() -> None:
+    with pytest.raises(moepass.OptionError, match=r"all_to_all_below is 8 and hardware '8xh100-80g'.*give one of both"):
+        parse_options({"all_to_all_below": 8, "hardware": "8xh100-80g"})
+
+
+def test_a_machine_alone_has_no_effect_where_nothing_is_exchanged() -> None:
+    (plan,) = _run(Stack(depth=1), hardware="8xh100-80g")
+    assert plan.dispatch is None
+    assert [refusal.where for refusal in plan.refusals] == ["option hardware"]
+    assert plan.refusals[0].reason.startswith("8xh100-80g has no effect: no expert parallelism was taken out of it")
+
+
+def _with_profile(form: str) -> Plan:
+    return _plans(form, (), hardware="8xh100-80g")
+
+
+def test_a_profile_gives_the_border_and_says_why() -> None:
+    plan, other = run_ranks(2, _with_profile, "all_to_all")
+    assert plan.dispatch is not None
+    assert plan.dispatch == other.dispatch
+    assert plan.dispatch.is_estimated
+    assert "by profile 8xh100-80g a gathered run takes no less than" in plan.dispatch.reason
+    estimate = BorderEstimate(
+        plan, sympy.Symbol(plan.dispatch.tokens), load_hardware("8xh100-80g"), ranks=2, slots=plan.slots
+    )
+    assert plan.dispatch.border_tokens == estimate.border_tokens()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_estimated_borders_of_ranks_need_not_be_equal() -> None:
+    """A rank at half of its border and one at twice its own: above it in the mean."""
+    dispatches = [Dispatch(border, 0.0, "n", "", is_estimated=True) for border in (100, 40)]
+    present = [Presence.of(one, tokens, ()) for one, tokens in zip(dispatches, (50, 80), strict=True)]
+    assert [one.border_tokens for one in present] == [1, 1]
+    assert choose_form(sum(one.tokens for one in present), 2, 1, 0.0, None) == GATHERED
+    assert choose_form(present[0].tokens, 1, 1, 0.0, None) == EXCHANGED
+    assert Presence.of(dataclasses.replace(dispatches[0], is_estimated=False), 50, ()).border_tokens == 100

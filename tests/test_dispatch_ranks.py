@@ -21,8 +21,10 @@ from test_adoption import SMALL, _compile, _hidden
 from workers import Worker, join_group
 
 import moepass
+from moepass.hardware_profiles import load_hardware
 from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.passes.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
+from moepass.passes.hardware import with_emulated_link
 from moepass.runtime.dispatching import FormStatistics
 from moepass.runtime.rendezvous import PeerError
 
@@ -105,6 +107,21 @@ def test_all_ranks_take_the_same_form_in_every_run(form: str, dynamic: bool | No
     # Every count of its own is a compilation where shapes are static.
     config, steps = (SMALL, STEPS) if dynamic is None else (ONE, [(8, 8), (20, 8), (8, 8), (12, 12), (8, 12), (0, 8)])
     assert run_ranks(2, _run_steps, form, config, steps, dynamic) == [_expected(steps)] * 2
+
+
+def _estimated(config: StackConfig, steps: Sequence[Sequence[int]], bytes_per_s: float) -> list[str]:
+    machine = with_emulated_link(load_hardware("8xh100-80g"), bytes_per_s)
+    return _run_steps("all_to_all", config, steps, False, all_to_all_below=None, hardware=machine)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "form"), [(1e6, EXCHANGED), pytest.param(1e15, GATHERED, marks=pytest.mark.slow)]
+)
+def test_a_profile_says_no_where_its_link_is_slow_whatever_shapes_ranks_compile_for(
+    bytes_per_s: float, form: str
+) -> None:
+    steps = [(8, 5), (20, 8), (5, 20)]
+    assert run_ranks(2, _estimated, ONE, steps, bytes_per_s) == [[form] * len(steps)] * 2
 
 
 @pytest.mark.slow
