@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -29,8 +30,9 @@ from moepass.models.expert_placement import ExpertPlacement
 
 RANKS = 2
 _CAUSAL = "causal"
-_CROSSOVER_LAYERS = 2
-_CROSSOVER_TOKENS = (512, 1024, 1536, 2048, 3072)
+CROSSOVER_LAYERS = 2
+CROSSOVER_TOKENS = (256, 512, 768, 1024, 2048)
+_STEADY_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,15 @@ class Measured:
     is_equal: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class BothForms:
+    """Seconds of a step with that many tokens per rank: tokens exchanged by AllToAll, and experts gathered."""
+
+    tokens: int
+    exchanged_seconds: float
+    gathered_seconds: float
+
+
 def causal_attention() -> None:
     """Attention by the kernel's own flag: under torch 2.13 transformers gives compiled models a mask instead."""
 
@@ -80,10 +91,8 @@ def measure_alone(cases: Sequence[Case], sequence: int, repeats: int) -> Iterato
 
 def measure_on_ranks(
     cases: Sequence[Case], sequence: int, repeats: int, crossing_rate: float | None
-) -> tuple[list[Measured], float | None]:
-    """On two ranks, each pinned to a core; and the tokens per rank from which on gathered weights are the faster form,
-    over links of `crossing_rate` (None: not asked for, or never).
-    """
+) -> tuple[list[Measured], list[BothForms]]:
+    """On two ranks, each pinned to a core; and both forms of a model over links of `crossing_rate`, if there is one."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
@@ -105,7 +114,7 @@ def _rank(
         measured: list[Measured] = []
         for _, group in itertools.groupby(cases, key=lambda case: case.model):
             measured += _measure_model(list(group), sequence, repeats, _seconds_together)
-        crossing = None if crossing_rate is None else _crossing(crossing_rate, sequence, repeats)
+        crossing = [] if crossing_rate is None else _both_forms(crossing_rate, sequence, repeats)
     if rank == 0:
         queue.put((measured, crossing))
     dist.destroy_process_group()
@@ -157,8 +166,7 @@ def _seconds_together(run: Callable[[], object], repeats: int) -> list[float]:
     return _slowest(_seconds_alone(run, repeats))
 
 
-def _crossing(rate: float, sequence: int, repeats: int) -> float | None:
-    """Tokens per rank at which both forms take as long, by a line between measured counts, logarithmic on both axes."""
+def _both_forms(rate: float, sequence: int, repeats: int) -> list[BothForms]:
     torch._dynamo.config.capture_scalar_outputs = True
     torch._dynamo.reset()
     gc.collect()
@@ -167,33 +175,41 @@ def _crossing(rate: float, sequence: int, repeats: int) -> float | None:
         if isinstance(module, DelayedExperts):
             module.bytes_per_s = rate
     forms = {
-        "AllToAll": torch.compile(exchanging, backend="inductor", dynamic=True),
+        # The exchange stays, and experts run on the same kernels as those that are gathered.
+        "AllToAll": torch.compile(
+            exchanging, backend="asyncep", dynamic=True, options={"disable": ["localise", "complete_shards"]}
+        ),
         "gathered": torch.compile(
             gathering, backend="asyncep", dynamic=True, options={"link": f"emulate:{rate}", "timeout_s": 300.0}
         ),
     }
     points = []
-    for tokens in _CROSSOVER_TOKENS:
+    for tokens in CROSSOVER_TOKENS:
         given = _inputs(tokens, sequence)
         seconds: dict[str, list[float]] = {name: [] for name in forms}
-        for turn in range(repeats + 1):
+        for _ in range(repeats):
             for name, run in forms.items():
                 dist.barrier()
-                run(**given)  # the step before: it leaves caches and slots as steady steps do
-                taken = _seconds_alone(lambda run=run, given=given: run(**given), 1)  # type: ignore[misc]
-                if turn:
-                    seconds[name] += taken
+                step = functools.partial(run, **given)
+                _seconds_alone(step, 2)  # the ring was filled ahead meanwhile, which steady steps do not find
+                seconds[name].append(statistics.fmean(_seconds_alone(step, _STEADY_STEPS)))
         slowest = {name: statistics.median(_slowest(values)) for name, values in seconds.items()}
-        points.append((math.log(tokens), math.log(slowest["AllToAll"] / slowest["gathered"])))
-    for (left, before), (right, after) in itertools.pairwise(points):
-        if before < 0 <= after:
-            return math.exp(left - before / (after - before) * (right - left))
+        points.append(BothForms(tokens, slowest["AllToAll"], slowest["gathered"]))
+    return points
+
+
+def crossing_of(points: Sequence[BothForms]) -> float | None:
+    """Tokens at which both take as long, by a line between the points, logarithmic on both axes; None: nowhere."""
+    for left, right in itertools.pairwise(points):
+        before, after = (one.exchanged_seconds / one.gathered_seconds for one in (left, right))
+        if before < 1 <= after:
+            return left.tokens * (right.tokens / left.tokens) ** (-math.log(before) / math.log(after / before))
     return None
 
 
 def _exchanging_model(form: type[AllToAllExperts]) -> PreTrainedModel:
     """The reference model with experts spread over the ranks, exchanged by AllToAll."""
-    model = _model(_CROSSOVER_LAYERS)
+    model = _model(CROSSOVER_LAYERS)
     for layer in model.model.layers:
         experts = layer.mlp.experts
         owned = ExpertPlacement(experts.gate_up_proj.shape[0], RANKS, dist.get_rank()).owned

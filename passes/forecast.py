@@ -286,14 +286,16 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
     passes = sum(count * (seconds.mixing_passes + seconds.mlp_passes) for count, seconds in kinds)
     overlap = setting.hardware.overlap
     slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
-    nbytes, transfer = _bank(setting, setting.architecture.typical_moe_layer, home)
-    copying = gather_seconds(without_emulation(setting.hardware), nbytes, home)
-    copied_part = min(1.0, copying / transfer) if transfer else 0.0
     conditions = setting.hardware.conditions
-    return Machine(
-        copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part,
-        host_runs_ahead=conditions is None or not conditions.computes_on_host,
-    )
+    on_host = conditions is not None and conditions.computes_on_host
+    nbytes, transfer = _bank(setting, setting.architecture.typical_moe_layer, home)
+    true = without_emulation(setting.hardware)
+    copying = gather_seconds(true, nbytes, home)
+    if home == "hybrid" and on_host:
+        # The processor that computes makes both copies; devices have engines for each.
+        copying = gather_seconds(true, nbytes, "peer") + gather_seconds(true, nbytes / setting.ranks, "host")
+    copied_part = min(1.0, copying / transfer) if transfer else 0.0
+    return Machine(copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part, host_runs_ahead=not on_host)
 
 
 def _saturation(setting: Setting, layer: Layer, transfer: float, rate: float, gamma: float) -> Saturation:
