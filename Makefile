@@ -56,6 +56,9 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/idle_rank.py
 	$(BIN)/python benchmarks/load_memory.py
 	$(BIN)/python benchmarks/disk_home.py
+	$(BIN)/python benchmarks/hybrid.py
+	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/published.py
 
 clean:
