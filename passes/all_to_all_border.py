@@ -1,7 +1,8 @@
 """From how many tokens on gathered weights are faster than exchanged tokens: for one graph, on a profiled machine.
 
     gathered(n)   the slower of the computation and the transfers of all banks; over one slot, experts hide no transfer
-    exchanged(n)  the computation, as much work on every rank, and what the blocks exchange
+    exchanged(n)  the computation, as much work on every rank, and what the blocks exchange; where all ranks have the
+                  same tokens (AllReduce), gathering makes each compute what they shared out, and may never pay
 
 Both grow with n, and `exchanged` is the longer one from the border on. Computation is that of the whole graph at the
 reached rates, products by expert at theirs.
@@ -15,6 +16,7 @@ import sympy
 
 from moepass.models.architecture import short_dtype
 from moepass.models.formulas.memory import element_bytes
+from moepass.models.formulas.text import evaluate_text
 from moepass.passes.hardware import Hardware, with_ranks
 from moepass.passes.ir import MoEBlock, Plan
 from moepass.passes.times import collective_seconds, gather_seconds, work_seconds
@@ -49,6 +51,8 @@ class BorderEstimate:
         self.tokens = tokens
         self.blocks = [block for block in plan.blocks if block.parallel]
         self.dtype = short_dtype(self.blocks[0].dtype)
+        # All ranks have the same tokens then, and each runs them through its own experts alone.
+        self.are_tokens_shared = all(block.parallel == "all_reduce" for block in self.blocks)
         # Only what is linear in one size can be asked for other numbers of tokens.
         symbols = sorted(tokens.free_symbols, key=str)
         self.grows = next((one for one in symbols if tokens.diff(one).diff(one) == 0), None)
@@ -62,7 +66,8 @@ class BorderEstimate:
         exchange = sum(exchange_seconds(self.hardware, block, tokens) for block in self.blocks)
         hiding = experts + others if self.slots > 1 else others
         gathered = max(hiding, self.transfer) + (0.0 if self.slots > 1 else experts)
-        return FormSeconds(gathered, experts + others + exchange, self.transfer, exchange)
+        own_experts = experts / (self.hardware.ranks if self.are_tokens_shared else 1)
+        return FormSeconds(gathered, own_experts + others + exchange, self.transfer, exchange)
 
     def border_tokens(self) -> int:
         """The least number of tokens per rank with which gathering takes no longer, up to `MOST_TOKENS`."""
@@ -93,7 +98,7 @@ class BorderEstimate:
         return scale * experts, scale * work_seconds(self.hardware, self.dtype, flops, memory)
 
     def _tokens_at(self, sizes: dict[str, float]) -> float:
-        return float(self.tokens.subs({sympy.Symbol(name): value for name, value in sizes.items()}))
+        return evaluate_text(str(self.tokens), sizes)
 
 
 def exchange_seconds(hardware: Hardware, block: MoEBlock, tokens: float) -> float:

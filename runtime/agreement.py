@@ -40,19 +40,20 @@ LARGEST_EXACT = 2**53
 class Presence:
     """What a rank comes with: its tokens in a block, the border of its graph, and the blocks that are about to run.
 
-    Both may be in units of an estimated border, which is 1 then.
+    Where the border `is_estimated`, both are in units of it, so that it is 1.
     """
 
     tokens: float
     border_tokens: int
     hysteresis: float
     blocks: tuple[str, ...]
+    is_estimated: bool = False
 
     @staticmethod
     def of(dispatch: Dispatch, tokens: float, blocks: tuple[str, ...]) -> Presence:
         """Estimated borders differ between ranks and shapes: their tokens count in parts of the border."""
         if dispatch.is_estimated:
-            return Presence(tokens / dispatch.border_tokens, 1, dispatch.hysteresis, blocks)
+            return Presence(tokens / dispatch.border_tokens, 1, dispatch.hysteresis, blocks, is_estimated=True)
         return Presence(tokens, dispatch.border_tokens, dispatch.hysteresis, blocks)
 
     def encode(self) -> torch.Tensor:
@@ -89,10 +90,12 @@ class Agreement:
             last = self._last.get(border)
             self._last[border] = form = choose_form(tokens, self.size, *border, last)
         if form != last:
-            # An estimated border is 1 here.
-            logger.info(
-                "runs are %s from now on: %.6g of the border's tokens per rank", form, tokens / self.size / border[0]
-            )
+            mean = tokens / self.size
+            if own.is_estimated:
+                logger.info("runs are %s from now on: %.6g of the estimated border", form, mean)
+            else:
+                text = "runs are %s from now on: %.6g tokens per rank, the border is %d"
+                logger.info(text, form, mean, own.border_tokens)
         return form
 
     def _exchange(self, own: Presence, timeout_s: float) -> list[list[float]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from moepass.models.errors import MoepassError
+from moepass.runtime.background import run_in_background
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.link import Link
 from moepass.runtime.sources import Source, whole
@@ -100,7 +101,7 @@ class PendingCopy:
 class CopyThread:
     """Copies in the order of `submit`, on a thread of its own that ends with this object."""
 
-    _queue: queue.SimpleQueue[PendingCopy | None]
+    _work: _Work
     _thread: threading.Thread | None
 
     def __init__(self, link: Link) -> None:
@@ -110,17 +111,16 @@ class CopyThread:
         renew_after_fork(self)
 
     def _start(self) -> None:
-        self._queue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._queue, self.link), name="moepass-copy", daemon=True)
-        self._thread.start()
-        # The thread must not keep its owner alive, so it knows only the queue.
-        self._stop = weakref.finalize(self, self._queue.put, None)
+        # The thread must not keep its owner alive, so it knows only the work.
+        self._work = _Work(self.link)
+        self._thread = run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
+        self._stop = weakref.finalize(self, self._work.queue.put, None)
 
     def submit(self, copy: PendingCopy) -> PendingCopy:
         with self._starting:
             if self._thread is None:
                 self._start()
-        self._queue.put(copy)
+        self._work.queue.put(copy)
         return copy
 
     def after_fork(self) -> None:
@@ -130,17 +130,38 @@ class CopyThread:
         self._thread = None
 
 
-def _run(copies: queue.SimpleQueue[PendingCopy | None], link: Link) -> None:
-    while (copy := copies.get()) is not None:
-        started = time.perf_counter()
-        try:
-            copy.perform(link)
-        except BaseException as error:  # handed to the thread that waits, which raises it
-            copy.error = error
-        finally:
-            copy.performed = (started, time.perf_counter())
-            copy.finished.set()
-        del copy
+class _Work:
+    """What the thread works on."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.queue: queue.SimpleQueue[PendingCopy | None] = queue.SimpleQueue()
+        self._current: PendingCopy | None = None
+        self._is_over = False
+
+    def run(self) -> None:
+        while (copy := self.queue.get()) is not None:
+            self._current = copy
+            if self._is_over:
+                copy.abandon()
+            started = time.perf_counter()
+            try:
+                copy.perform(self.link)
+            except BaseException as error:  # handed to the thread that waits, which raises it
+                copy.error = error
+            finally:
+                copy.performed = (started, time.perf_counter())
+                copy.finished.set()
+            self._current = None
+            del copy
+
+    def stop_now(self) -> None:
+        """Abandon the copy that runs, and all that wait."""
+        self._is_over = True
+        copy = self._current
+        if copy is not None:
+            copy.abandon()
+        self.queue.put(None)
 
 
 def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:

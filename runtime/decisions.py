@@ -71,7 +71,7 @@ def check_decisions(decisions: Sequence[Decisions]) -> None:
             if decided.taken and decided.border != other.border:
                 raise PeerError(
                     f"ranks disagree on the tokens per rank below which runs are exchanged: {decided.border} on rank "
-                    f"{taker}, {other.border} on rank {rank}; give all ranks the same all_to_all_below, or all hardware"
+                    f"{taker}, {other.border} on rank {rank}; give all ranks the same hardware or all_to_all_below"
                 )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import threading
 import weakref
 from collections.abc import Sequence
 
+from moepass.runtime.background import run_in_background
 from moepass.runtime.disk_files import FileSource
 from moepass.runtime.forking import renew_after_fork
 
@@ -24,7 +26,7 @@ class ReadAhead:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stop: weakref.finalize[[None], ReadAhead] | None = None
+        self._stop: weakref.finalize[[], ReadAhead] | None = None
         renew_after_fork(self)
 
     def announce(self, sources: Sequence[FileSource]) -> None:
@@ -34,9 +36,10 @@ class ReadAhead:
         with self._lock:
             if self._stop is None:
                 self._queue = queue.SimpleQueue()
-                threading.Thread(target=_run, args=(self._queue,), name="moepass-read-ahead", daemon=True).start()
                 # The thread must not keep its owner alive, so it knows only the queue.
-                self._stop = weakref.finalize(self, self._queue.put, None)
+                stop = functools.partial(self._queue.put, None)
+                run_in_background(functools.partial(_run, self._queue), stop, "moepass-read-ahead")
+                self._stop = weakref.finalize(self, stop)
         self._queue.put(sources)
 
     def after_fork(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ import torch
 
 from moepass.models.errors import MoepassError
 from moepass.runtime import copying
+from moepass.runtime.background import run_in_background
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.learned_order import Followers
 from moepass.runtime.link import BusyLink
@@ -92,9 +94,10 @@ class Stager:
         self._banks = len(shards)
         self._process = os.getpid()
         self._work = _Work(own, others, shards, link)
-        threading.Thread(target=_run, args=(self._work,), name="moepass-stager", daemon=True).start()
         # The thread must not keep its owner alive, so it knows only the work.
-        self._stop = weakref.finalize(self, _stop, self._work)
+        stop = functools.partial(_stop, self._work)
+        run_in_background(functools.partial(_run, self._work), stop, "moepass-stager")
+        self._stop = weakref.finalize(self, stop)
         renew_after_fork(self)
 
     @property

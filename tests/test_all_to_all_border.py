@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.hardware_profiles import load_hardware
-from moepass.passes.all_to_all_border import BorderEstimate, exchange_seconds
+from moepass.passes.all_to_all_border import MOST_TOKENS, BorderEstimate, exchange_seconds
 from moepass.passes.hardware import Hardware, with_emulated_link
 from moepass.passes.ir import BankSpec, Cost, MoEBlock, Plan, TensorSpec
 from moepass.passes.times import collective_seconds, gather_seconds
@@ -62,7 +62,7 @@ def test_gathering_is_the_faster_form_from_the_border_on_and_not_before(form: st
     estimate = _estimate(with_emulated_link(MACHINE, rate), slots, form=form)
     border = estimate.border_tokens()
     at, before = estimate.seconds(border), estimate.seconds(border - 1)
-    assert at.gathered <= at.exchanged
+    assert at.gathered <= at.exchanged or border == MOST_TOKENS
     assert border == 1 or before.gathered > before.exchanged
 
 
@@ -100,3 +100,10 @@ def test_forms_exchange_what_they_say() -> None:
     assert exchange_seconds(MACHINE, blocks["all_reduce"], 64) == pytest.approx(
         collective_seconds(MACHINE, "all_reduce", row)
     )
+
+
+def test_ranks_with_the_same_tokens_share_their_experts_work_out_when_they_exchange() -> None:
+    shared, own = (_estimate(form=form).seconds(1e5) for form in ("all_reduce", "all_to_all"))
+    assert shared.gathered == own.gathered
+    assert shared.exchanged - shared.exchange < own.exchanged - own.exchange
+    assert _estimate(form="all_reduce").border_tokens() == MOST_TOKENS
