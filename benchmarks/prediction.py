@@ -4,8 +4,8 @@ The machine is calibrated first, by what `moepass calibrate` does; nothing is fi
 Models are Qwen3-MoE with hidden 512 and 32 experts of width 256, top-4, in fp32, one thread per rank:
 
     host           one process, experts in host memory
-    peer, hybrid   two ranks, each on a core of its own with its copy thread. On a CPU hybrid's stagers take more of these
-                   cores than the forecast counts: its rows are shown, and not asked to hold
+    peer, hybrid   two ranks, each on a core of its own with its copy thread. On a CPU hybrid's stagers take more of
+                   these cores than the forecast counts: its rows are shown, and not asked to hold
     crossover      the same two ranks: up to how many tokens is AllToAll faster than gathered weights?
 """
 

@@ -311,9 +311,10 @@ def _all_to_all_stays(path: str, distributed: dict[str, Any], shared: bool) -> N
 
 @pytest.mark.parametrize(
     ("distributed", "shared"),
-    [pytest.param({"fsdp_size": RANKS}, False, marks=pytest.mark.slow), ({}, True)],
+    [({"fsdp_size": RANKS}, False), ({}, True)],
     ids=["batches of their own", "a shared batch"],
 )
+@pytest.mark.slow
 def test_its_own_all_to_all_runs_as_it_came(checkpoint: str, distributed: dict[str, Any], shared: bool) -> None:
     run_ranks(RANKS, _all_to_all_stays, checkpoint, distributed, shared, timeout=150)
 
