@@ -347,7 +347,10 @@ class IndexRanges:
         """A cut at a constant of what grows."""
         if is_call(node, aten.slice.Tensor):
             arguments = _named(node)
-            size = fake_value(node.args[0]).shape[arguments.get("dim", 0)]  # type: ignore[arg-type]
+            shape, dim = fake_value(node.args[0]).shape, arguments.get("dim", 0)  # type: ignore[arg-type]
+            if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+                raise NotThisForm(f"{node.name} ({node.target}) cuts dimension {dim} of {len(shape)}")
+            size = shape[dim]
             ends = [arguments.get("start"), arguments.get("end")]
             # The mock runs bring as many tokens as the graph was captured with, and other ranks more.
             tokens = [fake_value(source).shape[0] for source in self.block.sources.values()]

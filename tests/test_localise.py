@@ -459,3 +459,14 @@ def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
     result = _localised(dataclasses.replace(one, module=changed))
     assert not result.plan.banks
     assert "it computes in torch.float32 between" in result.refusals[0].reason
+
+
+def test_a_cut_along_a_dimension_that_is_not_there_is_no_form() -> None:
+    one = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
+    changed = copy_graph_module(one.module)
+    cuts = [node for node in changed.graph.nodes if node.target is torch.ops.aten.slice.Tensor]
+    for node in cuts:
+        node.update_arg(1, 7)
+    assert cuts
+    (refusal,) = _localised(dataclasses.replace(one, module=changed)).refusals
+    assert "cuts dimension 7 of" in refusal.reason
