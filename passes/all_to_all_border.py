@@ -21,7 +21,7 @@ from moepass.passes.hardware import Hardware, with_ranks
 from moepass.passes.ir import MoEBlock, Plan
 from moepass.passes.times import collective_seconds, gather_seconds, work_seconds
 
-# Tokens per rank beyond which nobody asks.
+# Tokens per rank beyond which nobody asks where a border lies.
 MOST_TOKENS = 1 << 24
 
 

@@ -16,6 +16,7 @@ from moepass.models.architecture import Layer
 from moepass.models.formulas.layers import flops_per_token, model_flops
 from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
+from moepass.passes.all_to_all_border import MOST_TOKENS
 from moepass.passes.hardware import without_emulation
 from moepass.passes.layer_times import LayerSeconds, head_seconds, layer_seconds, texts_of
 from moepass.passes.protocol import PlanError
@@ -38,8 +39,6 @@ from moepass.passes.verdict import ranking, reason
 MOST_SLOTS = 4
 # Shards that home hybrid stages on the device, ahead of the pulls.
 STAGES = 2
-# Tokens per rank beyond which nobody asks where a border lies.
-_MOST_TOKENS = 1 << 24
 # Relative: what differs by less takes the same time. A bank less that stays may cost the memory its copy takes.
 _ROUNDING = 1e-3
 
@@ -195,9 +194,9 @@ def crossover_tokens(planned: Forecast) -> int | None:
         point = curve_point(planned, tokens)
         return point.step_seconds <= point.all_to_all_seconds
 
-    if not pays(_MOST_TOKENS):
+    if not pays(MOST_TOKENS):
         return None
-    low, high = 0, _MOST_TOKENS
+    low, high = 0, MOST_TOKENS
     while high - low > max(1, high // 256):
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)
