@@ -59,7 +59,6 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/hybrid.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/published.py
-	$(BIN)/python benchmarks/published.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

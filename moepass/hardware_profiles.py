@@ -120,6 +120,7 @@ def _hardware_of(name: str, raw: dict[str, Any], ranks: int) -> Hardware:
             copy=Figure(1.0, "empirical", "assumed: copies come first on the link"),
         ),
         collective_latency_seconds=EMPIRICAL_COLLECTIVE_LATENCY,
+        processors=stated(raw["processors"], "streaming multiprocessors"),
         peer=link(raw["peer_bytes_per_s"]),
         host=link(raw["host_bytes_per_s"]),
     )

@@ -32,13 +32,14 @@ COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p"
 
 # The three efficiencies that stand in for measurements where a profile has none. [Empirical] all three:
 #
-#   dense_gemm   One H200 reaches 790 of the 989 TFLOP/s of its datasheet in a bf16 product of 8192 x 8192 x 8192.
+#   dense_gemm   One H200 reaches 790 of the 989 TFLOP/s of its datasheet in a bf16 product of 8192 x 8192 x 8192; half
+#                a wave of tiles (`moepass.passes.times`) is 1.6 % of that one.
 #   irregular    Attention and products by expert, whose tiles are ragged. FlashAttention's authors report 0.50 to 0.73
 #                of the peak on A100 (arXiv 2307.08691), up to 0.75 in fp16 and 0.61 in fp8 on H100 (arXiv 2407.08608);
 #                0.60 is within all three. That products by expert reach as much is assumed.
 #   bandwidth    8 x H100 reach 370 of 450 GB/s over NVLink; the memory of an H200 reaches 4.3 of 4.8 TB/s, so the
 #                same number is on the safe side there.
-DENSE_GEMM_EFFICIENCY = 0.80
+DENSE_GEMM_EFFICIENCY = 0.81
 IRREGULAR_EFFICIENCY = 0.60
 BANDWIDTH_EFFICIENCY = 0.82
 
@@ -144,6 +145,7 @@ class Hardware:
     peer, host, disk      links into the device from another device, from host memory, from files; None: there is none
     local                 copies inside the device's memory; None: at the rate of its memory
     collective_latency_seconds   that a step of a collective takes before its first byte, where it has no table
+    processors            that take one tile of a product each (a GPU's multiprocessors); None: there are no tiles
     overlap               what copies and computation do to each other
     compute               tables of seconds by kind (COMPUTE_AXES) and dtype
     memory                seconds of elementwise traffic, by `bytes`
@@ -158,6 +160,7 @@ class Hardware:
     efficiency: Efficiency
     overlap: Overlap
     collective_latency_seconds: Figure
+    processors: Figure | None = None
     peer: TransferLink | None = None
     host: TransferLink | None = None
     disk: TransferLink | None = None
@@ -180,6 +183,8 @@ class Hardware:
         named |= {
             f"efficiency.{name}": getattr(self.efficiency, name) for name in ("dense_gemm", "irregular", "bandwidth")
         }
+        if self.processors is not None:
+            named["processors"] = self.processors
         for name in ("peer", "host", "disk", "local"):
             link: TransferLink | None = getattr(self, name)
             if link is not None:

@@ -88,10 +88,15 @@ def layer_seconds(
     """One device's part of `layer` for `texts`, weights in `dtype`. Raises InputError for a dtype without a rate."""
     tokens, wide = texts.tokens, activation_dtype(dtype)
     attention = layer.attention
-    projections = projection_parameters(attention, hidden) / hidden / split.mixing
+    output_width = attention.output_width / split.mixing
+    projections = projection_parameters(attention, hidden) / hidden / split.mixing - output_width
+    mixing_products = gemm_seconds(hardware, dtype, tokens, hidden, projections)
+    mixing_products += gemm_seconds(hardware, dtype, tokens, output_width, hidden)
     scores = mixing_flops(attention, texts.batch, texts.sequence, texts.prefix) / split.mixing
     mixing_passes = mixing_traffic_bytes(layer, hidden, tokens, wide) / split.mixing
     mlp_passes = mlp_traffic_bytes(layer, hidden, tokens, wide) / split.widths
+    has_tiles = attention.kind in ("full", "sliding", "chunked")
+    queries = tokens * attention.heads / split.mixing if has_tiles else None
     seen = texts.prefix + texts.sequence
     seen = min(seen, attention.window or seen)
     if layer.experts is None:
@@ -107,8 +112,8 @@ def layer_seconds(
         routed = grouped_gemm_seconds(hardware, dtype, rows, count, hidden, up * width)
         routed += grouped_gemm_seconds(hardware, dtype, rows, count, width, hidden)
     return LayerSeconds(
-        mixing_products=gemm_seconds(hardware, dtype, tokens, hidden, projections),
-        mixing_scores=attention_seconds(hardware, wide, scores, 0.0, seen, attention.head_dim),
+        mixing_products=mixing_products,
+        mixing_scores=attention_seconds(hardware, wide, scores, 0.0, seen, attention.head_dim, queries=queries),
         mixing_passes=memory_seconds(hardware, mixing_passes),
         mlp_products=products,
         experts_products=routed,

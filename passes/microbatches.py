@@ -1,4 +1,4 @@
-"""Pipeline parallelism: devices hold layers one after the other, and micro-batches pass through all of them."""
+"""Micro-batches of a serving engine: how texts are cut, who waits for whom, and how they pass through a pipeline."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def micro_batches(sequence: int, tokens: int) -> tuple[Texts, ...]:
         return (Texts(max(1, tokens // sequence), sequence),)
     starts = range(0, sequence, tokens)
     return tuple(Texts(1, min(tokens, sequence - start), start) for start in starts)
+
+
+def slowest_seconds(micro_batch_seconds: Sequence[float], ranks: int) -> float:
+    """Expected seconds of the slowest of `ranks` in one step, `micro_batch_seconds` being those of one round.
+
+    Each rank has texts of its own, which came when they came: it is at any micro-batch of the round, as likely at one
+    as at another, whatever the others are at.
+    """
+    ordered, count = sorted(micro_batch_seconds), len(micro_batch_seconds)
+    return sum(
+        seconds * (((place + 1) / count) ** ranks - (place / count) ** ranks) for place, seconds in enumerate(ordered)
+    )
 
 
 def pipeline_seconds(stage_seconds: Sequence[float], stages: int) -> float:

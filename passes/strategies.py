@@ -3,6 +3,10 @@
 A step is `texts` on each of N ranks. Strategies that share one text out over all ranks run N such steps, one for each
 rank's texts, so that all have done equal work. Routing is taken to be even and kernels to be the same everywhere; what
 differs is what is exchanged, what is read how often, and who waits for whom.
+
+Texts are computed at once, but by a pipeline, which lives on micro-batches. `Setting.engine_tokens` asks for all
+strategies as serving engines run them: micro-batch by micro-batch, a long text in chunks. Ranks with texts of their own
+(dp) are then at chunks of their own, and wait at every layer for the one that looks back at the longest prefix.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moepass.models.architecture import Architecture, Layer
 from moepass.models.formulas.communication import STRATEGIES, communication_bytes
@@ -24,7 +28,7 @@ from moepass.models.formulas.memory import (
 )
 from moepass.passes.hardware import Hardware
 from moepass.passes.layer_times import LayerSeconds, Split, Texts, activation_dtype, head_seconds, layer_seconds
-from moepass.passes.microbatches import micro_batches, pipeline_seconds
+from moepass.passes.microbatches import micro_batches, pipeline_seconds, slowest_seconds
 from moepass.passes.times import collective_seconds
 
 # [Empirical] Tokens of a micro-batch of a pipeline: between the 2048 and 8192 tokens that serving engines schedule at
@@ -51,13 +55,17 @@ class StrategyCost:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is compared: one model on one machine. `budget_bytes` of memory may be used on each device."""
+    """What is compared: one model on one machine. `budget_bytes` of memory may be used on each device.
+
+    `engine_tokens` are those of a micro-batch of every strategy but asyncep; None: only pipelines have micro-batches.
+    """
 
     architecture: Architecture
     hardware: Hardware
     texts: Texts
     dtype: str
     budget_bytes: float
+    engine_tokens: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -82,7 +90,7 @@ def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:
 
 def resident_cost(setting: Setting) -> StrategyCost:
     """All experts of all layers on every device: no exchange at all, where that much memory is there."""
-    seconds = _over_layers(setting, lambda layer: _layer(setting, layer).total)
+    seconds = _over_layers(setting, lambda layer: _layer(setting, layer).total) + _head(setting)
     weights = resident_bytes(setting.architecture, setting.dtype) + banks_bytes(setting)
     memory = weights + activations_bytes(setting)
     return StrategyCost(RESIDENT, seconds, 0.0, memory, memory <= setting.budget_bytes)
@@ -90,9 +98,12 @@ def resident_cost(setting: Setting) -> StrategyCost:
 
 def strategy_cost(setting: Setting, name: str) -> StrategyCost:
     """A strategy of the table, but asyncep. Raises InputError as `compare_strategies`, KeyError for another name."""
-    seconds = (
-        _pipeline(setting) if name == "pp_pp" else _over_layers(setting, functools.partial(_SECONDS[name], setting))
-    )
+    if name == "pp_pp":
+        seconds = _pipeline(setting)
+    elif setting.engine_tokens is None:
+        seconds = _over_layers(setting, functools.partial(_SECONDS[name], setting)) + _head(setting)
+    else:
+        seconds = _micro_batched(setting, name)
     memory = _memory(setting, name)
     moved = communication_bytes(
         name,
@@ -106,8 +117,16 @@ def strategy_cost(setting: Setting, name: str) -> StrategyCost:
 
 
 def _over_layers(setting: Setting, seconds: Callable[[Layer], float]) -> float:
-    layers = sum(count * seconds(layer) for layer, count in setting.architecture.layer_counts.items())
-    return layers + head_seconds(setting.hardware, setting.architecture, setting.texts, setting.dtype)
+    return sum(count * seconds(layer) for layer, count in setting.architecture.layer_counts.items())
+
+
+def _head(setting: Setting) -> float:
+    return head_seconds(setting.hardware, setting.architecture, setting.texts, setting.dtype)
+
+
+def _rounds(setting: Setting, parts: Sequence[Texts]) -> float:
+    """How often `parts` are computed until all texts of one rank are."""
+    return setting.texts.tokens / sum(part.tokens for part in parts)
 
 
 def _layer(setting: Setting, layer: Layer, texts: Texts | None = None, **split: int) -> LayerSeconds:
@@ -184,6 +203,9 @@ def _key_values(setting: Setting, layer: Layer) -> float:
     return setting.collective("all_gather", float(nbytes))
 
 
+# Each rank mixes the tokens of texts of its own.
+_DATA_PARALLEL = ("dp_ep", "dp_tp")
+
 _SECONDS: dict[str, Callable[[Setting, Layer], float]] = {
     "dp_ep": _dp_ep,
     "dp_tp": _dp_tp,
@@ -197,17 +219,29 @@ _SECONDS: dict[str, Callable[[Setting, Layer], float]] = {
 def _pipeline(setting: Setting) -> float:
     """Layers shared out in order; the device with the most layers sets the pace, and sends its output to the next."""
     share = math.ceil(len(setting.architecture.layers) / setting.ranks) / len(setting.architecture.layers)
-    texts = micro_batches(setting.texts.sequence, MICRO_BATCH_TOKENS)
+    parts = _parts(setting)
     seconds = []
-    for part in texts:
-        computing = sum(
-            count * _layer(setting, layer, part).total for layer, count in setting.architecture.layer_counts.items()
-        )
+    for part in parts:
+        computing = _over_layers(setting, lambda layer, part=part: _layer(setting, layer, part).total)  # type: ignore[misc]
         # What a layer gave and the residual stream are sent one after the other, as vLLM does it.
         seconds.append(share * computing + 2 * setting.collective("p2p", setting.row_bytes(part.tokens)))
-    rounds = setting.ranks * setting.texts.tokens / sum(part.tokens for part in texts)
-    head = head_seconds(setting.hardware, setting.architecture, setting.texts, setting.dtype)
-    return rounds * pipeline_seconds(seconds, setting.ranks) + head
+    return setting.ranks * _rounds(setting, parts) * pipeline_seconds(seconds, setting.ranks) + _head(setting)
+
+
+def _parts(setting: Setting) -> tuple[Texts, ...]:
+    """The micro-batches of one round."""
+    return micro_batches(setting.texts.sequence, setting.engine_tokens or MICRO_BATCH_TOKENS)
+
+
+def _micro_batched(setting: Setting, name: str) -> float:
+    """Micro-batches one after the other; data-parallel ranks wait for the slowest of them."""
+    parts = _parts(setting)
+    steps = [dataclasses.replace(setting, texts=part) for part in parts]
+    seconds = sum(_over_layers(step, functools.partial(_SECONDS[name], step)) for step in steps)
+    if name in _DATA_PARALLEL:
+        mixing = [_over_layers(step, lambda layer, step=step: _layer(step, layer).mixing) for step in steps]  # type: ignore[misc]
+        seconds += len(parts) * slowest_seconds(mixing, setting.ranks) - sum(mixing)
+    return _rounds(setting, parts) * seconds + _head(setting)
 
 
 # ---- Memory of one device --------------------------------------------------------------------------------------------
@@ -234,18 +268,23 @@ def activations_bytes(setting: Setting, tokens: float | None = None) -> float:
 
 
 def _memory(setting: Setting, name: str) -> float:
-    """Weights, and the activations of the tokens that a device has; a pipeline also keeps keys and values of chunks."""
+    """Weights, the activations of the tokens that a device has, and keys and values of chunks where there are any."""
     ranks, tokens = setting.ranks, setting.texts.tokens
     dense, banks = resident_bytes(setting.architecture, setting.dtype), banks_bytes(setting)
+    parts = _parts(setting)
+    kept = max(part.batch * (part.prefix + part.sequence) for part in parts)
+    kept_bytes = float(model_kv_bytes(setting.architecture, 1, kept, activation_dtype(setting.dtype)))
     if name == "pp_pp":
-        parts = micro_batches(setting.texts.sequence, MICRO_BATCH_TOKENS)
-        kept = max(part.batch * (part.prefix + part.sequence) for part in parts)
-        kept_bytes = float(model_kv_bytes(setting.architecture, 1, kept, activation_dtype(setting.dtype)))
         share = math.ceil(len(setting.architecture.layers) / ranks) / len(setting.architecture.layers)
         # N micro-batches are under way, each with the keys and values of a device's layers.
         return share * (dense + banks + ranks * kept_bytes) + activations_bytes(setting, parts[0].tokens)
+    if setting.engine_tokens is None:
+        kept_bytes = 0.0
+    else:
+        tokens = parts[0].tokens
+        kept_bytes /= 1 if name in _DATA_PARALLEL else ranks
     sharded = name in ("tp_tp", "tp_ep")
     weights = (dense + banks) / ranks if sharded else dense + banks / ranks
     everybody = tokens * ranks if name == "dp_tp" else tokens
     divisor = ranks if name in ("sp_ep", "tp_ep") else 1
-    return weights + activations_bytes(setting, everybody / divisor)
+    return weights + kept_bytes + activations_bytes(setting, everybody / divisor)

@@ -24,8 +24,9 @@ _ATTENTION: tuple[Work, ...] = ("attention", "masked_attention")
 # The runtime cuts transfers into slices of this size.
 SLICE_BYTES = 4 << 20
 
-# Rows of one tile of a grouped product on GPUs: that of CUTLASS's and DeepGEMM's kernels for large shapes.
-TILE_ROWS = 128
+# Rows and columns of one tile of a product on GPUs: those of CUTLASS's and DeepGEMM's kernels for large shapes.
+# FlashAttention's tiles have as many queries (of one head).
+TILE_ROWS, TILE_COLUMNS = 128, 128
 
 
 # ---- Transfers of banks into slots -----------------------------------------------------------------------------------
@@ -169,7 +170,8 @@ def gemm_seconds(hardware: Hardware, dtype: str, rows: float, inner: float, colu
     if flops <= 0:
         return 0.0
     moved = gemm_bytes(rows, inner, columns, element_bytes(short_dtype(dtype)))
-    seconds = _table_seconds(hardware, dtype, "gemm", flops, rows=rows, inner=inner, columns=columns)
+    tiles = rows / TILE_ROWS * columns / TILE_COLUMNS
+    seconds = _table_seconds(hardware, dtype, "gemm", flops, tiles, rows=rows, inner=inner, columns=columns)
     return max(seconds, _floor_seconds(hardware, moved))
 
 
@@ -193,6 +195,7 @@ def grouped_gemm_seconds(
     else:
         padded = (each + TILE_ROWS / 2) / each
         seconds = padded * flops / reached_flops_per_s(hardware, dtype, "grouped_gemm").value
+        seconds *= _last_wave_factor(hardware, running * padded * each / TILE_ROWS * columns / TILE_COLUMNS)
     moved = gemm_bytes(each, inner, columns, element_bytes(short_dtype(dtype)), count=running)
     return max(seconds, _floor_seconds(hardware, moved))
 
@@ -206,8 +209,11 @@ def attention_seconds(
     head_dim: float,
     *,
     is_masked: bool = False,
+    queries: float | None = None,
 ) -> float:
     """Attention of `flops` in all; `sequence` (keys that a query sees at most) and `head_dim` say how fast it runs.
+
+    `queries` are those of all heads and texts, which kernels take a tile at a time; None: it is not known how many.
 
     `is_masked`: by a mask, so `flops` are those of all pairs of queries and keys; else what a causal kernel leaves out
     is not in `flops`. A profile without a table of one has the rate of the other.
@@ -217,18 +223,36 @@ def attention_seconds(
     tables = [work for work in _ATTENTION if short_dtype(dtype) in hardware.compute.get(work, {})]
     wanted: Work = "masked_attention" if is_masked else "attention"
     work = wanted if wanted in tables or not tables else tables[0]
-    seconds = _table_seconds(hardware, dtype, work, flops, sequence=sequence, head_dim=head_dim)
+    tiles = None if queries is None else queries / TILE_ROWS
+    seconds = _table_seconds(hardware, dtype, work, flops, tiles, sequence=sequence, head_dim=head_dim)
     return max(seconds, _floor_seconds(hardware, moved_bytes))
 
 
-def _table_seconds(hardware: Hardware, dtype: str, work: Work, flops: float, **shape: float) -> float:
-    """`flops` at the rate that the profile's table has for `shape`, or at the reached rate where it has no table."""
+def _table_seconds(
+    hardware: Hardware, dtype: str, work: Work, flops: float, tiles: float | None, **shape: float
+) -> float:
+    """`flops` at the rate that the profile's table has for `shape`; at the reached rate where it has no table.
+
+    The reached rate is that of many `tiles`; None: it is not known how many there are.
+    """
     table = hardware.compute.get(work, {}).get(short_dtype(dtype))
     if table is None:
-        return flops / reached_flops_per_s(hardware, dtype, work).value
+        last_wave = 1.0 if tiles is None else _last_wave_factor(hardware, tiles)
+        return last_wave * flops / reached_flops_per_s(hardware, dtype, work).value
     # Beyond the table the rate stays, whatever power of a size FLOPs grow with.
     known = {axis.name: min(shape[axis.name], axis.points[-1]) for axis in table.axes}
     return table.at(**known) * flops / work_flops(work, known)
+
+
+def _last_wave_factor(hardware: Hardware, tiles: float) -> float:
+    """How many times as long a kernel of that many tiles takes because of processors without one at its end.
+
+    Half a wave on average; where there is less than one wave, kernels cut their tiles smaller.
+    """
+    if hardware.processors is None:
+        return 1.0
+    waves = tiles / hardware.processors.value
+    return 1.0 + 0.5 * min(1.0, waves) / waves
 
 
 def work_flops(work: Work, shape: Mapping[str, float]) -> float:

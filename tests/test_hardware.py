@@ -17,6 +17,7 @@ from moepass.models.errors import InputError
 from moepass.passes import times
 from moepass.passes.hardware import (
     COLLECTIVES,
+    DENSE_GEMM_EFFICIENCY,
     Collectives,
     Figure,
     Hardware,
@@ -276,7 +277,8 @@ def test_what_a_machine_does_not_have() -> None:
 
 def test_large_products_run_at_the_reached_part_of_the_peak() -> None:
     seconds = times.gemm_seconds(H100, "bfloat16", 8192, 8192, 8192)
-    assert 2 * 8192**3 / seconds == pytest.approx(0.80 * 989e12)
+    # What one H200 reached, whose products run at the same rate: its last wave of tiles, half empty, included.
+    assert 2 * 8192**3 / seconds == pytest.approx(790e12, rel=0.01)
     assert times.reached_flops_per_s(H100, "torch.bfloat16").source == "derived"
     assert times.reached_flops_per_s(H100, "bf16", "attention").value == pytest.approx(0.60 * 989e12)
 
@@ -306,7 +308,7 @@ def test_tables_take_the_place_of_efficiencies() -> None:
             seconds = times.attention_seconds(hardware, "bf16", 3e14, 0, sequence, 128, is_masked=is_masked)
             assert seconds == pytest.approx(1.0)
     # A dtype without a table keeps its efficiency.
-    assert times.reached_flops_per_s(hardware, "fp8").value == pytest.approx(0.80 * 1979e12)
+    assert times.reached_flops_per_s(hardware, "fp8").value == pytest.approx(DENSE_GEMM_EFFICIENCY * 1979e12)
 
 
 _ROWS = st.integers(1, 10**6)

@@ -28,9 +28,13 @@ def _with_rates(hardware: Hardware, factor: float) -> Hardware:
     return dataclasses.replace(hardware, flops=flops)
 
 
+def _without_tiles(hardware: Hardware) -> Hardware:
+    return dataclasses.replace(hardware, processors=None)
+
+
 def test_large_products_take_their_flops_at_the_reached_rate() -> None:
     texts = Texts(16, 4096)
-    seconds = layer_seconds(H100, MOE, HIDDEN, texts, "bf16")
+    seconds = layer_seconds(_without_tiles(H100), MOE, HIDDEN, texts, "bf16")
     dense, irregular = 989e12 * DENSE_GEMM_EFFICIENCY, 989e12 * IRREGULAR_EFFICIENCY
     projections = HIDDEN * 128 * (32 + 8 + 8) + 32 * 128 * HIDDEN
     assert seconds.mixing_products == pytest.approx(2 * texts.tokens * projections / dense)
@@ -47,10 +51,21 @@ def test_large_products_take_their_flops_at_the_reached_rate() -> None:
 
 
 def test_a_dense_layer_has_no_experts() -> None:
-    seconds = layer_seconds(H100, DENSE, HIDDEN, Texts(4, 4096), "bf16")
+    seconds = layer_seconds(_without_tiles(H100), DENSE, HIDDEN, Texts(4, 4096), "bf16")
     assert seconds.experts_products == 0
     expected = 2 * 16384 * 3 * HIDDEN * 14336 / (989e12 * DENSE_GEMM_EFFICIENCY)
     assert seconds.mlp_products == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 65536])
+def test_processors_idle_for_half_a_wave_of_tiles(tokens: int) -> None:
+    """Tiles are 128 x 128 in the products before and after attention; a tile of attention is 128 queries of a head."""
+    plain, tiled = (layer_seconds(one, DENSE, HIDDEN, Texts(1, tokens), "bf16") for one in (_without_tiles(H100), H100))
+    rate = 989e12 * DENSE_GEMM_EFFICIENCY
+    wave = 132 * 2 * 128 * 128 * HIDDEN / rate
+    assert tiled.mixing_products - plain.mixing_products == pytest.approx(2 * wave / 2)
+    waves = 32 * tokens / 128 / 132
+    assert tiled.mixing_scores == pytest.approx(plain.mixing_scores * (1 + 0.5 / waves))
 
 
 def test_few_tokens_take_what_reading_the_weights_takes() -> None:

@@ -1,13 +1,15 @@
-"""Micro-batches of a pipeline, against cases computed by hand."""
+"""Micro-batches of a serving engine, against cases computed by hand."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.passes.layer_times import Texts, texts_of
-from moepass.passes.microbatches import micro_batches, pipeline_seconds
+from moepass.passes.microbatches import micro_batches, pipeline_seconds, slowest_seconds
 
 
 def test_short_texts_go_together_and_long_ones_in_chunks() -> None:
@@ -48,6 +50,13 @@ def test_a_long_micro_batch_holds_up_short_ones() -> None:
 def test_a_round_takes_at_least_its_work_and_at_most_all_in_a_row(seconds: list[float], stages: int) -> None:
     found = pipeline_seconds(seconds, stages)
     assert sum(seconds) * (1 - 1e-9) <= found <= stages * sum(seconds) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=5), st.integers(1, 4))
+def test_the_slowest_of_ranks_is_the_mean_over_all_that_they_may_be_at(seconds: list[float], ranks: int) -> None:
+    together = [max(at) for at in itertools.product(seconds, repeat=ranks)]
+    assert slowest_seconds(seconds, ranks) == pytest.approx(sum(together) / len(together))
 
 
 def test_texts_of_tokens() -> None:

@@ -119,3 +119,46 @@ def test_a_pipeline_of_one_device_computes_its_micro_batches_one_after_the_other
     setting = _setting(QWEN, with_ranks(H100, 1), 16, 4096)
     pipelined, at_once = strategy_cost(setting, "pp_pp").step_seconds, resident_cost(setting).step_seconds
     assert at_once <= pipelined <= 1.3 * at_once
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_computes_short_texts_in_micro_batches(name: str) -> None:
+    """Four steps of 4096 tokens for one of 16384; a pipeline lives on them in any case."""
+    at_once = _setting(QWEN, batch=16, sequence=1024)
+    cut, one = (dataclasses.replace(_setting(QWEN, batch=n, sequence=1024), engine_tokens=4096) for n in (16, 4))
+    found = strategy_cost(cut, name)
+    assert found.step_seconds == pytest.approx(4 * strategy_cost(one, name).step_seconds, rel=1e-3)
+    assert found.memory_bytes == strategy_cost(one, name).memory_bytes
+    if name == "pp_pp":
+        assert found == strategy_cost(at_once, name)
+    else:
+        assert found.step_seconds > strategy_cost(at_once, name).step_seconds
+        whole = dataclasses.replace(one, engine_tokens=None)
+        assert strategy_cost(one, name).step_seconds == pytest.approx(strategy_cost(whole, name).step_seconds)
+
+
+def test_only_data_parallel_ranks_are_at_chunks_of_their_own() -> None:
+    """On one device nobody waits; on eight, the longest prefixes hold up the ranks whose texts are others."""
+    for name in ("dp_ep", "tp_tp"):
+        seconds = {}
+        for ranks in (1, 8):
+            endless = dataclasses.replace(
+                with_ranks(_with_peer_rate(H100, 1e9), ranks),
+                collective_latency_seconds=Figure(0.0, "user", "for this test"),
+                processors=None,
+            )
+            setting = dataclasses.replace(_setting(QWEN, endless, 1, 65536), engine_tokens=4096)
+            seconds[ranks] = strategy_cost(setting, name).step_seconds
+        if name == "dp_ep":
+            assert seconds[8] > 1.3 * seconds[1]
+        else:
+            assert seconds[8] == pytest.approx(seconds[1], rel=0.1)
+
+
+def test_an_engine_keeps_the_keys_and_values_of_chunks() -> None:
+    setting = dataclasses.replace(_setting(QWEN, batch=1, sequence=65536), engine_tokens=4096)
+    kept = 2 * 94 * 65536 * 4 * 128 * 2
+    at_once = dataclasses.replace(_setting(QWEN, batch=1, sequence=4096), engine_tokens=4096)
+    for name, share in (("dp_ep", 1), ("tp_ep", 8)):
+        more = strategy_cost(setting, name).memory_bytes - strategy_cost(at_once, name).memory_bytes
+        assert more == pytest.approx(kept * (1 - 1 / 16) / share)
