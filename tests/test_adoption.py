@@ -81,8 +81,12 @@ CASES = {
 
 
 def _cases() -> list[Any]:
-    """AllToAll with uneven shards and four ranks, AllGather with even ones; the rest is slow."""
-    quick = {("uneven bf16", "all_to_all"), ("four ranks, all to one", "all_to_all"), ("even", "all_gather")}
+    """AllToAll with uneven shards, AllGather with even ones, AllReduce without tokens; the rest is slow."""
+    quick = {
+        ("uneven bf16", "all_to_all"),
+        ("even", "all_gather"),
+        ("top-1, one rank without tokens", "all_reduce"),
+    }
     return [
         pytest.param(case, form, marks=() if (case, form) in quick else pytest.mark.slow)
         for case in CASES

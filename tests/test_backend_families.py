@@ -42,7 +42,8 @@ FAST_COMBINATIONS = {
 }
 # Dynamo alone changes their last bit, with backend="eager" too.
 CAPTURE_CHANGES = {"inkling"}
-# Inductor on the whole graph is further than 1e-5 from eager: what is ours to keep is the distance to Inductor.
+# Inductor on the whole graph is further than 1e-5 from eager on some processors: what is ours to keep is the distance to
+# Inductor.
 INDUCTOR_DIFFERS = {"qwen3_next"}
 # Forms that do not follow the experts interface.
 FORM_OF = {"llama4": "dense_bmm"}
@@ -129,7 +130,6 @@ def test_inductor_is_within_1e_5_in_fp32(family: str, streaming: bool) -> None:
     if family in INDUCTOR_DIFFERS:
         torch._dynamo.reset()
         whole = _first(torch.compile(tiny_model(family), backend="inductor")(**inputs))
-        assert _difference(whole, expected) > 1e-5, f"{family} need not be in INDUCTOR_DIFFERS any more"
         assert _difference(logits, expected) <= 1e-4
         expected = whole
     assert _difference(logits, expected) <= 1e-5
