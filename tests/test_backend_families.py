@@ -42,8 +42,7 @@ FAST_COMBINATIONS = {
 }
 # Dynamo alone changes their last bit, with backend="eager" too.
 CAPTURE_CHANGES = {"inkling"}
-# Inductor on the whole graph is further than 1e-5 from eager on some processors: what is ours to keep is the distance to
-# Inductor.
+# Inductor on the whole graph is further than 1e-5 from eager on some processors; ours to keep is the distance to it.
 INDUCTOR_DIFFERS = {"qwen3_next"}
 # Forms that do not follow the experts interface.
 FORM_OF = {"llama4": "dense_bmm"}
