@@ -134,3 +134,28 @@ def graph_inputs(graph: Graph) -> list[Node]:
 
 def first(nodes: Iterable[Node], place: dict[Node, int]) -> Node:
     return min(nodes, key=place.__getitem__)
+
+
+def symbolic_sizes(nodes: Iterable[Node]) -> Iterator[torch.SymInt]:
+    """Every size and stride that is no number: of the nodes' values, and the values themselves."""
+    for node in nodes:
+        value = fake_value(node)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            for size in (*item.shape, *item.stride()) if isinstance(item, torch.Tensor) else (item,):
+                if isinstance(size, torch.SymInt):
+                    yield size
+
+
+def unbacked_conditions(graph: Graph) -> list[str]:
+    """What is known of the sizes in a graph that only a run tells: their ranges, and what was asserted of them."""
+    ranges: dict[str, str] = {}
+    asserted: dict[str, None] = {}
+    for size in symbolic_sizes(graph.nodes):
+        env = size.node.shape_env
+        for symbol in sorted(size.node.expr.free_symbols, key=str):
+            if str(symbol) not in ranges and env.is_unbacked_symint(symbol):
+                ranges[str(symbol)] = f"{symbol} in {env.var_to_range[symbol]}"
+                asserted.update(
+                    (str(condition.expr), None) for condition in env.deferred_runtime_asserts.get(symbol, ())
+                )
+    return [*ranges.values(), *asserted]

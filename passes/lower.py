@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
-from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs, view_source
+from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs, unbacked_conditions, view_source
 from moepass.passes.lower_experts import lower_experts
 
 Lowered = Callable[..., Any]
@@ -115,8 +115,14 @@ def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
     inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(module.graph)]
     # Inductor's layout optimisation gives wrong results for depthwise 1-d convolutions on CPUs (seen with torch 2.13.0
     # on jamba, whole graph and segment alike), and has nothing to gain in a language model.
-    correct = inductor_config.patch(layout_optimization=False)
-    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), correct:
+    correct = {"layout_optimization": False}
+    # What is asserted of sizes stands in the top-level graph; Inductor would assert it again, with sizes that are no
+    # inputs of the segment. Versions that cannot be told so are left to it.
+    if hasattr(inductor_config, "do_not_emit_runtime_assertions"):
+        correct["do_not_emit_runtime_assertions"] = True
+    # Inductor compiles in what is known of sizes that only a run tells, but its cache does not look at that.
+    known = torch.compiler.config.patch(cache_key_tag="; ".join(unbacked_conditions(module.graph)))
+    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), inductor_config.patch(correct), known:
         joint_graph_passes(module)
         run: Lowered = compile_fx_inner(
             module, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()

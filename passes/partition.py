@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import operator
+import re
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -36,10 +37,15 @@ from moepass.passes.graph import (
     module_path,
     mutates,
     positions,
+    symbolic_sizes,
+    unbacked_conditions,
 )
 from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, Plan, Step, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.sink_lookups import with_lookup
+
+# A size that only a run tells, as torch names it.
+_UNBACKED = re.compile(r"\bu\d+\b")
 
 
 @graph_pass(requires={"blocks"}, provides={"segments"})
@@ -51,13 +57,27 @@ def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResu
             f"{one_of(left)} would run as a synchronous gather, which no executor knows: do not disable pass schedule, "
             "or disable rewrite and plan too"
         )
+    cut = cut_into_segments(module)
+    plan = dataclasses.replace(plan, steps=cut.steps, distinct_segments=len(cut.segments))
+    return PassResult(cut.top, plan, matches=cut.segments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segmented:
+    """A top-level graph, what it does step by step, and the names of its distinct segments."""
+
+    top: GraphModule
+    steps: tuple[Step, ...]
+    segments: tuple[str, ...]
+
+
+def cut_into_segments(module: GraphModule) -> Segmented:
+    """`module`, which stays as it is, in segments. A captured graph is cut at the borders of its blocks alone."""
     sized = _with_symbol_nodes(module)
     builder = _TopLevel(sized)
     for run in _runs(sized.graph):
         builder.add(run)
-    top, steps = builder.finish()
-    plan = dataclasses.replace(plan, steps=tuple(steps), distinct_segments=len(builder.modules))
-    return PassResult(top, plan, matches=tuple(builder.modules))
+    return builder.finish()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +103,9 @@ def _runs(graph: Graph) -> list[Run]:
             if node.op == "output":
                 close()
             runs.append(Run((node,), is_segment=False))
-        elif _is_size_arithmetic(node):
-            # Sizes are plain integers at the top level; a segment that needs one derives it from the symbols.
+        elif _is_size_arithmetic(node) or is_call(node, torch.ops.aten._assert_scalar.default):
+            # Sizes are plain integers at the top level, and what is asserted of them plain truths; a segment that needs
+            # a size derives it from the symbols.
             if any(used in current for used in node.all_input_nodes):
                 close()
             runs.append(Run((node,), is_segment=False))
@@ -145,14 +166,14 @@ class _TopLevel:
             bank, slot = node.kwargs["bank"], node.kwargs["slot"]
             self.steps.append(Step(op, str(node.meta.get("moepass_block", node.name)), bank, slot))  # type: ignore[arg-type]
 
-    def finish(self) -> tuple[GraphModule, list[Step]]:
+    def finish(self) -> Segmented:
         attributes: dict[str, object] = dict(self.modules)
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 attributes[str(node.target)] = operator.attrgetter(str(node.target))(self.source)
         top = GraphModule(attributes, self.graph)
         top.meta = dict(self.source.meta)
-        return top, self.steps
+        return Segmented(top, tuple(self.steps), tuple(self.modules))
 
     def _add_segment(self, nodes: tuple[Node, ...]) -> None:
         segment = _Segment(self.source, nodes, self.symbols, self.place)
@@ -270,17 +291,7 @@ def _symbol_sources(graph: Graph) -> dict[str, Node]:
 
 
 def _free_symbols(nodes: list[Node]) -> set[str]:
-    names: set[str] = set()
-    for node in nodes:
-        value = fake_value(node)
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, torch.Tensor):
-                for size in (*item.shape, *item.stride()):
-                    if isinstance(size, torch.SymInt):
-                        names |= {str(symbol) for symbol in size.node.expr.free_symbols}
-            elif isinstance(item, torch.SymInt):
-                names |= {str(symbol) for symbol in item.node.expr.free_symbols}
-    return names
+    return {str(symbol) for size in symbolic_sizes(nodes) for symbol in size.node.expr.free_symbols}
 
 
 def _layers(nodes: tuple[Node, ...]) -> str:
@@ -304,7 +315,10 @@ def _text(graph: Graph, constants: dict[str, object]) -> str:
         else:
             arguments = map_nodes((node.args, node.kwargs), lambda used: _Name(names[used]))
             lines.append(f"{node.target} {arguments}")
-    return "\n".join(lines)
+    # Sizes that only a run tells come as inputs, whatever they are called; what is known of them is compiled in.
+    lines += unbacked_conditions(graph)
+    numbers: dict[str, str] = {}
+    return _UNBACKED.sub(lambda found: numbers.setdefault(found[0], f"unbacked_{len(numbers)}"), "\n".join(lines))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from moepass.models.formulas.text import evaluate_text
 from moepass.passes.dispatch import EXCHANGED
 from moepass.passes.input_sizes import read_sizes, size_sources
 from moepass.passes.ir import BankSpec, Dispatch
-from moepass.passes.lower_whole import WholeGraph, lower_whole
+from moepass.passes.lower_later import LateGraph, lower_later
 from moepass.runtime.agreement import Presence, agreement_of
 from moepass.runtime.forking import renew_after_fork
 
@@ -30,11 +30,12 @@ logger = logging.getLogger("moepass")
 
 @dataclasses.dataclass
 class FormStatistics:
-    """Runs of one compiled graph by form, and how often the exchanged one was compiled."""
+    """Runs of one graph by form, how often the exchanged one was compiled, and of how many distinct segments."""
 
     gathered_runs: int = 0
     exchanged_runs: int = 0
     exchanged_compilations: int = 0
+    exchanged_segments: int | None = None
 
 
 class ExchangedForm:
@@ -48,7 +49,7 @@ class ExchangedForm:
         self._captured = captured
         self._lower = lower
         self._statistics = statistics
-        self._compiled: list[WholeGraph] = []
+        self._compiled: list[LateGraph] = []
         self._lock = threading.Lock()
         renew_after_fork(self)
 
@@ -58,17 +59,19 @@ class ExchangedForm:
     def run(self, arguments: Sequence[Any], sizes: dict[str, int]) -> Any:
         for compiled in self._compiled:
             if compiled.is_right_for(sizes):
-                return compiled.run(list(arguments))
-        return self._compile_for(sizes).run(list(arguments))
+                return compiled.run(*arguments)
+        return self._compile_for(sizes).run(*arguments)
 
-    def _compile_for(self, sizes: dict[str, int]) -> WholeGraph:
+    def _compile_for(self, sizes: dict[str, int]) -> LateGraph:
         with self._lock:
             for compiled in self._compiled:
                 if compiled.is_right_for(sizes):
                     return compiled
             started = time.perf_counter()
-            self._compiled.append(lower_whole(self._captured, sizes, self._lower))
+            made = lower_later(self._captured, sizes, self._lower)
+            self._compiled.append(made)
             self._statistics.exchanged_compilations += 1
+            self._statistics.exchanged_segments = made.distinct_segments
             logger.info("compiled the graph as it was captured in %.1f s", time.perf_counter() - started)
             return self._compiled[-1]
 

@@ -24,7 +24,7 @@ from moepass.passes.all_to_all_border import BorderEstimate
 from moepass.passes.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
 from moepass.passes.input_sizes import SizeSource, read_sizes, size_sources
 from moepass.passes.ir import Dispatch, Plan
-from moepass.passes.lower_whole import lower_whole
+from moepass.passes.lower_later import lower_later
 from moepass.runtime.agreement import Presence
 
 FORMS = [None, GATHERED, EXCHANGED]
@@ -154,10 +154,10 @@ def test_a_graph_compiled_late_knows_for_which_sizes_it_is_right() -> None:
         sizes = read_sizes(sources, arguments)
         right = [whole for whole in compiled if whole.is_right_for(sizes)]
         if not right:
-            right = [lower_whole(graph, sizes, "inductor")]
+            right = [lower_later(graph, sizes, "inductor")]
             compiled += right
         assert right[0].is_right_for(sizes)
-        (found,) = right[0].run(arguments)
+        (found,) = right[0].run(*arguments)
         assert torch.equal(found, torch.arange(size).flip(0)), size
     assert not compiled[0].is_right_for(dict.fromkeys(sources, 40_000))
     assert not compiled[1].is_right_for(dict.fromkeys(sources, 60))

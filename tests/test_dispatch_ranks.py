@@ -147,6 +147,29 @@ def test_with_inductor_both_forms_stay_close(form: str, dynamic: bool | None) ->
     assert run_ranks(2, _with_inductor, form, steps, dynamic, timeout=400) == [_expected(steps)] * 2
 
 
+def _exchanged_segments(form: str) -> list[int | None]:
+    found = []
+    for layers in (2, 4):
+        torch._dynamo.reset()
+        config = dataclasses.replace(SMALL, layers=layers)
+        with torch.no_grad(), moepass.record_compilations() as compilations:
+            compiled = _compile(build_stack(config, form), lower="inductor", all_to_all_below=BORDER)
+            hidden = _hidden(config, 8, dist.get_rank())
+            torch.testing.assert_close(compiled(hidden), build_stack(config)(hidden), atol=1e-5, rtol=1e-4)
+        forms = compilations[0].executor.forms
+        assert forms is not None
+        assert forms.exchanged_runs == 1
+        found.append(forms.exchanged_segments)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["all_to_all", "all_gather"])
+def test_a_deep_model_is_no_more_to_compile_in_either_form(form: str) -> None:
+    for few, more in run_ranks(2, _exchanged_segments, form, timeout=280):
+        assert few == more <= 8
+
+
 @pytest.mark.slow
 def test_four_ranks_agree() -> None:
     steps = [(3, 9, 0, 20), (40, 0, 0, 0), (1, 2, 3, 4), (10, 10, 11, 12), (12, 12, 12, 12), (0, 0, 0, 0)]

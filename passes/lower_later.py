@@ -1,9 +1,12 @@
-"""Compile a captured graph as a whole, after capturing is over: for the sizes of a run that needs it.
+"""Compile a captured graph after capturing is over: for the sizes of a run that needs it.
 
 Contract
     in    a captured graph, and the sizes by name of the run that it is compiled for
     out   a callable for it, and the conditions on sizes under which it is right
     sizes that only a run tells, host syncs and collectives may stand in it
+
+The graph is cut into segments as a scheduled one is, so that layers that are alike are compiled once, however many
+there are, and experts run on the same kernels.
 
 While Inductor compiles it decides by the sizes that it was given (an index of 16 bits is enough, say), and adds each
 decision to the guards. Those of `torch.compile` are complete by then, and the sizes of the captured graph may be far
@@ -23,19 +26,24 @@ from torch.fx import GraphModule
 
 from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs
 from moepass.passes.input_sizes import size_expression
-from moepass.passes.lower import Lowered, compile_with_inductor
+from moepass.passes.lower import Lowered, lower_segments
+from moepass.passes.partition import cut_into_segments
 
 # Descriptions of values that the new ones replace.
 _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeGraph:
-    """A compiled graph: `run` takes the inputs as a list, and is right where the `guards` hold."""
+class LateGraph:
+    """A compiled graph: `run` takes the graph's inputs, and is right where the `guards` hold.
+
+    `distinct_segments` were compiled for it; None where it runs operator by operator.
+    """
 
     run: Lowered
-    guards: tuple[sympy.Basic, ...]
-    symbols: Mapping[str, sympy.Symbol]
+    guards: tuple[sympy.Basic, ...] = ()
+    symbols: Mapping[str, sympy.Symbol] = dataclasses.field(default_factory=dict)
+    distinct_segments: int | None = None
 
     def is_right_for(self, sizes: Mapping[str, int]) -> bool:
         """Whether it may run with these sizes, by the names that the captured graph gives them."""
@@ -43,17 +51,18 @@ class WholeGraph:
         return all(guard.xreplace(values) == sympy.true for guard in self.guards)
 
 
-def lower_whole(captured: GraphModule, sizes: Mapping[str, int], how: str) -> WholeGraph:
+def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> LateGraph:
     """Compile `captured`, which stays as it is. `how` is a key of `moepass.passes.lower.LOWERINGS`."""
     if how == "eager":
-        return WholeGraph(lambda inputs: captured(*inputs), (), {})
+        return LateGraph(captured)
     private = copy_graph_module(captured)
     # What tensors are made here belongs to no mode of the caller.
     with torch.inference_mode(False), torch.no_grad():
         symbols, fake_mode = _describe_anew(private, sizes)
-        run = compile_with_inductor(private, fake_mode)
+        cut = cut_into_segments(private)
+        run = lower_segments(cut.top, how)
     guards = tuple(guard.expr for guard in fake_mode.shape_env.guards)
-    return WholeGraph(run, guards + tuple(symbol > 0 for symbol in symbols.values()), symbols)
+    return LateGraph(run, guards + tuple(symbol > 0 for symbol in symbols.values()), symbols, len(cut.segments))
 
 
 def _describe_anew(module: GraphModule, sizes: Mapping[str, int]) -> tuple[dict[str, sympy.Symbol], Any]:
