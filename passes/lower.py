@@ -121,7 +121,8 @@ def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
     if hasattr(inductor_config, "do_not_emit_runtime_assertions"):
         correct["do_not_emit_runtime_assertions"] = True
     # Inductor compiles in what is known of sizes that only a run tells, but its cache does not look at that.
-    known = torch.compiler.config.patch(cache_key_tag="; ".join(unbacked_conditions(module.graph)))
+    tag = "; ".join([torch.compiler.config.cache_key_tag, *unbacked_conditions(module.graph)])
+    known = torch.compiler.config.patch(cache_key_tag=tag)  # type: ignore[attr-defined]
     with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), inductor_config.patch(correct), known:
         joint_graph_passes(module)
         run: Lowered = compile_fx_inner(
