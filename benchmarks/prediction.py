@@ -1,6 +1,8 @@
 """Is a step as long as `moepass explain` says? Predicted and measured seconds side by side, on EMULATED links.
 
-The machine is calibrated first, by what `moepass calibrate` does; nothing is fitted to what is measured afterwards.
+The machine is calibrated by what `moepass calibrate` does, over sizes around those of the models; nothing is fitted to
+what is measured afterwards. Machines that others share change their speed by a tenth within minutes, so it is
+calibrated again whenever the last time is some minutes ago.
 Models are Qwen3-MoE with hidden 512 and 32 experts of width 256, top-4, in fp32, one thread per rank:
 
     host           one process, experts in host memory
@@ -14,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from prediction_runs import (
     causal_attention,
     crossing_of,
     measure_alone,
+    measure_both_forms,
     measure_on_ranks,
 )
 
@@ -48,6 +51,16 @@ from moepass.runtime.experiments import CPU_SIZES
 
 STEP_LIMIT, CROSSOVER_LIMIT = 0.10, 0.15
 SEQUENCE = 256
+CALIBRATION_LIFE_SECONDS = 180.0
+SIZES = dataclasses.replace(
+    CPU_SIZES,
+    dtypes=("fp32",),
+    rows=(1, 64, 256, 1024, 2048),
+    widths=(32, 256, 512, 1024),
+    expert_rows=(8, 32, 128, 512),
+    sequences=(SEQUENCE, 2 * SEQUENCE),
+    head_dims=(64,),
+)
 # Tokens at which links are as slow as RATIOS of a layer's computation, by prediction.
 BALANCED_TOKENS = 512
 
@@ -68,31 +81,39 @@ def main(
     """
     causal_attention()
     wanted = parts.split(",")
-    alone = _calibrated(1, profiles)
+    alone = Calibrations(1, profiles)
     counts = [int(text) for text in tokens.split(",")]
     depths = [int(text) for text in layers.split(",")]
     cases = [
         Case("host", depth, slot, rate, count)
         for depth, slot, rate, count in itertools.product(
-            depths, [int(text) for text in slots.split(",")], _rates(alone, ratios, 1), counts
+            depths, [int(text) for text in slots.split(",")], _rates(alone.now(), ratios, 1), counts
         )
     ]
     held = True
     if "host" in wanted:
-        held &= _report([_row(alone, one) for one in measure_alone(cases, SEQUENCE, repeats)], repeats)
-    if {"ranks", "crossover"} & set(wanted):
-        spread = _calibrated(RANKS, profiles)
-        pairs = list(_rates(spread, ratios, RANKS)) if "ranks" in wanted else []
+        rows = []
+        for group in _by_model(cases):
+            hardware = alone.now()
+            rows += [_row(hardware, one) for one in measure_alone(group, SEQUENCE, repeats)]
+        held &= _report(rows, repeats)
+    spread = Calibrations(RANKS, profiles)
+    if "ranks" in wanted:
         shared = [
             Case(home, max(depths), 2, rate, count)
-            for home, rate, count in itertools.product(("peer", "hybrid"), pairs, counts)
+            for home, rate, count in itertools.product(
+                ("peer", "hybrid"), list(_rates(spread.now(), ratios, RANKS)), counts
+            )
         ]
-        crossing_rate = next(iter(_rates(spread, "2", RANKS))) if "crossover" in wanted else None
-        on_ranks, exchanged = measure_on_ranks(shared, SEQUENCE, repeats, crossing_rate)
-        if on_ranks:
-            held &= _report([_row(spread, one) for one in on_ranks], repeats)
-        if crossing_rate is not None:
-            held &= _crossover(spread, crossing_rate, exchanged)
+        rows = []
+        for group in _by_model(shared):
+            hardware = spread.now()
+            rows += [_row(hardware, one) for one in measure_on_ranks(group, SEQUENCE, repeats)]
+        held &= _report(rows, repeats)
+    if "crossover" in wanted:
+        hardware = spread.now()
+        rate = next(iter(_rates(hardware, "2", RANKS)))
+        held &= _crossover(hardware, rate, measure_both_forms(rate, SEQUENCE, repeats))
     if not held:
         raise typer.Exit(1)
 
@@ -215,16 +236,35 @@ def _architecture(layers: int) -> Architecture:
         return from_config(reference_model(layers).config)
 
 
-def _calibrated(ranks: int, folder: str) -> Hardware:
-    path = Path(folder or tempfile.gettempdir(), f"moepass-{ranks}-ranks.json")
-    if folder and path.exists():
-        return read_profile(path)
-    typer.echo(f"calibrating {ranks} rank(s) of one thread ...", err=True)
-    made = calibrate("cpu", ranks, 1, sizes=dataclasses.replace(CPU_SIZES, dtypes=("fp32",)))
-    if folder:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(profile_json(made))
-    return made
+def _by_model(cases: Sequence[Case]) -> Iterator[list[Case]]:
+    for _, group in itertools.groupby(cases, key=lambda case: case.model):
+        yield list(group)
+
+
+class Calibrations:
+    """Profiles of this machine with `ranks` ranks of one thread: made when one is needed, and again when it is old.
+
+    With a `folder`, one profile is taken from there, or made and kept there, whatever its age.
+    """
+
+    def __init__(self, ranks: int, folder: str) -> None:
+        self._ranks = ranks
+        self._kept = Path(folder, f"moepass-{ranks}-ranks.json") if folder else None
+        self._last: Hardware | None = None
+        self._made_at = 0.0
+
+    def now(self) -> Hardware:
+        if self._last is None and self._kept is not None and self._kept.exists():
+            self._last = read_profile(self._kept)
+        is_old = self._kept is None and time.monotonic() - self._made_at > CALIBRATION_LIFE_SECONDS
+        if self._last is None or is_old:
+            typer.echo(f"calibrating {self._ranks} rank(s) of one thread ...", err=True)
+            self._last = calibrate("cpu", self._ranks, 1, sizes=SIZES)
+            self._made_at = time.monotonic()
+            if self._kept is not None:
+                self._kept.parent.mkdir(parents=True, exist_ok=True)
+                self._kept.write_bytes(profile_json(self._last))
+        return self._last
 
 
 if __name__ == "__main__":

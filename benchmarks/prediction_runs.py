@@ -11,7 +11,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,28 +82,36 @@ def causal_attention() -> None:
 
 
 def measure_alone(cases: Sequence[Case], sequence: int, repeats: int) -> Iterator[Measured]:
-    """In this process, on one thread; copies have the rest of the machine."""
+    """In this process, on one thread; copies have the rest of the machine. `cases` are of one model."""
     torch.set_num_threads(1)
     with torch.no_grad():
-        for _, group in itertools.groupby(cases, key=lambda case: case.model):
-            yield from _measure_model(list(group), sequence, repeats, _seconds_alone)
+        yield from _measure_model(cases, sequence, repeats, _seconds_alone)
 
 
-def measure_on_ranks(
-    cases: Sequence[Case], sequence: int, repeats: int, crossing_rate: float | None
-) -> tuple[list[Measured], list[BothForms]]:
-    """On two ranks, each pinned to a core; and both forms of a model over links of `crossing_rate`, if there is one."""
+def measure_on_ranks(cases: Sequence[Case], sequence: int, repeats: int) -> list[Measured]:
+    """On two ranks, each pinned to a core; `cases` are of one model."""
+    measured: list[Measured] = _on_ranks(_measure_model, list(cases), sequence, repeats, _seconds_together)
+    return measured
+
+
+def measure_both_forms(link_bytes_per_s: float, sequence: int, repeats: int) -> list[BothForms]:
+    """Both forms of a model on the same ranks."""
+    measured: list[BothForms] = _on_ranks(_both_forms, link_bytes_per_s, sequence, repeats)
+    return measured
+
+
+def _on_ranks(function: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
+    """What `function` gives on the first of the ranks."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-        arguments = (store, queue, list(cases), sequence, repeats, crossing_rate)
-        torch.multiprocessing.spawn(_rank, arguments, nprocs=RANKS)
-        measured, crossing = queue.get()
-    return measured, crossing
+        torch.multiprocessing.spawn(_rank, (store, queue, function, arguments), nprocs=RANKS)
+        measured: list[Any] = queue.get()
+    return measured
 
 
 def _rank(
-    rank: int, store: str, queue: Any, cases: list[Case], sequence: int, repeats: int, crossing_rate: float | None
+    rank: int, store: str, queue: Any, function: Callable[..., Iterable[Any]], arguments: tuple[Any, ...]
 ) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -111,17 +119,14 @@ def _rank(
     causal_attention()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     with torch.no_grad():
-        measured: list[Measured] = []
-        for _, group in itertools.groupby(cases, key=lambda case: case.model):
-            measured += _measure_model(list(group), sequence, repeats, _seconds_together)
-        crossing = [] if crossing_rate is None else _both_forms(crossing_rate, sequence, repeats)
+        measured = list(function(*arguments))
     if rank == 0:
-        queue.put((measured, crossing))
+        queue.put(measured)
     dist.destroy_process_group()
 
 
 def _measure_model(
-    cases: list[Case], sequence: int, repeats: int, time_them: Callable[[Callable[[], object], int], list[float]]
+    cases: Sequence[Case], sequence: int, repeats: int, time_them: Callable[[Callable[[], object], int], list[float]]
 ) -> Iterator[Measured]:
     torch._dynamo.reset()
     gc.collect()

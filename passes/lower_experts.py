@@ -37,6 +37,22 @@ def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | N
     return ExpertLoop(segment, program, work)
 
 
+def product_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
+    """The loop of a segment that is one product by expert and nothing else: takes rows, weights and where rows end.
+
+    `rows` [n, in] and `weights` [E, out, in] say shapes and types.
+    """
+    graph = Graph()
+    inputs = [graph.placeholder(name) for name in ("rows", "weights", "ends")]
+    turned = graph.call_method("transpose", (inputs[1], 1, 2))
+    product = graph.call_function(torch.ops.aten._grouped_mm.default, (inputs[0], turned, inputs[2]))
+    product.meta["val"] = torch.empty(len(rows), weights.shape[1], dtype=rows.dtype, device="meta")
+    graph.output((product,))
+    step = Product(product, inputs[0], turned)
+    program = ExpertProgram(inputs[2], (inputs[0],), (turned,), (step,), (product,))
+    return ExpertLoop(GraphModule({}, graph), program, {})
+
+
 @dataclasses.dataclass(frozen=True)
 class _RowsInAnyNumber:
     """Row work for any number of rows from 1 on."""

@@ -32,8 +32,8 @@ class Experiment:
 class Sizes:
     """The grids of one calibration. Widths are both inner and outer sizes of products.
 
-    Products by expert run over `experts`, or over so many more that their weights have `cold_bytes`: few rows take as
-    long as the weights take from memory, and no cache may hold these.
+    Products run over so many weights and results that these have `cold_bytes`, and products by expert over `experts` at
+    least: few rows take as long as the weights take from memory, and no cache may hold these.
     """
 
     dtypes: tuple[str, ...]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from moepass.passes.lower_experts import product_loop
 from moepass.runtime.experiments import Experiment, Sizes
 from moepass.runtime.stopwatch import Timing, time_calls
 
@@ -17,7 +18,7 @@ _GPU_HEAD_ROWS = 1 << 16
 _CPU_HEADS = 4
 # [Empirical] With more rows an expert's product takes many times as long as its weights take from memory.
 _MOST_COLD_ROWS = 128
-_MOST_EXPERTS = 128
+_MOST_COLD = 128
 _DIFFERENT_VALUES = 1 << 16
 
 
@@ -40,15 +41,25 @@ def compute_experiments(sizes: Sizes, device: torch.device) -> list[Experiment]:
 
 
 def _gemm(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
+    """Seconds of one product. Weights come from memory and results go there, as in a model, whose layers are many."""
+
     def measure(rows: int, inner: int, columns: int) -> Timing:
-        left, right = _random(device, dtype, rows, inner), _random(device, dtype, columns, inner)
-        return time_calls(lambda: F.linear(left, right), device, sizes.patience)
+        own_bytes = (inner + rows) * columns * dtype.itemsize
+        count = max(1, min(_MOST_COLD, sizes.cold_bytes // own_bytes))
+        left, weights = _random(device, dtype, rows, inner), _random(device, dtype, count, columns, inner)
+        results = torch.empty(count, rows, columns, device=device, dtype=dtype)
+
+        def run() -> None:
+            for weight, result in zip(weights.unbind(), results.unbind(), strict=True):
+                torch.mm(left, weight.t(), out=result)
+
+        return _share(time_calls(run, device, sizes.patience), count)
 
     return measure
 
 
 def _grouped(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
-    """Seconds of one expert. On a CPU experts run one after the other, as the lowered graph runs them."""
+    """Seconds of one expert. On a CPU experts run one after the other, in the loop that lowered graphs have."""
 
     def measure(rows: int, inner: int, columns: int) -> Timing:
         experts = _experts(sizes, rows, inner * columns * dtype.itemsize)
@@ -59,22 +70,30 @@ def _grouped(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable
 
             def run() -> object:
                 return F.grouped_mm(left, weights.transpose(1, 2), offs=ends)
+        elif device.type == "cpu":
+            loop, ends = product_loop(left, weights), torch.arange(1, experts + 1) * rows
+
+            def run() -> object:
+                return loop([left, weights, ends])
         else:
 
             def run() -> object:
                 parts = zip(left.split(rows), weights.unbind(), strict=True)
                 return [F.linear(part, weight) for part, weight in parts]
 
-        timing = time_calls(run, device, sizes.patience)
-        return Timing(timing.seconds / experts, timing.spread)
+        return _share(time_calls(run, device, sizes.patience), experts)
 
     return measure
+
+
+def _share(timing: Timing, parts: int) -> Timing:
+    return Timing(timing.seconds / parts, timing.spread)
 
 
 def _experts(sizes: Sizes, rows: int, weight_bytes: int) -> int:
     if rows > _MOST_COLD_ROWS:
         return sizes.experts
-    return max(sizes.experts, min(_MOST_EXPERTS, -(-sizes.cold_bytes // weight_bytes)))
+    return max(sizes.experts, min(_MOST_COLD, -(-sizes.cold_bytes // weight_bytes)))
 
 
 def _attention(sizes: Sizes, device: torch.device, dtype: torch.dtype, is_masked: bool) -> Callable[..., Timing]:
@@ -90,8 +109,7 @@ def _attention(sizes: Sizes, device: torch.device, dtype: torch.dtype, is_masked
         def run() -> object:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not is_masked)
 
-        timing = time_calls(run, device, sizes.patience)
-        return Timing(timing.seconds / heads, timing.spread)
+        return _share(time_calls(run, device, sizes.patience), heads)
 
     return measure
 

@@ -216,3 +216,15 @@ def test_a_lookup_that_others_read_stays_where_it_is() -> None:
         (first, *_) = (node for node in graph.nodes if is_call(node, product.default))
         assert (with_lookup(first) is not first) == (is_moved and is_lookup(first.prev))
         assert is_lookup(first.args[0]) == is_moved
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_a_loop_of_one_product(rows: int) -> None:
+    """What is timed to learn what products by expert take on a CPU."""
+    left, weights = torch.randn(EXPERTS * rows, HIDDEN), torch.randn(EXPERTS, WIDTH, HIDDEN)
+    loop = lower_experts.product_loop(left, weights)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower_experts, "CHUNK_ROWS", 4)
+        (found,) = loop([left, weights, torch.arange(1, EXPERTS + 1) * rows])
+    expected = torch.bmm(left.view(EXPERTS, rows, HIDDEN), weights.transpose(1, 2)).flatten(0, 1)
+    torch.testing.assert_close(found, expected)
