@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,11 +46,13 @@ from moepass.runtime.offload import (
 from moepass.runtime.peer_home import weights_digest
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.rendezvous import PeerError, Rendezvous
+from moepass.runtime.residents import Residents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CHECKPOINT, _RESIDENT_BYTES = "description of its checkpoint", "resident_bytes"
+_CHECKPOINT = "description of its checkpoint"
+_RESIDENT_BYTES, _RESIDENT_LAYERS = "resident_bytes", "resident_layers"
 _TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
 _GENERATION_FILE = "generation_config.json"
 # [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
@@ -75,6 +77,7 @@ def load_pretrained(
     resident_bytes: int = 0,
     stages: int = DEFAULT_STAGES,
     host_link: str = "real",
+    resident_layers: Sequence[int] = (),
 ) -> PreTrainedModel:
     """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
 
@@ -91,9 +94,9 @@ def load_pretrained(
     the process by SIGBUS.)
 
     `dtype` None keeps what the checkpoint says. `device` is where the model computes, by default the CPU; `slots`,
-    `link`, `timeout_s`, `transport`, `resident_bytes`, `stages` and `host_link` are those of `offload_experts`. Ranks
-    wait `timeout_s` for each other before and after they read their experts: give more than what one rank may need
-    longer than another.
+    `link`, `timeout_s`, `transport`, `resident_bytes`, `stages`, `host_link` and `resident_layers` are those of
+    `offload_experts`. Ranks wait `timeout_s` for each other before and after they read their experts: give more than
+    what one rank may need longer than another.
 
     On a terminal rank 0 shows a progress bar. `progress(bytes_read, bytes_in_all)` is called instead, on any rank that
     gives it.
@@ -109,7 +112,8 @@ def load_pretrained(
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
-            plan = _plan(path, dtype, experts_implementation, resident_bytes)
+            residents = Residents(resident_bytes, resident_layers)
+            plan = _plan(path, dtype, experts_implementation, residents)
             own_bytes = plan.own_bytes(rank, ranks, home)
             if meeting is not None:
                 _meet(meeting, plan.description())
@@ -129,6 +133,7 @@ def load_pretrained(
                 resident_bytes,
                 stages,
                 host_link,
+                resident_layers,
             )
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
@@ -163,13 +168,13 @@ class _Plan:
     folder: Path
     files: CheckpointFiles
     model: PreTrainedModel
-    resident_bytes: int
+    residents: Residents
 
     def experts(self) -> dict[str, UnreadTensor]:
         """The tensors that go into banks, by name; those that modules share once."""
         found = {
             id(value): (f"{path}.{name}", value)
-            for path, modules in split_layers(self.model, self.resident_bytes)[0].items()
+            for path, modules in split_layers(self.model, self.residents)[0].items()
             for module in modules
             for name, value in expert_parameters(module).items()
             if isinstance(value, UnreadTensor)
@@ -217,8 +222,9 @@ class _Plan:
         self.files.close()
         return _Description(
             {
-                # First: it decides which weights count as dense.
-                _RESIDENT_BYTES: str(self.resident_bytes),
+                # First: they decide which weights count as dense.
+                _RESIDENT_BYTES: str(self.residents.nbytes),
+                _RESIDENT_LAYERS: str(sorted(self.residents.layers)),
                 f"{checkpoints.CONFIG_FILE} (a digest)": config,
                 "the tensors in the checkpoint (a digest of names, types and shapes)": self.files.digest(),
                 "the dense weights in the checkpoint (a digest)": dense,
@@ -226,7 +232,7 @@ class _Plan:
         )
 
 
-def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str, resident_bytes: int) -> _Plan:
+def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str, residents: Residents) -> _Plan:
     """Let transformers build the model from unread tensors. Raises CheckpointError and InputError."""
     folder = checkpoints.resolve_model(path)
     stamps = FileStamps(folder / name for name in (checkpoints.CONFIG_FILE, checkpoints.INDEX_FILE, _GENERATION_FILE))
@@ -258,7 +264,7 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
     checkpoints._check_loading(folder, info)
     _name_after(model, folder)
     model.requires_grad_(False)
-    return _Plan(folder, files, model.eval(), resident_bytes)
+    return _Plan(folder, files, model.eval(), residents)
 
 
 def _check_options(dtype: object, progress: object) -> None:
@@ -323,7 +329,7 @@ def _meet(meeting: Rendezvous, own: _Description) -> None:
         for topic, value in first.items():
             other = found[rank].topics.get(topic)
             if other != value:
-                given = topic if topic == _RESIDENT_BYTES else "checkpoint"
+                given = topic if topic in (_RESIDENT_BYTES, _RESIDENT_LAYERS) else "checkpoint"
                 raise PeerError(
                     f"ranks disagree on {topic}: {value} on rank 0, {other} on rank {rank}; give every rank the same "
                     f"{given}"

@@ -22,6 +22,7 @@ from moepass.runtime.hybrid_home import HybridPacker
 from moepass.runtime.link import parse_link
 from moepass.runtime.peer_home import packer_for
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
+from moepass.runtime.residents import Residents
 from moepass.runtime.staged_pull import StagedPull
 from moepass.runtime.transports import PULL, Transport, check_transport
 
@@ -77,18 +78,17 @@ def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if expert_parameters(module)}
 
 
-def split_layers(model: nn.Module, resident_bytes: int) -> tuple[dict[str, list[nn.Module]], tuple[str, ...]]:
-    """What moves and what stays: the modules of each bank by path, and the paths of the first layers, in the model's
-    order, whose experts fit into `resident_bytes` together.
+def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list[nn.Module]], tuple[str, ...]]:
+    """What moves and what stays: the modules of each bank by path, and the paths of those that are `residents`.
+
+    Raises InputError where a resident layer has no bank.
     """
     banks = _in_banks(find_expert_modules(model))
-    resident: list[str] = []
-    for path, (module, *_) in banks.items():
-        resident_bytes -= sum(value.nbytes for value in expert_parameters(module).values())
-        if resident_bytes < 0:
-            break
-        resident.append(path)
-    return {path: modules for path, modules in banks.items() if path not in resident}, tuple(resident)
+    sizes = {
+        path: sum(value.nbytes for value in expert_parameters(module).values()) for path, (module, *_) in banks.items()
+    }
+    resident = residents.among(sizes)
+    return {path: modules for path, modules in banks.items() if path not in resident}, resident
 
 
 def _in_banks(found: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
@@ -147,6 +147,7 @@ def offload_experts(
     resident_bytes: int = 0,
     stages: int = DEFAULT_STAGES,
     host_link: str = "real",
+    resident_layers: Sequence[int] = (),
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
@@ -157,7 +158,8 @@ def offload_experts(
     load_state_dict writes into them.
 
     The first layers whose complete experts fit into `resident_bytes` together stay what they are, ordinary parameters,
-    on every rank. That is memory well spent: the stream has their compute time to begin with.
+    on every rank. That is memory well spent: the stream has their compute time to begin with. `resident_layers` names
+    the layers that stay instead, by the numbers in their modules' paths: those that `moepass explain` found best.
 
     home="host": complete banks in memory of this process.
     home="peer": each rank of `group` (default: all ranks of torch.distributed, which must be initialised) keeps 1/N of
@@ -195,15 +197,11 @@ def offload_experts(
     check_transport_of(home, transport)
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
         raise OptionError(f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation")
-    if not isinstance(resident_bytes, int) or isinstance(resident_bytes, bool) or resident_bytes < 0:
-        raise OptionError(f"resident_bytes is {resident_bytes!r}; it must be a number of bytes from 0 on")
+    residents = Residents(resident_bytes, resident_layers)
     _check_staging(home, stages, host_link)
-    banks, resident = split_layers(model, resident_bytes)
+    banks, resident = split_layers(model, residents)
     if resident and not banks:
-        raise InputError(
-            f"resident_bytes is {resident_bytes}, into which the experts of all {len(resident)} layers fit; leave the "
-            "model as it is, or give less"
-        )
+        raise InputError(residents.complaint(len(resident)))
     if not banks:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())
         reason = (

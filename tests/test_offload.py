@@ -62,6 +62,32 @@ def test_the_first_layers_stay_where_memory_allows(form: str, spare: int) -> Non
     assert [stay.bank for stay in plan.residencies] == [0, 1]
 
 
+def test_any_layers_may_stay() -> None:
+    model, reference = Stack(depth=4), Stack(depth=4)
+    model.load_state_dict(reference.state_dict())
+    report = moepass.offload_experts(model, resident_layers=[3, 1])
+    assert report.resident_layers == ("blocks.1", "blocks.3")
+    assert report.layers == ("blocks.0", "blocks.2")
+    compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"})
+    assert torch.equal(compiled(tokens()), reference(tokens()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"resident_layers": [1, 7]}, moepass.InputError, "resident_layers has 7, which the path of no module with"),
+        ({"resident_layers": [0, 1]}, moepass.InputError, "resident_layers names all 2 layers with experts"),
+        ({"resident_layers": [-1]}, moepass.OptionError, "must be a list of layer numbers from 0 on"),
+        ({"resident_layers": ["blocks.0"]}, moepass.OptionError, "must be a list of layer numbers from 0 on"),
+        ({"resident_layers": 1}, moepass.OptionError, "must be a list of layer numbers from 0 on"),
+        ({"resident_layers": [1], "resident_bytes": 1}, moepass.OptionError, "give one of them"),
+    ],
+)
+def test_layers_that_are_to_stay_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        moepass.offload_experts(Stack(depth=2), **arguments)
+
+
 def test_a_budget_for_resident_layers_is_checked() -> None:
     with pytest.raises(moepass.OptionError, match="resident_bytes is -1; it must be a number of bytes from 0 on"):
         moepass.offload_experts(Stack(depth=2), resident_bytes=-1)
