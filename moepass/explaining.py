@@ -52,6 +52,9 @@ DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096
 # [Empirical] What is left to the allocator, the kernels' workspaces and the driver, as vLLM's default has it.
 DEFAULT_MEMORY_SHARE = 0.9
 HOMES = ("device", "peer", "host", "hybrid", "disk")
+_SIMPLEST_FIRST = ("peer", "hybrid", "host")
+# A home that is slower by no more than this part, and simpler, is preferred.
+_NO_MATTER = 0.01
 # What the compiler finds does not depend on the number of tokens, but some families are captured token by token.
 _CAPTURE_BATCH, _CAPTURE_SEQ = 2, 16
 # The curve's points: this many to a doubling of the tokens.
@@ -198,7 +201,7 @@ def _best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[For
     peak_flops_per_s(setting.hardware, setting.dtype)  # a dtype without a rate is no matter of the home
     made: list[Forecast] = []
     tried: list[HomeTried] = []
-    for candidate in ("peer", "hybrid", "host") if setting.ranks > 1 else ("host",):
+    for candidate in _SIMPLEST_FIRST if setting.ranks > 1 else ("host",):
         try:
             made.append(forecast(setting, candidate, most_slots=most_slots))
             tried.append(_tried(made[-1]))
@@ -209,7 +212,8 @@ def _best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[For
         raise InputError(f"no home does on {setting.hardware.name}: {tried[-1].note}")
     fitting = [one for one in made if one.cost(ASYNCEP).fits]
     if fitting:
-        return min(fitting, key=lambda one: one.cost(ASYNCEP).step_seconds), tried
+        enough = (1 + _NO_MATTER) * min(one.cost(ASYNCEP).step_seconds for one in fitting)
+        return next(one for one in fitting if one.cost(ASYNCEP).step_seconds <= enough), tried
     return min(made, key=lambda one: one.memory.peak_bytes), tried
 
 
