@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@echo "make demo        score real text with the embedded model, its experts streamed from host memory"
 	@echo "make test        ruff, mypy and the fast tests (at most 10 minutes on 2 cores)"
-	@echo "make test-slow   the tests that take longer"
+	@echo "make test-slow   the tests that take longer (about 25 minutes on 2 cores)"
 	@echo "make benchmarks  every measurement of docs/results"
 
 install: $(INSTALLED)
@@ -34,7 +34,7 @@ test: lint types
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
