@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from tiny_checkpoint import original_model
 
 import moepass
 from moepass.advice import advice
-from moepass.compiler_view import Explanation
+from moepass.compiler_view import Explanation, capture_plans
 from moepass.explained_blocks import explained_blocks
 from moepass.explained_models import explained_model
 from moepass.hardware_profiles import load_hardware
 from moepass.models.architecture import from_config
+from moepass.models.checkpoints import meta_model, resolve_model
 from moepass.models.cut_configs import cut_config, telling_prefix
 from moepass.models.errors import InputError
 from moepass.models.formulas import flops_per_token
@@ -191,6 +193,22 @@ def test_options_change_what_they_say() -> None:
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             moepass.explain("olmoe-1b-7b", **options)  # type: ignore[arg-type]
+
+
+def test_any_number_of_reports_in_one_process() -> None:
+    """Dynamo gives up on code that was compiled too often; that of a family is the same for all of its models."""
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        torch._dynamo.reset()
+        found = [capture_plans(_meta_demo(), 2, seq)[0] for seq in (8, 16, 24)]
+        assert [len(plans) for plans in found] == [1, 1, 1]
+        # Nor do they count as compilations of a model that is really run.
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+            with torch.no_grad():
+                torch.compile(original_model(), backend="eager")(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def _meta_demo() -> torch.nn.Module:
+    return meta_model(resolve_model("demo", config_alone=True))
 
 
 def test_models_and_configurations_are_explained_too() -> None:
