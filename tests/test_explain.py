@@ -24,7 +24,7 @@ from moepass.hardware_profiles import load_hardware
 from moepass.models.architecture import from_config
 from moepass.models.checkpoints import meta_model, resolve_model
 from moepass.models.cut_configs import cut_config, telling_prefix
-from moepass.models.errors import InputError
+from moepass.models.errors import InputError, MoepassError
 from moepass.models.formulas import flops_per_token
 from moepass.models.presets import preset, preset_config, preset_names
 from moepass.models.tiny import TINY_FAMILIES
@@ -205,6 +205,24 @@ def test_any_number_of_reports_in_one_process() -> None:
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             with torch.no_grad():
                 torch.compile(original_model(), backend="eager")(torch.zeros(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size of olmoe is 0; it must be 1 or more"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers of olmoe is -1"),
+        ({"num_attention_heads": 0}, "num_attention_heads of olmoe is 0"),
+        ({"num_experts_per_tok": 100}, "olmoe cannot be captured, so that its config may not fit together: .*topk"),
+        ({"num_key_value_heads": 3}, "olmoe cannot be captured"),
+    ],
+)
+def test_configs_that_make_no_model_are_errors_that_say_so(changes: dict[str, int], message: str) -> None:
+    config = preset_config("olmoe-1b-7b")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(MoepassError, match=message):
+        moepass.explain(config, tokens=64)
 
 
 def _meta_demo() -> torch.nn.Module:
