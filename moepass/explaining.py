@@ -360,7 +360,7 @@ def _saturation_part(made: Forecast) -> SaturationPart:
 
 
 def _schedule_part(made: Forecast) -> SchedulePart | None:
-    if made.schedule is None or made.simulation is None or made.mfu is None:
+    if made.schedule is None or made.simulation is None or made.mfu is None or not made.cost(ASYNCEP).fits:
         return None
     found, run = made.schedule, made.simulation
     return SchedulePart(

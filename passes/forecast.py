@@ -133,7 +133,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         comparison=comparison,
         chosen=chosen,
         runner_up=runner_up,
-        reason=reason(comparison, chosen, runner_up, simulation),
+        reason=reason(comparison, chosen, runner_up, simulation if streamed.fits else None),
         mfu=float(flops) / simulation.step_seconds / peak if simulation else None,
     )
 

@@ -134,7 +134,9 @@ def test_home_device_is_all_resident() -> None:
     assert (made.transfer_seconds, made.schedule.slots, made.schedule.order) == (0.0, 0, ())
     assert made.memory.peak_bytes == pytest.approx(resident_cost(made.setting).memory_bytes)
     assert made.saturation.tokens == 0
-    assert not forecast(_setting(QWEN), "device").cost("asyncep").fits
+    large = forecast(_setting(QWEN), "device")
+    assert not large.cost("asyncep").fits
+    assert large.reason.startswith("asyncep does not fit, ")
 
 
 def test_a_second_slot_is_taken_where_it_costs_nothing() -> None:
