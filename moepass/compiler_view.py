@@ -7,6 +7,7 @@ shown comes from the plans that the passes made.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 # A schedule of more rows than this is abbreviated.
 SCREENFUL_ROWS = 16
+# A capture is made once and thrown away, so there is no end to how many a process may make.
+_NO_LIMIT = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +118,11 @@ def capture_plans(
         )
         return capture(graph, example_inputs)
 
-    compiled = torch.compile(model, backend=backend, dynamic=False)
+    compiled = _compile_apart(model, backend)
+    unlimited = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     stopped = None
     try:
-        with torch.no_grad():
+        with torch.no_grad(), unlimited:
             compiled(input_ids=torch.zeros((batch, seq), dtype=torch.int64, device="meta"), use_cache=False)
     except MoepassError:
         raise
@@ -127,6 +131,17 @@ def capture_plans(
             raise
         stopped = " ".join(str(error).split())[:160]
     return tuple(plans), stopped
+
+
+def _compile_apart(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.compile`, but what is captured does not count as a compilation of the models that others compile.
+
+    Dynamo counts by code, which all models of a family share, and gives up after 8. Versions of torch that cannot keep
+    compilations apart count them together.
+    """
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False, **apart)  # type: ignore[call-overload]
+    return compiled
 
 
 class _ShapesOnly:

@@ -16,6 +16,9 @@ from moepass.models.presets import preset_config, preset_names, presets_source
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# Fields that make no model of any family where they are less than 1.
+_POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedModel:
@@ -78,6 +81,11 @@ def _config_of(model: Any) -> PreTrainedConfig:
 
 def _explained(config: PreTrainedConfig, name: str | None, dtype: str | None, source: str) -> ExplainedModel:
     name = name or str(config.model_type)
+    text = config.get_text_config()
+    for field in _POSITIVE:
+        value = getattr(text, field, None)
+        if isinstance(value, int) and value < 1:
+            raise InputError(f"{field} of {name} is {value}; it must be 1 or more")
     try:
         architecture = from_config(config, name=name, dtype=dtype)
     except InputError as error:

@@ -21,7 +21,7 @@ from moepass.hardware_profiles import load_hardware
 from moepass.models.architecture import Architecture, short_dtype
 from moepass.models.checkpoints import meta_model_of
 from moepass.models.cut_configs import cut_config
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError, MoepassError
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
 from moepass.passes.forecast import MOST_SLOTS, Forecast, crossover_tokens, curve_point, forecast
@@ -232,7 +232,15 @@ def _compiler_view(found: ExplainedModel, slots: int, lower: str) -> CompilerPar
     # The eager loop over experts depends on values, and cannot be captured.
     form = chosen if chosen in ("grouped_mm", "batched_mm") else "grouped_mm"
     model = meta_model_of(found.config if cut is None else cut, found.name, form)
-    explanation = explain_meta_model(model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
+    try:
+        explanation = explain_meta_model(model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
+    except (RuntimeError, NotImplementedError) as error:  # torch's, about shapes that do not fit together, or values
+        if isinstance(error, MoepassError):
+            raise
+        told = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{found.name} cannot be captured, so that its config may not fit together: {told}"
+        ) from error
     text: Any = (found.config if cut is None else cut).get_text_config()
     return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation)
 
@@ -356,7 +364,7 @@ def _saturation_part(made: Forecast) -> SaturationPart:
 
 
 def _schedule_part(made: Forecast) -> SchedulePart | None:
-    if made.schedule is None or made.simulation is None or made.mfu is None:
+    if made.schedule is None or made.simulation is None or made.mfu is None or not made.cost(ASYNCEP).fits:
         return None
     found, run = made.schedule, made.simulation
     return SchedulePart(

@@ -14,6 +14,7 @@ import difflib
 import functools
 import os
 import re
+from collections.abc import Collection
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ def _read_raw(path: Path, extensions_left: int) -> dict[str, Any]:
     else:
         base = msgspec.to_builtins(_preset(extended))
     _drop_outdated_tables(base, raw)
-    return _merged(base, raw)
+    return _merged(base, _with_figures(raw))
 
 
 def _drop_outdated_tables(base: dict[str, Any], over: dict[str, Any]) -> None:
@@ -161,6 +162,32 @@ def _drop_outdated_tables(base: dict[str, Any], over: dict[str, Any]) -> None:
             base[name].pop("seconds", None)
     if "memory_bytes_per_s" in over:
         base.pop("memory", None)
+    known, given = base.get("collectives"), over.get("collectives")
+    if isinstance(known, dict) and isinstance(given, dict) and given.get("ranks", known["ranks"]) != known["ranks"]:
+        base.pop("collectives")  # all tables of a profile are for one number of ranks
+
+
+# What stands in a profile where the extended one may have nothing: a number alone is a figure there too.
+_FIGURES = {
+    "": ("memory_bytes", "memory_bytes_per_s", "collective_latency_seconds", "processors"),
+    **dict.fromkeys(("peer", "host", "disk", "local"), ("bytes_per_s", "latency_seconds", "emulated_bytes_per_s")),
+}
+
+
+def _with_figures(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw`, in which numbers alone are figures of the user wherever a figure can stand."""
+
+    def renewed(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+        return {
+            name: {"value": value, "source": "user"} if name in names and _is_number(value) else value
+            for name, value in values.items()
+        }
+
+    result = renewed(raw, _FIGURES[""])
+    for part, value in raw.items():
+        if isinstance(value, dict) and (part == "flops" or part in _FIGURES):
+            result[part] = renewed(value, value if part == "flops" else _FIGURES[part])
+    return result
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
 from moepass.passes.all_to_all_border import MOST_TOKENS
 from moepass.passes.hardware import without_emulation
-from moepass.passes.layer_times import LayerSeconds, head_seconds, layer_seconds, texts_of
+from moepass.passes.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds, texts_of
 from moepass.passes.protocol import PlanError
 from moepass.passes.schedule_search import FoundSchedule, search_schedule
 from moepass.passes.simulate import Machine, Simulation, simulate_stages
@@ -41,6 +41,8 @@ MOST_SLOTS = 4
 STAGES = 2
 # Relative: what differs by less takes the same time. A bank less that stays may cost the memory its copy takes.
 _ROUNDING = 1e-3
+# Of the threshold and its rate; a few are enough.
+_MOST_ROUNDS = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,8 @@ class DeviceMemory:
 class Forecast:
     """`schedule` and `simulation` are those of asyncep, and None where not even one slot fits; `memory` with them.
 
-    `saturation` is that of the typical layer with experts at the rate it reaches, `at_peak` that at the peak rate.
+    `saturation` is that of the typical layer with experts at the rate that it reaches there, `at_peak` that at the
+    peak rate.
     `comparison` holds all strategies, asyncep and resident included; `chosen` is the fastest that fits. `mfu` is the
     part of the peak rate that asyncep's step would use.
     """
@@ -125,12 +128,12 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         schedule=schedule,
         simulation=simulation,
         memory=memory,
-        saturation=_saturation(setting, layer, transfer, reached_rate(setting, layer), gamma),
+        saturation=threshold(setting, layer, transfer, gamma),
         at_peak=_saturation(setting, layer, transfer, peak, gamma),
         comparison=comparison,
         chosen=chosen,
         runner_up=runner_up,
-        reason=reason(comparison, chosen, runner_up, simulation),
+        reason=reason(comparison, chosen, runner_up, simulation if streamed.fits else None),
         mfu=float(flops) / simulation.step_seconds / peak if simulation else None,
     )
 
@@ -149,11 +152,26 @@ def model_stages(setting: Setting, home: str) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def reached_rate(setting: Setting, layer: Layer) -> float:
+def threshold(setting: Setting, layer: Layer, transfer: float, gamma: float = GAMMA) -> Saturation:
+    """The threshold at the rate that is reached with as many tokens, whatever number of them is planned.
+
+    Few tokens wait for memory, far below the rate of many: a threshold at their rate would be too low. From above the
+    rate comes down with the tokens until they agree.
+    """
+    found = _saturation(setting, layer, transfer, peak_flops_per_s(setting.hardware, setting.dtype).value, gamma)
+    for _ in range(_MOST_ROUNDS):
+        last, rate = found.tokens, _reached_rate(setting, layer, max(1, found.tokens))
+        found = _saturation(setting, layer, transfer, rate, gamma)
+        if abs(found.tokens - last) <= last * _ROUNDING / 10:
+            break
+    return found
+
+
+def _reached_rate(setting: Setting, layer: Layer, tokens: int) -> float:
     """FLOP/s of a layer's products and passes together, attention scores apart: what n · f runs at."""
-    seconds = _seconds(setting, layer)
+    seconds = _seconds(dataclasses.replace(setting, texts=Texts(tokens, 1)), layer)
     without_scores = seconds.total - seconds.mixing_scores
-    return setting.texts.tokens * flops_per_token(layer, setting.architecture.hidden) / without_scores
+    return tokens * flops_per_token(layer, setting.architecture.hidden) / without_scores
 
 
 def least_memory_bytes(setting: Setting, home: str) -> float:

@@ -136,6 +136,9 @@ class Conditions:
     computes_on_host: bool = False
 
 
+_DTYPES = ("bf16", "fp16", "fp32", "fp8")
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """A machine of `ranks` equal devices; every figure is per device, every link in one direction.
@@ -178,6 +181,9 @@ class Hardware:
             raise InputError(f"profile {self.name!r} has {self.ranks} ranks; it must have 1 or more")
         if not self.flops:
             raise InputError(f"profile {self.name!r} has no flops; give FLOP/s for one dtype or more, such as bf16")
+        for dtype in self.flops:
+            if dtype not in _DTYPES:
+                raise InputError(f"profile {self.name!r}: flops has {dtype!r}; it can have {one_of(_DTYPES)}")
         named: dict[str, Figure] = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
         named |= {"memory_bytes": self.memory_bytes, "memory_bytes_per_s": self.memory_bytes_per_s}
         named |= {
@@ -189,6 +195,8 @@ class Hardware:
             link: TransferLink | None = getattr(self, name)
             if link is not None:
                 named[f"{name}.bytes_per_s"] = link.bytes_per_s
+                if link.emulated_bytes_per_s is not None:
+                    named[f"{name}.emulated_bytes_per_s"] = link.emulated_bytes_per_s
                 if link.seconds is not None:
                     _check_axes(name, link.seconds, ("bytes",))
         for name, figure in named.items():

@@ -17,7 +17,7 @@ on these are checked in every run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -37,6 +37,7 @@ _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 class LateGraph:
     """A compiled graph: `run` takes the graph's inputs, and is right where the `guards` hold.
 
+    Symbols are taken to be above 0, so that no guard tells sizes of 0 apart: the `empty` ones have to be the same.
     `distinct_segments` were compiled for it; None where it runs operator by operator.
     """
 
@@ -44,9 +45,12 @@ class LateGraph:
     guards: tuple[sympy.Basic, ...] = ()
     symbols: Mapping[str, sympy.Symbol] = dataclasses.field(default_factory=dict)
     distinct_segments: int | None = None
+    empty: frozenset[str] = frozenset()
 
     def is_right_for(self, sizes: Mapping[str, int]) -> bool:
         """Whether it may run with these sizes, by the names that the captured graph gives them."""
+        if _empty(sizes, self.symbols) != self.empty:
+            return False
         values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
         return all(guard.xreplace(values) == sympy.true for guard in self.guards)
 
@@ -62,7 +66,11 @@ def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> La
         cut = cut_into_segments(private)
         run = lower_segments(cut.top, how)
     guards = tuple(guard.expr for guard in fake_mode.shape_env.guards)
-    return LateGraph(run, guards + tuple(symbol > 0 for symbol in symbols.values()), symbols, len(cut.segments))
+    return LateGraph(run, guards, symbols, len(cut.segments), _empty(sizes, symbols))
+
+
+def _empty(sizes: Mapping[str, int], names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for name in names if sizes[name] == 0)
 
 
 def _describe_anew(module: GraphModule, sizes: Mapping[str, int]) -> tuple[dict[str, sympy.Symbol], Any]:

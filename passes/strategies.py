@@ -229,8 +229,9 @@ def _pipeline(setting: Setting) -> float:
 
 
 def _parts(setting: Setting) -> tuple[Texts, ...]:
-    """The micro-batches of one round."""
-    return micro_batches(setting.texts.sequence, setting.engine_tokens or MICRO_BATCH_TOKENS)
+    """The micro-batches of one round: of no more tokens than all ranks have in a step."""
+    tokens = min(setting.engine_tokens or MICRO_BATCH_TOKENS, setting.ranks * setting.texts.tokens)
+    return micro_batches(setting.texts.sequence, tokens)
 
 
 def _micro_batched(setting: Setting, name: str) -> float:

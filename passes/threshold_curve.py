@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from moepass.models.formulas.memory import bank_bytes
-from moepass.models.formulas.saturation import saturation
-from moepass.passes.forecast import Forecast, reached_rate, resting_memory
+from moepass.passes.forecast import Forecast, resting_memory, threshold
 
 _SLOTS = 2
 _MOST_POINTS = 9
@@ -32,18 +31,11 @@ def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
     layer, count = architecture.typical_moe_layer, len(architecture.moe_layers)
     assert layer.experts is not None
     nbytes = bank_bytes(layer.experts, architecture.hidden, setting.dtype)
-    resting, rate = resting_memory(setting, planned.home).peak_bytes, reached_rate(setting, layer)
+    resting, gamma = resting_memory(setting, planned.home).peak_bytes, planned.saturation.values["gamma"]
     points = []
     for resident in sorted({round(step * count / (_MOST_POINTS - 1)) for step in range(_MOST_POINTS)}):
         streamed = count - resident
-        threshold = saturation(
-            layer,
-            architecture.hidden,
-            transfer_seconds=planned.transfer_seconds * streamed / count,
-            flops_per_s=rate,
-            gamma=planned.saturation.values["gamma"],
-            sequence=setting.texts.sequence,
-        )
+        tokens = threshold(setting, layer, planned.transfer_seconds * streamed / count, gamma).tokens
         slots = min(_SLOTS, streamed)
-        points.append(ThresholdPoint(resident, resting + (slots + resident) * nbytes, threshold.tokens))
+        points.append(ThresholdPoint(resident, resting + (slots + resident) * nbytes, tokens))
     return tuple(points)

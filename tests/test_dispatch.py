@@ -163,6 +163,17 @@ def test_a_graph_compiled_late_knows_for_which_sizes_it_is_right() -> None:
     assert not compiled[1].is_right_for(dict.fromkeys(sources, 60))
 
 
+def test_what_was_compiled_for_rows_does_not_run_without_any() -> None:
+    """A symbolic size is taken to be above 0: the last row of none would be read from where no memory is."""
+    graph = _captured(lambda rows: rows[-1] * 2, torch.ones(16, 3))
+    sources = size_sources(graph.graph)
+    some, none = dict.fromkeys(sources, 8), dict.fromkeys(sources, 0)
+    compiled = lower_later(graph, some, "inductor")
+    assert compiled.is_right_for(some)
+    assert compiled.is_right_for(dict.fromkeys(sources, 1))
+    assert not compiled.is_right_for(none)
+
+
 def _plans(form: str, disable: tuple[str, ...], **border: Any) -> Plan:
     torch._dynamo.config.capture_scalar_outputs = True
     config = StackConfig(layers=2, max_tokens=32)

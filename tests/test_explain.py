@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -16,13 +17,14 @@ from tiny_checkpoint import original_model
 
 import moepass
 from moepass.advice import advice
-from moepass.compiler_view import Explanation
+from moepass.compiler_view import Explanation, capture_plans
 from moepass.explained_blocks import explained_blocks
 from moepass.explained_models import explained_model
 from moepass.hardware_profiles import load_hardware
 from moepass.models.architecture import from_config
+from moepass.models.checkpoints import meta_model, resolve_model
 from moepass.models.cut_configs import cut_config, telling_prefix
-from moepass.models.errors import InputError
+from moepass.models.errors import InputError, MoepassError
 from moepass.models.formulas import flops_per_token
 from moepass.models.presets import preset, preset_config, preset_names
 from moepass.models.tiny import TINY_FAMILIES
@@ -191,6 +193,40 @@ def test_options_change_what_they_say() -> None:
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             moepass.explain("olmoe-1b-7b", **options)  # type: ignore[arg-type]
+
+
+def test_any_number_of_reports_in_one_process() -> None:
+    """Dynamo gives up on code that was compiled too often; that of a family is the same for all of its models."""
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        torch._dynamo.reset()
+        found = [capture_plans(_meta_demo(), 2, seq)[0] for seq in (8, 16, 24)]
+        assert [len(plans) for plans in found] == [1, 1, 1]
+        # Nor do they count as compilations of a model that is really run.
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+            with torch.no_grad():
+                torch.compile(original_model(), backend="eager")(torch.zeros(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size of olmoe is 0; it must be 1 or more"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers of olmoe is -1"),
+        ({"num_attention_heads": 0}, "num_attention_heads of olmoe is 0"),
+        ({"num_experts_per_tok": 100}, "olmoe cannot be captured, so that its config may not fit together: .*topk"),
+        ({"num_key_value_heads": 3}, "olmoe cannot be captured"),
+    ],
+)
+def test_configs_that_make_no_model_are_errors_that_say_so(changes: dict[str, int], message: str) -> None:
+    config = preset_config("olmoe-1b-7b")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(MoepassError, match=message):
+        moepass.explain(config, tokens=64)
+
+
+def _meta_demo() -> torch.nn.Module:
+    return meta_model(resolve_model("demo", config_alone=True))
 
 
 def test_models_and_configurations_are_explained_too() -> None:

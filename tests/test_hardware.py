@@ -139,6 +139,33 @@ def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
     assert times.collective_seconds(hardware, "all_to_all", 1e6, ranks=8) == pytest.approx(1e-4)
 
 
+def test_numbers_alone_are_figures_where_the_extended_profile_has_none(tmp_path: Path) -> None:
+    raw = {
+        "extends": "4xl40s",
+        "disk": {"bytes_per_s": 5e9, "latency_seconds": 1e-4},
+        "host": {"emulated_bytes_per_s": 1e9},
+        "flops": {"fp8": 1e15},
+    }
+    hardware = read_profile(_file(tmp_path, raw))
+    assert hardware.disk == TransferLink(Figure(5e9, "user"), Figure(1e-4, "user"))
+    assert hardware.host is not None
+    assert hardware.host.emulated_bytes_per_s == Figure(1e9, "user")
+    assert hardware.flops["fp8"] == Figure(1e15, "user")
+
+
+def test_tables_of_collectives_are_for_one_number_of_ranks(tmp_path: Path) -> None:
+    table = {"axes": [{"name": "bytes", "points": [1e3, 1e6]}], "seconds": [1e-5, 1e-3], "source": "user"}
+    both = {"ranks": 2, "seconds": {"all_to_all": table, "all_gather": table}}
+    _file(tmp_path, {"extends": "2xh100", "collectives": both}, "two.json")
+    eight = {"extends": "two.json", "ranks": 8, "collectives": {"ranks": 8, "seconds": {"all_to_all": table}}}
+    found = read_profile(_file(tmp_path, eight)).collectives
+    assert found is not None
+    assert (found.ranks, list(found.seconds)) == (8, ["all_to_all"])
+    same = read_profile(_file(tmp_path, {**eight, "collectives": {"seconds": {"all_to_all": table}}})).collectives
+    assert same is not None
+    assert (same.ranks, set(same.seconds)) == (2, {"all_to_all", "all_gather"})
+
+
 def test_a_rate_takes_the_place_of_a_table(tmp_path: Path) -> None:
     table = {"axes": [{"name": "bytes", "points": [1, 1e9]}], "seconds": [1e-3, 1e-1], "source": "user"}
     _file(tmp_path, {"extends": "h100", "host": {"seconds": table}, "memory": table}, "tables.json")
@@ -164,6 +191,8 @@ def test_a_rate_takes_the_place_of_a_table(tmp_path: Path) -> None:
         ({"extends": "h100", "memory_bytes": "80 GB"}, r"got `str` - at `\$.memory_bytes`"),
         ({"extends": "h100", "memory_bytes": -1}, r"a figure is -1.0; it must be a finite number.*\$.memory_bytes"),
         ({"extends": "h100", "memory_bytes": 0}, "memory_bytes is 0; it must be above 0"),
+        ({"extends": "h100", "flops": {"bf61": 1e15}}, "flops has 'bf61'; it can have bf16, fp16, fp32, fp8"),
+        ({"extends": "h100", "peer": {"emulated_bytes_per_s": 0}}, "peer.emulated_bytes_per_s is 0; it must be above"),
         ({"extends": "h100", "hots": None}, r"\$.hots is no field; did you mean host\?"),
         (
             {"extends": "h100", "host": {"bytes_per_sec": 1}},

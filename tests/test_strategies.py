@@ -121,6 +121,16 @@ def test_a_pipeline_of_one_device_computes_its_micro_batches_one_after_the_other
     assert at_once <= pipelined <= 1.3 * at_once
 
 
+@pytest.mark.parametrize(("batch", "sequence"), [(1, 1), (3, 20)])
+def test_a_pipeline_has_no_more_tokens_than_the_step(batch: int, sequence: int) -> None:
+    """Every rank computes its layers for the step's tokens at least once, however few they are."""
+    setting = _setting(QWEN, batch=batch, sequence=sequence)
+    everybody = dataclasses.replace(setting, texts=Texts(8 * batch, sequence))
+    assert strategy_cost(setting, "pp_pp").step_seconds >= resident_cost(everybody).step_seconds / 8
+    few = _setting(QWEN, batch=2 * batch, sequence=sequence)
+    assert strategy_cost(setting, "pp_pp").memory_bytes < strategy_cost(few, "pp_pp").memory_bytes
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_computes_short_texts_in_micro_batches(name: str) -> None:
     """Four steps of 4096 tokens for one of 16384; a pipeline lives on them in any case."""
