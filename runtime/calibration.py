@@ -71,9 +71,11 @@ def calibrate(
     kind = _check_device(device)
     devices = torch.cuda.device_count() if kind == "cuda" else len(cores)
     ranks = min(2, devices) if ranks is None and kind == "cpu" else devices if ranks is None else ranks
-    if ranks < 1 or (kind == "cuda" and ranks > devices):
-        most = f" to {devices}, the number of GPUs" if kind == "cuda" else " on"
-        raise OptionError(f"ranks is {ranks}; it must be a number from 1{most}")
+    # Two may share a core, so that a machine of one core can be tried out.
+    most = devices if kind == "cuda" else max(2, devices)
+    if not 1 <= ranks <= most:
+        what = "GPUs" if kind == "cuda" else "cores, each of which can compute for one rank"
+        raise OptionError(f"ranks is {ranks}; it must be a number from 1 to {most}, the number of {what}")
     threads = max(1, len(cores) // ranks) if threads is None else threads
     if threads < 1:
         raise OptionError(f"threads is {threads}; it must be a number from 1 on")

@@ -258,7 +258,8 @@ def test_a_rank_that_fails_is_one_error() -> None:
     ("arguments", "kind", "message"),
     [
         ({"device": "tpu"}, InputError, "device is 'tpu'; it must be cpu or cuda"),
-        ({"ranks": 0}, OptionError, "ranks is 0; it must be a number from 1 on"),
+        ({"ranks": 0}, OptionError, "ranks is 0; it must be a number from 1 to"),
+        ({"ranks": 10_000}, OptionError, "ranks is 10000; it must be a number from 1 to .*, the number of cores"),
         ({"threads": 0}, OptionError, "threads is 0; it must be a number from 1 on"),
     ],
 )
