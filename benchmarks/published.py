@@ -21,7 +21,14 @@ from moepass.hardware_profiles import load_hardware
 from moepass.models.presets import preset
 from moepass.passes.forecast import Forecast, forecast
 from moepass.passes.layer_times import Texts
-from moepass.passes.strategies import ASYNCEP, MICRO_BATCH_TOKENS, Setting, StrategyCost, compare_strategies
+from moepass.passes.strategies import (
+    ASYNCEP,
+    MICRO_BATCH_TOKENS,
+    Setting,
+    StrategyCost,
+    compare_strategies,
+    homes_of,
+)
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_results.json").read_text())
 MODEL = preset("qwen3-235b-a22b")
@@ -30,7 +37,6 @@ MEMORY_SHARE = 0.9
 MOST_DEVIATION = 0.15
 BASELINES: list[str] = PUBLISHED["baselines"]
 STRONGEST: str = PUBLISHED["strongest_baseline"]
-HOMES = ("peer", "hybrid", "host")
 
 # Length and number of the synthetic texts.
 SYNTHETIC = {256: 40960, 4096: 2560, 32768: 320, 131072: 80}
@@ -98,8 +104,7 @@ def setting_of(machine: str, dtype: str, length: int, share: float = MEMORY_SHAR
 def planned(machine: str, dtype: str, length: int) -> tuple[Forecast, tuple[StrategyCost, ...]]:
     """The fastest home that fits, and the baselines; where none fits, the one that needs the least memory."""
     setting = setting_of(machine, dtype, length)
-    homes = HOMES if setting.ranks > 1 else ("host",)
-    made = [forecast(setting, home) for home in homes]
+    made = [forecast(setting, home) for home in homes_of(setting)]
     fitting = [one for one in made if one.cost(ASYNCEP).fits] or [one for one in made if one.simulation]
     if not fitting:
         raise SystemExit(f"no home of {machine} {dtype} holds texts of {length}")

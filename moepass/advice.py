@@ -10,9 +10,8 @@ from moepass.models.errors import InputError
 from moepass.passes.forecast import Forecast, least_memory_bytes
 from moepass.passes.hardware import with_ranks
 from moepass.passes.layer_times import texts_of
-from moepass.passes.strategies import ASYNCEP, RESIDENT, Setting
+from moepass.passes.strategies import ASYNCEP, RESIDENT, Setting, homes_of
 
-_HOMES = ("peer", "hybrid", "host")
 _MOST_RANKS = 64
 # Part of the step below which waiting is not worth a word.
 _WORTH_SAYING = 0.01
@@ -56,7 +55,7 @@ def _with_tokens(setting: Setting, tokens: int) -> Setting:
 
 
 def _fitting_home(setting: Setting) -> str | None:
-    homes = _HOMES if setting.ranks > 1 else ("host",)
+    homes = homes_of(setting)
     return next((home for home in homes if _fits(setting, home)), None)
 
 

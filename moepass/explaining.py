@@ -27,7 +27,7 @@ from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_b
 from moepass.passes.forecast import MOST_SLOTS, Forecast, crossover_tokens, curve_point, forecast
 from moepass.passes.hardware import Hardware, with_ranks
 from moepass.passes.layer_times import Texts, texts_of
-from moepass.passes.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting
+from moepass.passes.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting, homes_of
 from moepass.passes.threshold_curve import threshold_curve
 from moepass.passes.times import peak_flops_per_s
 from moepass.report import (
@@ -52,7 +52,6 @@ DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096
 # [Empirical] What is left to the allocator, the kernels' workspaces and the driver, as vLLM's default has it.
 DEFAULT_MEMORY_SHARE = 0.9
 HOMES = ("device", "peer", "host", "hybrid", "disk")
-_SIMPLEST_FIRST = ("peer", "hybrid", "host")
 # A home that is slower by no more than this part, and simpler, is preferred.
 _NO_MATTER = 0.01
 # What the compiler finds does not depend on the number of tokens, but some families are captured token by token.
@@ -201,7 +200,7 @@ def _best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[For
     peak_flops_per_s(setting.hardware, setting.dtype)  # a dtype without a rate is no matter of the home
     made: list[Forecast] = []
     tried: list[HomeTried] = []
-    for candidate in _SIMPLEST_FIRST if setting.ranks > 1 else ("host",):
+    for candidate in homes_of(setting):
         try:
             made.append(forecast(setting, candidate, most_slots=most_slots))
             tried.append(_tried(made[-1]))

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from moepass.models.errors import InputError, one_of
+from moepass.models.formulas.memory import ELEMENT_BYTES
 from moepass.passes.seconds_table import SecondsTable, Source
 
 HARDWARE_SCHEMA = "moepass.hardware/1"
@@ -136,9 +137,6 @@ class Conditions:
     computes_on_host: bool = False
 
 
-_DTYPES = ("bf16", "fp16", "fp32", "fp8")
-
-
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """A machine of `ranks` equal devices; every figure is per device, every link in one direction.
@@ -182,8 +180,8 @@ class Hardware:
         if not self.flops:
             raise InputError(f"profile {self.name!r} has no flops; give FLOP/s for one dtype or more, such as bf16")
         for dtype in self.flops:
-            if dtype not in _DTYPES:
-                raise InputError(f"profile {self.name!r}: flops has {dtype!r}; it can have {one_of(_DTYPES)}")
+            if dtype not in ELEMENT_BYTES:
+                raise InputError(f"profile {self.name!r}: flops has {dtype!r}; it can have {one_of(ELEMENT_BYTES)}")
         named: dict[str, Figure] = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
         named |= {"memory_bytes": self.memory_bytes, "memory_bytes_per_s": self.memory_bytes_per_s}
         named |= {

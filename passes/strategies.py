@@ -31,7 +31,7 @@ from moepass.passes.layer_times import LayerSeconds, Split, Texts, activation_dt
 from moepass.passes.microbatches import micro_batches, pipeline_seconds, slowest_seconds
 from moepass.passes.times import collective_seconds
 
-# [Empirical] Tokens of a micro-batch of a pipeline: between the 2048 and 8192 tokens that serving engines schedule at
+# [Empirical] Tokens of a micro-batch: between the 2048 and 8192 tokens that serving engines schedule at
 # once by default. Smaller ones read experts more often than they compute on them, larger ones need more memory.
 MICRO_BATCH_TOKENS = 4096
 
@@ -77,6 +77,11 @@ class Setting:
 
     def collective(self, kind: str, nbytes: float) -> float:
         return collective_seconds(self.hardware, kind, nbytes)
+
+
+def homes_of(setting: Setting) -> tuple[str, ...]:
+    """Where experts may rest on this machine, the simplest first."""
+    return ("peer", "hybrid", "host") if setting.ranks > 1 else ("host",)
 
 
 def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:

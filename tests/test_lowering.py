@@ -21,15 +21,12 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.slow
 def test_depthwise_convolutions_keep_their_layout(no_grad: None) -> None:
-    """Inductor's layout optimisation made jamba's second convolution read the wrong elements, 1.5 off.
-
-    How far rounding alone goes depends on the processor's vectors: 1.1e-5 with AVX-512, less without.
-    """
+    """Inductor's layout optimisation made jamba's second convolution read the wrong elements, 1.5 off."""
     model = tiny_model("jamba")
     inputs = tiny_inputs(model, batch=3, seq=17)
     expected = model(**inputs).logits
     moepass.offload_experts(model)
-    assert relative_difference(torch.compile(model, backend="asyncep")(**inputs).logits, expected) <= 1e-4
+    assert relative_difference(torch.compile(model, backend="asyncep")(**inputs).logits, expected) <= 1e-5
 
 
 def test_two_inputs_whose_sizes_turn_out_equal(no_grad: None) -> None:
