@@ -128,6 +128,11 @@ def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
     return torch.fx.node.map_arg(value, replace)
 
 
+def constant_of(node: Node) -> Any:
+    """What a `get_attr` node reads."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
 def graph_inputs(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 

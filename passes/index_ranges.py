@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph import fake_value, is_call
+from moepass.passes.graph import constant_of, fake_value, is_call
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
 
 aten = torch.ops.aten
@@ -196,7 +195,7 @@ class IndexRanges:
     @staticmethod
     def _leaf(node: Node) -> Range:
         if node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(node.graph.owning_module)
+            value = constant_of(node)
             constant = type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel()
             return Range(float(value.min()), float(value.max()), chosen=True) if constant else ANYTHING
         return ANYTHING if isinstance(fake_value(node), torch.Tensor) else COUNT

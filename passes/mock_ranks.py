@@ -11,7 +11,7 @@ Each rank proves its own graph, with its own constants, so together they prove t
 
 Two things make a run cheap and sharp. Expert products are not computed: a product gives, for each row, a number that
 depends on the row, on the expert and on the product, so that a row that meets the wrong expert shows. Rows beyond the
-last offset give NaN, as uninitialised memory may. And everything runs in float64, where equal means equal to 1e-9,
+last offset, and memory that nobody wrote, give NaN. And everything runs in float64, where equal means equal to 1e-9,
 whatever types the graph computes in.
 """
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,10 +31,12 @@ from torch.utils import _pytree as pytree
 
 from moepass.passes.collectives import WAIT, Collective, collective_of
 from moepass.passes.data_flow import data_nodes
-from moepass.passes.graph import fake_value, is_call, map_nodes
+from moepass.passes.graph import constant_of, fake_value, is_call, map_nodes
 from moepass.passes.index_ranges import MOST_RATIO, IndexRanges
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.parallel_match import ParallelBlock
+
+aten = torch.ops.aten
 
 TOLERANCE = 1e-9
 # Sizes for the symbols of a graph: distinct, so that one does not pass for another.
@@ -43,6 +44,10 @@ SYMBOL_SIZES = (6, 11, 17, 23, 29, 37, 41, 47)
 # A loaded peer brings at most so many rows, or as many as this rank.
 MOST_ROWS = 2048
 MOST_RUNS = 16
+_EMPTY = {
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.empty_permuted.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+}  # fmt: skip
 
 
 class ContractBroken(Exception):  # noqa: N818  becomes the reason of a refusal
@@ -215,7 +220,7 @@ class _Run:
         return experts if self.scenario.full else self.scenario.peer_pairs
 
     def rows(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float64).sub_(0.5)
 
     # -------------------------------------------------------------------------------------------------- interpreter
 
@@ -254,6 +259,8 @@ class _Run:
             else:
                 args, kwargs = map_nodes((node.args, node.kwargs), value_of)
                 values[node] = node.target(*self._doubled(args), **self._doubled(kwargs))  # type: ignore[operator]
+                if is_call(node, *_EMPTY):
+                    _spoil(values[node])
             self.ranges.observe(node, values[node])
         return values
 
@@ -274,7 +281,7 @@ class _Run:
 
     @staticmethod
     def _constant(node: Node) -> torch.Tensor:
-        value = operator.attrgetter(str(node.target))(node.graph.owning_module)
+        value = constant_of(node)
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             raise ContractBroken(f"it reads {node.target}, whose value is not known when the graph is compiled")
         return value.cpu().double() if value.is_floating_point() else value.cpu()
@@ -287,11 +294,14 @@ class _Run:
         counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
         if len(counts) and (int(counts.min()) < 0 or int(ends[-1]) > len(rows)):
             raise ContractBroken(f"a product of {len(rows)} rows has the offsets {ends.tolist()}")
-        of_row = torch.arange(experts.start, experts.stop).repeat_interleave(counts)
-        inside = rows[: len(of_row)]
-        outputs = torch.full((len(rows), expert_factors.shape[1]), math.nan, dtype=torch.float64)
+        outputs = torch.empty(len(rows), expert_factors.shape[1], dtype=torch.float64)
+        inside = int(counts.sum())
+        of_each = zip(outputs[:inside].split(counts.tolist()), rows[:inside].split(counts.tolist()), strict=True)
+        for expert, (results, arriving) in zip(experts, of_each, strict=True):
+            torch.outer(arriving @ row_factors, expert_factors[expert], out=results)
         # Between -1 and 1, so that no activation function saturates and hides a difference.
-        outputs[: len(of_row)] = torch.sin((inside @ row_factors).unsqueeze(-1) * expert_factors[of_row])
+        outputs[:inside].sin_()
+        outputs[inside:] = math.nan
         return outputs
 
     @staticmethod
@@ -304,6 +314,14 @@ class _Run:
             return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
         return pytree.tree_map(change, arguments)
+
+
+def _spoil(memory: torch.Tensor) -> None:
+    """Memory that nobody has written may hold anything, by chance also what was wanted of it: here it never does."""
+    if memory.dtype is torch.bool:
+        memory.bernoulli_(0.5, generator=torch.Generator().manual_seed(0))
+    else:
+        memory.fill_(math.nan if memory.is_floating_point() else torch.iinfo(memory.dtype).max)
 
 
 def _rows_and_ends(product: Node) -> tuple[Node, Node]:
@@ -341,7 +359,11 @@ def _no_collectives(collective: Collective, sent: torch.Tensor, send: list[int],
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.shape == right.shape and torch.allclose(left.double(), right.double(), rtol=TOLERANCE, atol=TOLERANCE)
+    if left.shape != right.shape:
+        return False
+    left, right = left.double(), right.double()
+    # To the bit is the rule, and faster to tell.
+    return torch.equal(left, right) or torch.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # ----------------------------------------------------------------------------------------------------------- AllToAll

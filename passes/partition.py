@@ -17,15 +17,13 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import operator
-import re
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.errors import one_of
+from moepass.passes.canonical_text import CanonicalText, describe_constant, describe_value
 from moepass.passes.cost import total_cost
 from moepass.passes.detect import find_blocks
 from moepass.passes.graph import (
@@ -33,7 +31,6 @@ from moepass.passes.graph import (
     fake_value,
     graph_inputs,
     is_call,
-    map_nodes,
     module_path,
     mutates,
     positions,
@@ -43,9 +40,6 @@ from moepass.passes.graph import (
 from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, Plan, Step, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.sink_lookups import with_lookup
-
-# A size that only a run tells, as torch names it.
-_UNBACKED = re.compile(r"\bu\d+\b")
 
 
 @graph_pass(requires={"blocks"}, provides={"segments"})
@@ -304,43 +298,18 @@ def _layers(nodes: tuple[Node, ...]) -> str:
 
 def _text(graph: Graph, constants: dict[str, object]) -> str:
     """A canonical description of a segment: what it computes, on which kinds of inputs, with which constants."""
-    names: dict[Node, str] = {}
-    lines: list[str] = []
-    for index, node in enumerate(graph.nodes):
-        names[node] = f"%{index}"
+
+    def describe(node: Node) -> str:
         if node.op == "get_attr":
-            lines.append(f"constant {_constant_digest(constants[str(node.target)])}")
-        elif node.op == "placeholder":
-            lines.append(f"input {_describe(fake_value(node))}")
+            return f"constant {describe_constant(constants[str(node.target)])}"
+        return f"input {describe_value(fake_value(node))}"
+
+    text = CanonicalText(describe)
+    for node in graph.nodes:
+        if node.op in ("get_attr", "placeholder"):
+            text.add_source(node)
         else:
-            arguments = map_nodes((node.args, node.kwargs), lambda used: _Name(names[used]))
-            lines.append(f"{node.target} {arguments}")
+            text.add(node)
     # Sizes that only a run tells come as inputs, whatever they are called; what is known of them is compiled in.
-    lines += unbacked_conditions(graph)
-    numbers: dict[str, str] = {}
-    return _UNBACKED.sub(lambda found: numbers.setdefault(found[0], f"unbacked_{len(numbers)}"), "\n".join(lines))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Name:
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} offset {value.storage_offset()}"
-    return str(value)
-
-
-def _constant_digest(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, torch._subclasses.FakeTensor):
-            return f"fake {id(value)}"
-        # A constant is a real tensor, although the graph is looked at in fake mode.
-        with unset_fake_temporarily():
-            raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return f"{_describe(value)} {hashlib.sha256(raw).hexdigest()}"
-    return f"{type(value).__name__} {id(value)}"
+    text.remark(*unbacked_conditions(graph))
+    return str(text)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_mutants import mutate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
@@ -19,7 +20,7 @@ from moepass.models.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllE
 from moepass.models.expert_placement import shard_bounds
 from moepass.models.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
 from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.passes.collectives import KINDS, collectives_of
+from moepass.passes.collectives import collectives_of
 from moepass.passes.graph import copy_graph_module, fake_value
 from moepass.passes.ir import Plan
 from moepass.passes.localise import localise
@@ -338,52 +339,6 @@ def _ranks_of(form: str, experts: int) -> tuple[StackConfig, tuple[Captured, ...
     return config, tuple(capture(config, form, rank, 2, 9) for rank in range(2))
 
 
-SWAPS = {
-    torch.ops.aten.add.Tensor: torch.ops.aten.sub.Tensor,
-    torch.ops.aten.mul.Tensor: torch.ops.aten.add.Tensor,
-    torch.ops.aten.sub.Tensor: torch.ops.aten.add.Tensor,
-    torch.ops.aten.ge.Scalar: torch.ops.aten.gt.Scalar,
-    torch.ops.aten.ge.Tensor: torch.ops.aten.gt.Tensor,
-    torch.ops.aten.lt.Scalar: torch.ops.aten.le.Scalar,
-    torch.ops.aten.silu.default: torch.ops.aten.relu.default,
-    torch.ops.aten.floor_divide.default: torch.ops.aten.remainder.Scalar,
-    torch.ops.aten.bitwise_or.Tensor: torch.ops.aten.bitwise_and.Tensor,
-}
-
-
-def _mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
-    """The graph with one node changed; None where this change does not apply to that node."""
-    changed = copy_graph_module(module)
-    nodes = [node for node in changed.graph.nodes if node.op == "call_function"]
-    node = nodes[place % len(nodes)]
-    if how == 0 and node.target in SWAPS:
-        node.target = SWAPS[node.target]
-        if node.target is torch.ops.aten.remainder.Scalar:
-            node.kwargs = {}
-    elif how == 1 and any(isinstance(argument, int) and not isinstance(argument, bool) for argument in node.args):
-        index = next(i for i, argument in enumerate(node.args) if isinstance(argument, int))
-        node.update_arg(index, node.args[index] + 1)
-    elif how == 2 and len(node.args) > 1 and all(isinstance(argument, torch.fx.Node) for argument in node.args[:2]):
-        node.args = (node.args[1], node.args[0], *node.args[2:])
-    elif how == 3 and isinstance(fake_value(node), torch.Tensor) and node.users:
-        twin = [
-            other
-            for other in nodes[: place % len(nodes)]
-            if isinstance(fake_value(other), torch.Tensor)
-            and str(fake_value(other).shape) == str(fake_value(node).shape)
-            and fake_value(other).dtype == fake_value(node).dtype
-        ]
-        if not twin:
-            return None
-        node.replace_all_uses_with(twin[-1])
-    elif how == 4 and node.target in KINDS and isinstance(node.args[1], list):
-        node.update_arg(1, list(reversed(node.args[1])))
-    else:
-        return None
-    changed.recompile()
-    return changed
-
-
 def _behaviour(modules: list[GraphModule], inputs: list[list[Any]]) -> list[Any] | None:
     """What the ranks compute; None where they fail, or where their result is no number."""
     # Memory that nobody wrote is filled with NaN, and the largest index, so that whoever reads it is found out.
@@ -399,7 +354,7 @@ def _behaviour(modules: list[GraphModule], inputs: list[list[Any]]) -> list[Any]
 
 def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
     config, captured = _ranks_of(form, experts)
-    mutants = [_mutate(one.module, place, how) for one in captured]
+    mutants = [mutate(one.module, place, how) for one in captured]
     if any(mutant is None for mutant in mutants):
         return "no mutant"
     outcomes = [

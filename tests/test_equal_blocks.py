@@ -1,0 +1,91 @@
+"""Blocks with equal texts share one proof; whatever a proof could tell apart is in the text."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import pytest
+from graph_mutants import mutate
+from simulated_ranks import Captured, capture
+from torch.fx import GraphModule
+
+from moepass.models.expert_parallel import EP_FORMS
+from moepass.models.moe_stack import StackConfig
+from moepass.passes.ir import Plan
+from moepass.passes.localise import localise
+from moepass.passes.protocol import PassContext, run_passes
+
+# The package's attribute of that name is the pass.
+MODULE = importlib.import_module("moepass.passes.localise")
+LAYERS = 3
+
+
+@functools.cache
+def _captured(form: str, dynamic: bool, rank: int = 0) -> Captured:
+    config = StackConfig(layers=LAYERS, hidden=16, width=16, experts=5, top_k=2, max_tokens=9)
+    return capture(config, form, rank, 2, 9, dynamic=dynamic)
+
+
+class _Proofs:
+    """Counts proofs, and can make every block one of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
+        self.count = 0
+        prove, text = MODULE.check_local_form, MODULE.block_text
+
+        def counted(*parts: Any) -> None:
+            self.count += 1
+            prove(*parts)
+
+        monkeypatch.setattr(MODULE, "check_local_form", counted)
+        monkeypatch.setattr(MODULE, "block_text", lambda *parts: text(*parts) if share else object())
+
+
+def _outcome(module: GraphModule, captured: Captured) -> tuple[list[str], list[str]]:
+    result = run_passes((localise,), module, Plan(), PassContext(groups=captured.groups))
+    return [bank.name for bank in result.plan.banks], [refusal.reason for refusal in result.plan.refusals]
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_equal_layers_are_proved_once(form: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    proofs = _Proofs(monkeypatch, share=True)
+    captured = _captured(form, dynamic)
+    banks, refused = _outcome(captured.module, captured)
+    assert len(banks) == LAYERS
+    assert refused == []
+    # Of all layers of a dynamic graph one holds the size arithmetic that all share.
+    assert proofs.count <= (2 if dynamic else 1)
+
+
+def _mutants(form: str, dynamic: bool, step: int) -> int:
+    """Changes every `step`-th node and way, and compares outcomes with and without shared proofs."""
+    captured = _captured(form, dynamic)
+    nodes = sum(node.op == "call_function" for node in captured.module.graph.nodes)
+    tried = 0
+    for number in range(0, nodes * 5, step):
+        mutant = mutate(captured.module, number // 5, number % 5)
+        if mutant is None:
+            continue
+        tried += 1
+        outcomes = []
+        for share in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                _Proofs(patch, share)
+                outcomes.append(_outcome(mutant, captured))
+        assert outcomes[0] == outcomes[1], (number // 5, number % 5)
+    return tried
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_a_layer_that_was_changed_does_not_pass_for_another(form: str) -> None:
+    assert _mutants(form, dynamic=True, step=37) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_no_layer_that_was_changed_passes_for_another(form: str, dynamic: bool) -> None:
+    assert _mutants(form, dynamic, step=1) > 100
