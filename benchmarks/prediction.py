@@ -1,8 +1,8 @@
 """Is a step as long as `moepass explain` says? Predicted and measured seconds side by side, on EMULATED links.
 
 The machine is calibrated by what `moepass calibrate` does, over sizes around those of the models; nothing is fitted to
-what is measured afterwards. Machines that others share change their speed by a tenth within minutes, so it is
-calibrated again whenever the last time is some minutes ago.
+what is measured afterwards. Machines that others share change their speed by a tenth within minutes, so everything is
+measured in several rounds, each with a calibration of its own, and predictions are compared round by round.
 Models are Qwen3-MoE with hidden 512 and 32 experts of width 256, top-4, in fp32, one thread per rank:
 
     host           one process, experts in host memory
@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,12 +28,11 @@ from prediction_runs import (
     RANKS,
     BothForms,
     Case,
-    Measured,
+    CrossoverModels,
+    StreamedModels,
     causal_attention,
     crossing_of,
-    measure_alone,
-    measure_both_forms,
-    measure_on_ranks,
+    on_ranks,
 )
 
 from moepass.hardware_profiles import profile_json, read_profile
@@ -51,7 +49,6 @@ from moepass.runtime.experiments import CPU_SIZES
 
 STEP_LIMIT, CROSSOVER_LIMIT = 0.10, 0.15
 SEQUENCE = 256
-CALIBRATION_LIFE_SECONDS = 180.0
 SIZES = dataclasses.replace(
     CPU_SIZES,
     dtypes=("fp32",),
@@ -70,100 +67,105 @@ def main(
     tokens: str = "256,1024",
     slots: str = "1,2,3",
     ratios: str = "0.5,1,2",
-    repeats: int = 5,
+    repeats: int = 3,
+    rounds: int = 5,
     profiles: str = "",
     parts: str = "host,ranks,crossover",
 ) -> None:
-    """Measure steps of TOKENS tokens per rank of models with LAYERS layers, over SLOTS slots.
+    """Measure steps of TOKENS tokens per rank of models with LAYERS layers, over SLOTS slots, in each of ROUNDS.
 
     Over links on which a bank takes RATIOS of a layer's computation with 512 tokens. PROFILES: a folder in which the
-    calibrations are kept, and taken from where they are there already; none for new ones.
+    calibrations are kept, and taken from where they are there already; none for new ones in every round.
     """
     causal_attention()
     wanted = parts.split(",")
-    alone = Calibrations(1, profiles)
     counts = [int(text) for text in tokens.split(",")]
     depths = [int(text) for text in layers.split(",")]
-    cases = [
-        Case("host", depth, slot, rate, count)
-        for depth, slot, rate, count in itertools.product(
-            depths, [int(text) for text in slots.split(",")], _rates(alone.now(), ratios, 1), counts
-        )
-    ]
     held = True
     if "host" in wanted:
-        rows = []
-        for group in _by_model(cases):
-            hardware = alone.now()
-            rows += [_row(hardware, one) for one in measure_alone(group, SEQUENCE, repeats)]
-        held &= _report(rows, repeats)
-    spread = Calibrations(RANKS, profiles)
-    if "ranks" in wanted:
-        shared = [
-            Case(home, max(depths), 2, rate, count)
-            for home, rate, count in itertools.product(
-                ("peer", "hybrid"), list(_rates(spread.now(), ratios, RANKS)), counts
+        machine = Calibrations(1, profiles)
+        cases = [
+            Case("host", depth, slot, rate, count)
+            for depth, slot, rate, count in itertools.product(
+                depths, [int(text) for text in slots.split(",")], _rates(machine.now(), ratios), counts
             )
         ]
-        rows = []
-        for group in _by_model(shared):
-            hardware = spread.now()
-            rows += [_row(hardware, one) for one in measure_on_ranks(group, SEQUENCE, repeats)]
-        held &= _report(rows, repeats)
+        models = StreamedModels(cases, SEQUENCE)
+        trials = [_round(machine.now(), cases, models.seconds(repeats)) for _ in range(rounds)]
+        held &= _report(cases, trials, models.equal(), repeats)
+    machine = Calibrations(RANKS, profiles)
+    if "ranks" in wanted:
+        cases = [
+            Case(home, max(depths), 2, rate, count)
+            for home, rate, count in itertools.product(("peer", "hybrid"), _rates(machine.now(), ratios), counts)
+        ]
+        with on_ranks(StreamedModels, cases, SEQUENCE) as ask:
+            trials = [_round(machine.now(), cases, ask("seconds", repeats)) for _ in range(rounds)]
+            held &= _report(cases, trials, ask("equal"), repeats)
     if "crossover" in wanted:
-        hardware = spread.now()
-        rate = next(iter(_rates(hardware, "2", RANKS)))
-        held &= _crossover(hardware, rate, measure_both_forms(rate, SEQUENCE, repeats))
+        (rate,) = _rates(machine.now(), "2")
+        with on_ranks(CrossoverModels, rate, SEQUENCE) as ask:
+            held &= _crossover(rate, [(machine.now(), ask("both_forms", repeats)) for _ in range(rounds)])
     if not held:
         raise typer.Exit(1)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Row:
-    home: str
-    cells: list[object]
-    off: float
-    holds: bool
-    is_equal: bool
+class _Trial:
+    """One case in one round: what its calibration predicts, and the median of the steps that were measured."""
+
+    predicted: float
+    measured: float
+
+    @property
+    def off(self) -> float:
+        return self.predicted / self.measured - 1
 
 
-def _report(rows: list[_Row], repeats: int) -> bool:
-    """Print the table; True where all rows hold."""
+def _round(hardware: Hardware, cases: Sequence[Case], seconds: Sequence[Sequence[float]]) -> list[_Trial]:
+    return [
+        _Trial(_predicted(hardware, case), statistics.median(of_case))
+        for case, of_case in zip(cases, seconds, strict=True)
+    ]
+
+
+def _report(cases: Sequence[Case], rounds: Sequence[Sequence[_Trial]], are_equal: Sequence[bool], repeats: int) -> bool:
+    """Print the table; True where all cases hold but those of home hybrid."""
+    of_cases = list(zip(*rounds, strict=True))
+    offs = [statistics.median(trial.off for trial in trials) for trials in of_cases]
     print_table(
         "Seconds of a step, predicted and measured, links EMULATED",
         ["home", "layers", "slots", "link MB/s", "tokens", "predicted", "measured", "off", "within 10 %", "equal"],
-        [row.cells for row in rows],
-        f"measured: median of {repeats}, and the largest distance from it; equal: to the model without moepass",
+        [
+            [
+                *(case.home, case.layers, case.slots, f"{case.link_bytes_per_s / 1e6:.0f}", case.tokens),
+                *_middles(trials),
+                f"{off:+.1%}",
+                verdict(abs(off) <= STEP_LIMIT),
+                verdict(is_equal),
+            ]
+            for case, trials, off, is_equal in zip(cases, of_cases, offs, are_equal, strict=True)
+        ],
+        f"Medians of {len(rounds)} rounds, each with a calibration of its own, and the largest distance from them; a "
+        f"round has the median of {repeats} steps. off: of predicted from measured, median over rounds. equal: to the "
+        "model without moepass.",
     )
-    asked = [row for row in rows if row.home != "hybrid"]
-    held = sum(row.holds for row in asked)
-    middle = statistics.median(abs(row.off) for row in asked)
+    asked = [abs(off) for case, off in zip(cases, offs, strict=True) if case.home != "hybrid"]
+    held = sum(off <= STEP_LIMIT for off in asked)
     typer.echo(
-        f"{held} of {len(asked)} (hybrid left out) within {STEP_LIMIT:.0%}; middle of the distances {middle:.1%}"
+        f"{held} of {len(asked)} (hybrid left out) within {STEP_LIMIT:.0%}; middle of the distances "
+        f"{statistics.median(asked):.1%}"
     )
-    return held == len(asked) and all(row.is_equal for row in rows)
+    return held == len(asked) and all(are_equal)
 
 
-def _row(hardware: Hardware, measured: Measured) -> _Row:
-    case = measured.case
-    predicted = _predicted(hardware, case)
-    middle = statistics.median(measured.seconds)
-    spread = max(abs(value - middle) for value in measured.seconds) / middle
-    off = predicted / middle - 1
-    holds = abs(off) <= STEP_LIMIT and measured.is_equal
-    cells: list[object] = [
-        case.home,
-        case.layers,
-        case.slots,
-        f"{case.link_bytes_per_s / 1e6:.0f}",
-        case.tokens,
-        f"{predicted:.3f}",
-        f"{middle:.3f} ±{spread:.0%}",
-        f"{off:+.1%}",
-        verdict(abs(off) <= STEP_LIMIT),
-        verdict(measured.is_equal),
-    ]
-    return _Row(case.home, cells, off, holds, measured.is_equal)
+def _middles(trials: Sequence[_Trial]) -> list[str]:
+    """Of what was predicted and of what was measured."""
+    texts = []
+    for values in ([trial.predicted for trial in trials], [trial.measured for trial in trials]):
+        middle = statistics.median(values)
+        texts.append(f"{middle:.3f} ±{max(abs(value - middle) for value in values) / middle:.0%}")
+    return texts
 
 
 def _predicted(hardware: Hardware, case: Case) -> float:
@@ -173,33 +175,44 @@ def _predicted(hardware: Hardware, case: Case) -> float:
     return simulate_stages(stages, case.slots, machine=streaming_machine(setting, case.home)).step_seconds
 
 
-def _crossover(hardware: Hardware, rate: float, measured: list[BothForms]) -> bool:
+def _crossover(rate: float, rounds: Sequence[tuple[Hardware, list[BothForms]]]) -> bool:
     """Print both forms, predicted and measured; True where the tokens at which they take as long agree."""
-    machine = _with_slow_exchanges(with_emulated_link(hardware, rate), rate)
-    # As the ranks run it: two slots, and nothing stays.
-    made = forecast(_setting(machine, CROSSOVER_LAYERS, BALANCED_TOKENS), "peer", most_slots=2)
-    points = [curve_point(dataclasses.replace(made, schedule=None), tokens) for tokens in CROSSOVER_TOKENS]
-    predicted = [BothForms(point.tokens, point.all_to_all_seconds, point.step_seconds) for point in points]
+    predicted = [_both_forms(hardware, rate) for hardware, _ in rounds]
+    measured = [points for _, points in rounds]
     print_table(
         f"{CROSSOVER_LAYERS} layers on {RANKS} ranks, exchanged or gathered, links EMULATED at {rate / 1e6:.0f} MB/s",
         ["tokens per rank", "AllToAll: predicted", "measured", "gathered: predicted", "measured"],
         [
-            [str(ours.tokens)]
-            + [f"{one:.3f}" for one in (ours.exchanged_seconds, theirs.exchanged_seconds)]
-            + [f"{one:.3f}" for one in (ours.gathered_seconds, theirs.gathered_seconds)]
-            for ours, theirs in zip(predicted, measured, strict=True)
+            [str(tokens)]
+            + [
+                f"{statistics.median(getattr(points[index], form) for points in found):.3f}"
+                for form in ("exchanged_seconds", "gathered_seconds")
+                for found in (predicted, measured)
+            ]
+            for index, tokens in enumerate(CROSSOVER_TOKENS)
         ],
+        f"Medians of {len(rounds)} rounds, each with a calibration of its own.",
     )
-    at, reached = crossing_of(predicted), crossing_of(measured)
-    if at is None or reached is None:
-        typer.echo(f"no crossover: predicted {at}, measured {reached}")
+    crossings = [(crossing_of(ours), crossing_of(theirs)) for ours, theirs in zip(predicted, measured, strict=True)]
+    found = [(ours, theirs) for ours, theirs in crossings if ours is not None and theirs is not None]
+    if len(found) < len(crossings):
+        typer.echo(f"no crossover in {len(crossings) - len(found)} of {len(crossings)} rounds")
         return False
-    off = at / reached - 1
+    off = statistics.median(ours / theirs - 1 for ours, theirs in found)
     typer.echo(
-        f"crossover: predicted {at:.0f} tokens per rank, measured {reached:.0f}, {off:+.1%}; within "
+        f"crossover: predicted {statistics.median(ours for ours, _ in found):.0f} tokens per rank, measured "
+        f"{statistics.median(theirs for _, theirs in found):.0f}, {off:+.1%} (median over rounds); within "
         f"{CROSSOVER_LIMIT:.0%}: {verdict(abs(off) <= CROSSOVER_LIMIT)}"
     )
     return abs(off) <= CROSSOVER_LIMIT
+
+
+def _both_forms(hardware: Hardware, rate: float) -> list[BothForms]:
+    """What the forecast says of the models of the crossover. As the ranks run them: two slots, and nothing stays."""
+    machine = _with_slow_exchanges(with_emulated_link(hardware, rate), rate)
+    made = forecast(_setting(machine, CROSSOVER_LAYERS, BALANCED_TOKENS), "peer", most_slots=2)
+    points = [curve_point(dataclasses.replace(made, schedule=None), tokens) for tokens in CROSSOVER_TOKENS]
+    return [BothForms(point.tokens, point.all_to_all_seconds, point.step_seconds) for point in points]
 
 
 def _with_slow_exchanges(hardware: Hardware, rate: float) -> Hardware:
@@ -214,14 +227,15 @@ def _with_slow_exchanges(hardware: Hardware, rate: float) -> Hardware:
     return with_collectives(hardware, Collectives(known.ranks, {"all_to_all": slow}))
 
 
-def _rates(hardware: Hardware, ratios: str, ranks: int) -> Iterator[float]:
+def _rates(hardware: Hardware, ratios: str) -> Iterator[float]:
     """Bytes per second over which what crosses the link takes those parts of a layer's computation."""
     architecture = _architecture(1)
     (layer,) = architecture.layers
     assert layer.experts is not None
     texts = Texts(BALANCED_TOKENS // SEQUENCE, SEQUENCE)
     computing = layer_seconds(hardware, layer, architecture.hidden, texts, "fp32").total
-    crossing = bank_bytes(layer.experts, architecture.hidden, "fp32") * ((ranks - 1) / ranks if ranks > 1 else 1.0)
+    shared_out = (hardware.ranks - 1) / hardware.ranks if hardware.ranks > 1 else 1.0
+    crossing = bank_bytes(layer.experts, architecture.hidden, "fp32") * shared_out
     for ratio in ratios.split(","):
         yield crossing / (float(ratio) * computing)
 
@@ -236,35 +250,25 @@ def _architecture(layers: int) -> Architecture:
         return from_config(reference_model(layers).config)
 
 
-def _by_model(cases: Sequence[Case]) -> Iterator[list[Case]]:
-    for _, group in itertools.groupby(cases, key=lambda case: case.model):
-        yield list(group)
-
-
 class Calibrations:
-    """Profiles of this machine with `ranks` ranks of one thread: made when one is needed, and again when it is old.
+    """Profiles of this machine with `ranks` ranks of one thread, each made when it is asked for.
 
-    With a `folder`, one profile is taken from there, or made and kept there, whatever its age.
+    With a `folder`, there is one profile, which is taken from there, or made and kept there.
     """
 
     def __init__(self, ranks: int, folder: str) -> None:
         self._ranks = ranks
         self._kept = Path(folder, f"moepass-{ranks}-ranks.json") if folder else None
-        self._last: Hardware | None = None
-        self._made_at = 0.0
 
     def now(self) -> Hardware:
-        if self._last is None and self._kept is not None and self._kept.exists():
-            self._last = read_profile(self._kept)
-        is_old = self._kept is None and time.monotonic() - self._made_at > CALIBRATION_LIFE_SECONDS
-        if self._last is None or is_old:
-            typer.echo(f"calibrating {self._ranks} rank(s) of one thread ...", err=True)
-            self._last = calibrate("cpu", self._ranks, 1, sizes=SIZES)
-            self._made_at = time.monotonic()
-            if self._kept is not None:
-                self._kept.parent.mkdir(parents=True, exist_ok=True)
-                self._kept.write_bytes(profile_json(self._last))
-        return self._last
+        if self._kept is not None and self._kept.exists():
+            return read_profile(self._kept)
+        typer.echo(f"calibrating {self._ranks} rank(s) of one thread ...", err=True)
+        made = calibrate("cpu", self._ranks, 1, sizes=SIZES)
+        if self._kept is not None:
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            self._kept.write_bytes(profile_json(made))
+        return made
 
 
 if __name__ == "__main__":

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
 import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ _CAUSAL = "causal"
 CROSSOVER_LAYERS = 2
 CROSSOVER_TOKENS = (256, 512, 768, 1024, 2048)
 _STEADY_STEPS = 3
+# Each case finds the caches, and the slots of its ring, as another has left them.
+_WARM_STEPS = 2
+_POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +52,6 @@ class Case:
     def model(self) -> tuple[str, int, int, float]:
         """Cases that differ in their tokens alone are one model."""
         return self.home, self.layers, self.slots, self.link_bytes_per_s
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """Seconds of every timed step, those of the slowest rank, and whether outputs were those of the plain model."""
-
-    case: Case
-    seconds: list[float]
-    is_equal: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,67 +75,91 @@ def causal_attention() -> None:
     AttentionMaskInterface.register(_CAUSAL, lambda *_, **__: None)
 
 
-def measure_alone(cases: Sequence[Case], sequence: int, repeats: int) -> Iterator[Measured]:
-    """In this process, on one thread; copies have the rest of the machine. `cases` are of one model."""
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield from _measure_model(cases, sequence, repeats, _seconds_alone)
+class StreamedModels:
+    """The models of `cases`, compiled, each warm and with outputs that were compared with the plain model's."""
+
+    def __init__(self, cases: Sequence[Case], sequence: int) -> None:
+        torch.set_num_threads(1)
+        # All of these models have their code in common.
+        torch._dynamo.config.recompile_limit = 2 * len(cases) + 8
+        self._cases = cases
+        self._runs: list[Callable[[], object]] = []
+        self._are_equal: list[bool] = []
+        for _, group in itertools.groupby(cases, key=lambda case: case.model):
+            self._add_model(list(group), sequence)
+
+    def equal(self) -> list[bool]:
+        """For each case, whether its outputs were those of the plain model."""
+        return self._are_equal
+
+    def seconds(self, repeats: int) -> list[list[float]]:
+        """Of `repeats` steps of each case that follow each other, as the steady state has them."""
+        return [self._of(run, repeats) for run in self._runs]
+
+    @torch.no_grad()
+    def _of(self, run: Callable[[], object], repeats: int) -> list[float]:
+        together = dist.is_initialized()
+        if together:
+            dist.barrier()
+        _seconds_alone(run, _WARM_STEPS)
+        seconds = _seconds_alone(run, repeats)
+        return _slowest(seconds) if together else seconds
+
+    @torch.no_grad()
+    def _add_model(self, cases: Sequence[Case], sequence: int) -> None:
+        case = cases[0]
+        model = _model(case.layers)
+        inputs = [_inputs(one.tokens, sequence) for one in cases]
+        wanted = [model(**given).logits for given in inputs]
+        link = f"emulate:{case.link_bytes_per_s}"
+        more = {"host_link": link} if case.home == "hybrid" else {}
+        moepass.offload_experts(model, home=case.home, slots=case.slots, link=link, **more)
+        compiled = torch.compile(model, backend="asyncep", dynamic=True)
+        for given, expected in zip(inputs, wanted, strict=True):
+            self._are_equal.append(torch.allclose(compiled(**given).logits, expected, rtol=1e-4, atol=1e-4))
+            self._runs.append(functools.partial(compiled, **given))
 
 
-def measure_on_ranks(cases: Sequence[Case], sequence: int, repeats: int) -> list[Measured]:
-    """On two ranks, each pinned to a core; `cases` are of one model."""
-    measured: list[Measured] = _on_ranks(_measure_model, list(cases), sequence, repeats, _seconds_together)
-    return measured
+@contextlib.contextmanager
+def on_ranks(prepare: Callable[..., Any], *arguments: Any) -> Iterator[Callable[..., Any]]:
+    """`prepare(*arguments)` on each of two ranks, each pinned to a core; gives a way to talk to what it made there.
 
-
-def measure_both_forms(link_bytes_per_s: float, sequence: int, repeats: int) -> list[BothForms]:
-    """Both forms of a model on the same ranks."""
-    measured: list[BothForms] = _on_ranks(_both_forms, link_bytes_per_s, sequence, repeats)
-    return measured
-
-
-def _on_ranks(function: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
-    """What `function` gives on the first of the ranks."""
+    `ask(name, *arguments)` calls its method of that name on all ranks, and returns what the first one gets.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    asked, answers = [context.SimpleQueue() for _ in range(RANKS)], context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-        torch.multiprocessing.spawn(_rank, (store, queue, function, arguments), nprocs=RANKS)
-        measured: list[Any] = queue.get()
-    return measured
+        running = torch.multiprocessing.spawn(
+            _rank, (str(Path(folder) / "store"), asked, answers, prepare, arguments), nprocs=RANKS, join=False
+        )
+
+        def ask(name: str, *arguments: Any) -> Any:
+            for of_rank in asked:
+                of_rank.put((name, arguments))
+            while answers.empty():
+                running.join(timeout=_POLL_SECONDS)  # raises what a rank raised
+            return answers.get()
+
+        yield ask
+        for of_rank in asked:
+            of_rank.put(None)
+        while not running.join():
+            pass
 
 
-def _rank(
-    rank: int, store: str, queue: Any, function: Callable[..., Iterable[Any]], arguments: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, store: str, asked: Any, answers: Any, prepare: Callable[..., Any], arguments: Any) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     causal_attention()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    with torch.no_grad():
-        measured = list(function(*arguments))
-    if rank == 0:
-        queue.put(measured)
+    prepared = prepare(*arguments)
+    for name, given in iter(asked[rank].get, None):
+        answer = getattr(prepared, name)(*given)
+        if rank == 0:
+            answers.put(answer)
+    dist.barrier()  # nobody's memory goes while others read it
     dist.destroy_process_group()
-
-
-def _measure_model(
-    cases: Sequence[Case], sequence: int, repeats: int, time_them: Callable[[Callable[[], object], int], list[float]]
-) -> Iterator[Measured]:
-    torch._dynamo.reset()
-    gc.collect()
-    case = cases[0]
-    model = _model(case.layers)
-    inputs = [_inputs(one.tokens, sequence) for one in cases]
-    wanted = [model(**given).logits for given in inputs]
-    link = f"emulate:{case.link_bytes_per_s}"
-    more = {"host_link": link} if case.home == "hybrid" else {}
-    moepass.offload_experts(model, home=case.home, slots=case.slots, link=link, **more)
-    compiled = torch.compile(model, backend="asyncep", dynamic=True)
-    for one, given, expected in zip(cases, inputs, wanted, strict=True):
-        is_equal = torch.allclose(compiled(**given).logits, expected, rtol=1e-4, atol=1e-4)
-        compiled(**given)
-        yield Measured(one, time_them(lambda given=given: compiled(**given), repeats), is_equal)  # type: ignore[misc]
 
 
 def _model(layers: int) -> PreTrainedModel:
@@ -166,41 +184,37 @@ def _seconds_alone(run: Callable[[], object], repeats: int) -> list[float]:
     return seconds
 
 
-def _seconds_together(run: Callable[[], object], repeats: int) -> list[float]:
-    dist.barrier()
-    return _slowest(_seconds_alone(run, repeats))
+class CrossoverModels:
+    """A model on this rank in both forms, over links of that rate, AllToAll and gathering on the same kernels."""
 
-
-def _both_forms(rate: float, sequence: int, repeats: int) -> list[BothForms]:
-    torch._dynamo.config.capture_scalar_outputs = True
-    torch._dynamo.reset()
-    gc.collect()
-    exchanging, gathering = _exchanging_model(DelayedExperts), _exchanging_model(AllToAllExperts)
-    for module in exchanging.modules():
-        if isinstance(module, DelayedExperts):
-            module.bytes_per_s = rate
-    forms = {
+    def __init__(self, link_bytes_per_s: float, sequence: int) -> None:
+        torch._dynamo.config.capture_scalar_outputs = True
+        exchanging, gathering = _exchanging_model(DelayedExperts), _exchanging_model(AllToAllExperts)
+        for module in exchanging.modules():
+            if isinstance(module, DelayedExperts):
+                module.bytes_per_s = link_bytes_per_s
+        self._sequence = sequence
         # The exchange stays, and experts run on the same kernels as those that are gathered.
-        "AllToAll": torch.compile(
-            exchanging, backend="asyncep", dynamic=True, options={"disable": ["localise", "complete_shards"]}
-        ),
-        "gathered": torch.compile(
-            gathering, backend="asyncep", dynamic=True, options={"link": f"emulate:{rate}", "timeout_s": 300.0}
-        ),
-    }
-    points = []
-    for tokens in CROSSOVER_TOKENS:
-        given = _inputs(tokens, sequence)
-        seconds: dict[str, list[float]] = {name: [] for name in forms}
-        for _ in range(repeats):
-            for name, run in forms.items():
-                dist.barrier()
-                step = functools.partial(run, **given)
-                _seconds_alone(step, 2)  # the ring was filled ahead meanwhile, which steady steps do not find
-                seconds[name].append(statistics.fmean(_seconds_alone(step, _STEADY_STEPS)))
-        slowest = {name: statistics.median(_slowest(values)) for name, values in seconds.items()}
-        points.append(BothForms(tokens, slowest["AllToAll"], slowest["gathered"]))
-    return points
+        options: dict[str, Any] = {"disable": ["localise", "complete_shards"]}
+        self._exchanged = torch.compile(exchanging, backend="asyncep", dynamic=True, options=options)
+        options = {"link": f"emulate:{link_bytes_per_s}", "timeout_s": 300.0}
+        self._gathered = torch.compile(gathering, backend="asyncep", dynamic=True, options=options)
+
+    @torch.no_grad()
+    def both_forms(self, repeats: int) -> list[BothForms]:
+        """Seconds of the slower rank for each of `CROSSOVER_TOKENS`: medians of `repeats`, taken in turns."""
+        points = []
+        for tokens in CROSSOVER_TOKENS:
+            given = _inputs(tokens, self._sequence)
+            seconds: dict[Any, list[float]] = {self._exchanged: [], self._gathered: []}
+            for _ in range(repeats):
+                for run, found in seconds.items():
+                    dist.barrier()
+                    step = functools.partial(run, **given)
+                    _seconds_alone(step, 2)  # the ring was filled ahead meanwhile, which steady steps do not find
+                    found.append(statistics.fmean(_seconds_alone(step, _STEADY_STEPS)))
+            points.append(BothForms(tokens, *(statistics.median(_slowest(found)) for found in seconds.values())))
+        return points
 
 
 def crossing_of(points: Sequence[BothForms]) -> float | None:

@@ -19,7 +19,7 @@ from moepass.models.formulas.memory import element_bytes
 from moepass.models.formulas.text import evaluate_text
 from moepass.passes.hardware import Hardware, with_ranks
 from moepass.passes.ir import MoEBlock, Plan
-from moepass.passes.times import collective_seconds, gather_seconds, work_seconds
+from moepass.passes.times import collective_seconds, gather_seconds, token_exchange_seconds, work_seconds
 
 # Tokens per rank beyond which nobody asks where a border lies.
 MOST_TOKENS = 1 << 24
@@ -102,7 +102,7 @@ class BorderEstimate:
 
 
 def exchange_seconds(hardware: Hardware, block: MoEBlock, tokens: float) -> float:
-    """What a block exchanges for `tokens` tokens of every rank: rows on their way out and back, and their counts."""
+    """What a block exchanges for `tokens` tokens of every rank."""
     row = block.hidden * element_bytes(short_dtype(block.dtype))
     ranks = hardware.ranks
     if block.parallel == "all_gather":
@@ -110,6 +110,4 @@ def exchange_seconds(hardware: Hardware, block: MoEBlock, tokens: float) -> floa
         return collective_seconds(hardware, "all_gather", rows) + collective_seconds(hardware, "reduce_scatter", rows)
     if block.parallel == "all_reduce":
         return collective_seconds(hardware, "all_reduce", tokens * row)
-    rows = tokens * (block.top_k or 1) * row
-    counts = 8.0 * block.experts
-    return 2 * collective_seconds(hardware, "all_to_all", rows) + collective_seconds(hardware, "all_to_all", counts)
+    return token_exchange_seconds(hardware, tokens * (block.top_k or 1) * row, block.experts)

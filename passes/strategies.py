@@ -29,7 +29,7 @@ from moepass.models.formulas.memory import (
 from moepass.passes.hardware import Hardware
 from moepass.passes.layer_times import LayerSeconds, Split, Texts, activation_dtype, head_seconds, layer_seconds
 from moepass.passes.microbatches import micro_batches, pipeline_seconds, slowest_seconds
-from moepass.passes.times import collective_seconds
+from moepass.passes.times import collective_seconds, token_exchange_seconds
 
 # [Empirical] Tokens of a micro-batch: between the 2048 and 8192 tokens that serving engines schedule at
 # once by default. Smaller ones read experts more often than they compute on them, larger ones need more memory.
@@ -193,7 +193,8 @@ def _share(setting: Setting, layer: Layer, experts: int) -> LayerSeconds:
 def _exchange(setting: Setting, layer: Layer, tokens: float) -> float:
     """Dispatch and combine of `tokens` on each device, top_k times each."""
     assert layer.experts is not None
-    return 2 * setting.collective("all_to_all", layer.experts.top_k * setting.row_bytes(tokens))
+    rows = layer.experts.top_k * setting.row_bytes(tokens)
+    return token_exchange_seconds(setting.hardware, rows, layer.experts.count)
 
 
 def _gather_and_scatter(setting: Setting, tokens: float) -> float:

@@ -24,6 +24,9 @@ _ATTENTION: tuple[Work, ...] = ("attention", "masked_attention")
 # The runtime cuts transfers into slices of this size.
 SLICE_BYTES = 4 << 20
 
+# Ranks tell each other numbers of rows in int64.
+_COUNT_BYTES = 8
+
 # Rows and columns of one tile of a product on GPUs: those of CUTLASS's and DeepGEMM's kernels for large shapes.
 # FlashAttention's tiles have as many queries (of one head).
 TILE_ROWS, TILE_COLUMNS = 128, 128
@@ -306,6 +309,19 @@ def collective_seconds(hardware: Hardware, kind: str, nbytes: float, ranks: int 
     rate = link.bytes_per_s.value * hardware.efficiency.bandwidth.value
     latency = _steps(kind, count) * hardware.collective_latency_seconds.value
     return latency + _link_share(kind, count) * nbytes / rate
+
+
+def token_exchange_seconds(hardware: Hardware, rows_bytes: float, experts: int) -> float:
+    """By AllToAll, `rows_bytes` of each device to the devices of their experts, and as many results back.
+
+    Ranks tell each other first how many rows each expert gets. And rows arrive in the order of ranks: they are brought
+    into that of experts and back, read and written each time.
+    """
+    if hardware.ranks == 1 or rows_bytes <= 0:
+        return 0.0
+    exchanged = 2 * collective_seconds(hardware, "all_to_all", rows_bytes)
+    exchanged += collective_seconds(hardware, "all_to_all", _COUNT_BYTES * experts)
+    return exchanged + memory_seconds(hardware, 4 * rows_bytes)
 
 
 def _link_share(kind: str, ranks: int) -> float:

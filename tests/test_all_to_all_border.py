@@ -13,7 +13,7 @@ from moepass.hardware_profiles import load_hardware
 from moepass.passes.all_to_all_border import MOST_TOKENS, BorderEstimate, exchange_seconds
 from moepass.passes.hardware import Hardware, with_emulated_link
 from moepass.passes.ir import BankSpec, Cost, MoEBlock, Plan, TensorSpec
-from moepass.passes.times import collective_seconds, gather_seconds
+from moepass.passes.times import collective_seconds, gather_seconds, memory_seconds
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, LAYERS = 2048, 768, 128, 8, 4
 BANK_BYTES = 3 * EXPERTS * HIDDEN * WIDTH * 2
@@ -72,7 +72,9 @@ def test_the_parts_are_those_of_the_times_of_the_profile() -> None:
     assert both.gathered == both.transfer  # 100 tokens hide nothing
     rows = 100 * TOP_K * HIDDEN * 2
     counts = collective_seconds(MACHINE, "all_to_all", 8 * EXPERTS)
-    assert both.exchange == pytest.approx(LAYERS * (2 * collective_seconds(MACHINE, "all_to_all", rows) + counts))
+    regrouping = memory_seconds(MACHINE, 4 * rows)  # into the order of experts and back, read and written
+    exchanged = 2 * collective_seconds(MACHINE, "all_to_all", rows) + counts + regrouping
+    assert both.exchange == pytest.approx(LAYERS * exchanged)
 
 
 def test_a_slower_link_for_banks_moves_the_border_up() -> None:

@@ -22,6 +22,7 @@ from moepass.passes.strategies import (
     resident_cost,
     strategy_cost,
 )
+from moepass.passes.times import memory_seconds
 
 H100 = load_hardware("8xh100-80g")
 QWEN = preset("qwen3-235b-a22b")
@@ -104,8 +105,11 @@ def test_on_a_link_without_end_exchanges_cost_their_latency_alone() -> None:
     )
     setting = _setting(QWEN, endless, 16, 4096)
     resident = resident_cost(setting).step_seconds
+    # Rows that arrive are brought into the order of experts and back, in every layer.
+    row_bytes = 8 * 4096 * 2
+    regrouping = 94 * memory_seconds(endless, 16 * 4096 * row_bytes * 4)
     # Fewer experts of as many rows each: no slower than all experts on one device.
-    assert resident * 0.9 <= strategy_cost(setting, "dp_ep").step_seconds <= resident
+    assert resident * 0.9 <= strategy_cost(setting, "dp_ep").step_seconds - regrouping <= resident
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"pp_pp"}))
