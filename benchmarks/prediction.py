@@ -59,22 +59,22 @@ SIZES = dataclasses.replace(
     head_dims=(64,),
 )
 # Tokens at which links are as slow as RATIOS of a layer's computation, by prediction.
-BALANCED_TOKENS = 512
+BALANCED_TOKENS = 1024
 
 
 def main(
     layers: str = "2,5",
-    tokens: str = "256,1024",
+    tokens: str = "512,2048",
     slots: str = "1,2,3",
     ratios: str = "0.5,1,2",
     repeats: int = 3,
-    rounds: int = 5,
+    rounds: int = 3,
     profiles: str = "",
     parts: str = "host,ranks,crossover",
 ) -> None:
     """Measure steps of TOKENS tokens per rank of models with LAYERS layers, over SLOTS slots, in each of ROUNDS.
 
-    Over links on which a bank takes RATIOS of a layer's computation with 512 tokens. PROFILES: a folder in which the
+    Over links on which a bank takes RATIOS of a layer's computation with 1024 tokens. PROFILES: a folder in which the
     calibrations are kept, and taken from where they are there already; none for new ones in every round.
     """
     causal_attention()
@@ -103,7 +103,7 @@ def main(
             trials = [_round(machine.now(), cases, ask("seconds", repeats)) for _ in range(rounds)]
             held &= _report(cases, trials, ask("equal"), repeats)
     if "crossover" in wanted:
-        (rate,) = _rates(machine.now(), "2")
+        (rate,) = _rates(machine.now(), "1")
         with on_ranks(CrossoverModels, rate, SEQUENCE) as ask:
             held &= _crossover(rate, [(machine.now(), ask("both_forms", repeats)) for _ in range(rounds)])
     if not held:
