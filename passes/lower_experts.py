@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,17 +53,23 @@ def product_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
     return ExpertLoop(GraphModule({}, graph), program, {})
 
 
-@dataclasses.dataclass(frozen=True)
 class _RowsInAnyNumber:
     """Row work for any number of rows from 1 on."""
 
-    graph: GraphModule
-    compiled: Callable[[list[Any]], Sequence[torch.Tensor]]
+    def __init__(self, graph: GraphModule, compiled: Callable[[list[Any]], Sequence[torch.Tensor]]) -> None:
+        self._graph = graph
+        self._compiled = compiled
 
     def __call__(self, inputs: list[Any], rows: int) -> Sequence[torch.Tensor]:
         # A symbolic size is 2 or more, and what was compiled for it may be wrong for 1, where strides mean nothing.
-        result: Sequence[torch.Tensor] = self.graph(*inputs) if rows == 1 else self.compiled(inputs)
-        return result
+        if rows == 1:
+            alone: Sequence[torch.Tensor] = self._graph(*inputs)
+            return alone
+        results = self._compiled(inputs)
+        # What Inductor does around a call of its code, for profilers and caches, takes half as long as the call itself
+        # does for few rows. The first call needs it.
+        self._compiled = getattr(self._compiled, "current_callable", None) or self._compiled
+        return results
 
 
 @dataclasses.dataclass
@@ -80,12 +86,21 @@ class _Values:
     scratch: dict[Node, torch.Tensor]
 
 
+@dataclasses.dataclass
+class _Chunk:
+    """Some rows of one expert: as many as `rows`, and what `_Values` has of them."""
+
+    rows: int
+    row_inputs: dict[Node, torch.Tensor]
+    outputs: dict[Node, torch.Tensor]
+
+
 class ExpertLoop:
     """Runs a program: called with a list of the segment's inputs, gives the segment's outputs."""
 
     def __init__(self, segment: GraphModule, program: ExpertProgram, work: dict[RowWork, _RowsInAnyNumber]) -> None:
         self.program = program
-        self.work = work
+        self._steps = [(step, work[step] if isinstance(step, RowWork) else None) for step in program.steps]
         self._inputs = graph_inputs(segment.graph)
         self._fixed = _graph_of_fixed(segment, program)
 
@@ -93,13 +108,21 @@ class ExpertLoop:
         values = self._prepare(inputs)
         ends, *_ = (value for node, value in zip(self._inputs, inputs, strict=True) if node is self.program.ends)
         inputs.clear()
-        start, rows = 0, next(iter(values.row_inputs.values())).shape[0]
-        # Rows beyond the last expert's belong to none; products give zeros for them.
-        for expert, end in [*enumerate(ends.tolist()), (None, rows)]:
-            while start < end:
-                stop = min(start + CHUNK_ROWS, end)
-                self._run(values, expert, start, stop)
-                start = stop
+        rows = next(iter(values.row_inputs.values())).shape[0]
+        chunks = list(_chunks(ends.tolist(), rows))
+        sizes = [size for _, size in chunks]
+        # All views at once: one by one they take longer than a small product.
+        row_inputs, outputs = (
+            {node: whole.split(sizes) for node, whole in of_rows.items()}
+            for of_rows in (values.row_inputs, values.outputs)
+        )
+        for index, (expert, size) in enumerate(chunks):
+            chunk = _Chunk(
+                size,
+                {node: parts[index] for node, parts in row_inputs.items()},
+                {node: parts[index] for node, parts in outputs.items()},
+            )
+            self._run(values, expert, chunk)
         return tuple(values.outputs[node] for node in self.program.outputs)
 
     def _prepare(self, inputs: Sequence[Any]) -> _Values:
@@ -112,17 +135,18 @@ class ExpertLoop:
         between = [step.node for step in self.program.steps if isinstance(step, Product) and step.node not in outputs]
         scratch = {node: _empty(node, min(rows, CHUNK_ROWS)) for node in between}
         fixed = dict(zip(self.program.fixed, self._fixed(*inputs), strict=True))
-        tables = {node: fixed[node].contiguous() for step in self.work for node in step.inputs if node in fixed}
+        work = [step for step in self.program.steps if isinstance(step, RowWork)]
+        tables = {node: fixed[node].contiguous() for step in work for node in step.inputs if node in fixed}
         return _Values(fixed, tables, row_inputs, outputs, scratch)
 
-    def _run(self, values: _Values, expert: int | None, start: int, stop: int) -> None:
-        """Rows [start, stop), all of one expert."""
-        found = dict(values.tables)
-        found.update({node: rows[start:stop] for node, rows in values.row_inputs.items()})
-        for step in self.program.steps:
+    def _run(self, values: _Values, expert: int | None, chunk: _Chunk) -> None:
+        """`chunk`, whose rows are all of one expert; None: of no expert."""
+        found = {**values.tables, **chunk.row_inputs}
+        for step, work in self._steps:
             if isinstance(step, Product):
-                whole = values.outputs.get(step.node)
-                result = values.scratch[step.node][: stop - start] if whole is None else whole[start:stop]
+                result = chunk.outputs.get(step.node)
+                if result is None:
+                    result = values.scratch[step.node].narrow(0, 0, chunk.rows)
                 if expert is None:
                     result.zero_()
                 else:
@@ -130,11 +154,25 @@ class ExpertLoop:
                 found[step.node] = result
                 continue
             # It was compiled for contiguous inputs; a half of a chunk that a product reads too is none, for example.
-            results = self.work[step]([found[node].contiguous() for node in step.inputs], stop - start)
+            assert work is not None
+            results = work([found[node].contiguous() for node in step.inputs], chunk.rows)
             for node, result in zip(step.outputs, results, strict=True):
                 found[node] = result
-                if node in values.outputs:
-                    values.outputs[node][start:stop].copy_(result)
+                if node in chunk.outputs:
+                    chunk.outputs[node].copy_(result)
+
+
+def _chunks(ends: Sequence[int], rows: int) -> Iterator[tuple[int | None, int]]:
+    """Numbers of rows that go through an expert together, with that expert. They add up to `rows`.
+
+    Rows beyond the last expert's belong to none; products give zeros for them.
+    """
+    start = 0
+    for expert, end in [*enumerate(ends), (None, rows)]:
+        while start < end:
+            size = min(CHUNK_ROWS, end - start)
+            yield expert, size
+            start += size
 
 
 def _empty(node: Node, rows: int) -> torch.Tensor:
