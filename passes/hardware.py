@@ -200,6 +200,10 @@ class Hardware:
         for name, figure in named.items():
             if figure.value == 0:
                 raise InputError(f"profile {self.name!r}: {name} is 0; it must be above 0")
+            if name.startswith("efficiency.") and figure.value > 1:
+                raise InputError(
+                    f"profile {self.name!r}: {name} is {figure.value:g}; it is a part of the peak, up to 1"
+                )
         for kind, tables in self.compute.items():
             if kind not in COMPUTE_AXES:
                 raise InputError(f"profile {self.name!r}: compute has {kind!r}; it can have {one_of(COMPUTE_AXES)}")

@@ -191,6 +191,10 @@ def test_a_rate_takes_the_place_of_a_table(tmp_path: Path) -> None:
         ({"extends": "h100", "memory_bytes": "80 GB"}, r"got `str` - at `\$.memory_bytes`"),
         ({"extends": "h100", "memory_bytes": -1}, r"a figure is -1.0; it must be a finite number.*\$.memory_bytes"),
         ({"extends": "h100", "memory_bytes": 0}, "memory_bytes is 0; it must be above 0"),
+        (
+            {"extends": "h100", "efficiency": {"irregular": 1.5}},
+            "efficiency.irregular is 1.5; it is a part of the peak",
+        ),
         ({"extends": "h100", "flops": {"bf61": 1e15}}, "flops has 'bf61'; it can have bf16, fp16, fp32, fp8"),
         ({"extends": "h100", "peer": {"emulated_bytes_per_s": 0}}, "peer.emulated_bytes_per_s is 0; it must be above"),
         ({"extends": "h100", "hots": None}, r"\$.hots is no field; did you mean host\?"),
