@@ -62,6 +62,8 @@ _MEETING = {
 _DIVISIONS = {"div", "floor_divide", "floordiv", "remainder", "mod"}
 # A wider count would not fit; a mock run, in float64, does not see it.
 _NARROW = {torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16}
+# What mock runs fill memory with that is made empty.
+UNWRITTEN = {dtype: torch.iinfo(dtype).max for dtype in (torch.int32, torch.int64)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +139,17 @@ class IndexRanges:
     # ------------------------------------------------------------------------------------------------------ runs
 
     def observe(self, node: Node, value: Any) -> None:
+        """Note what `node` had in a run. Raises NotThisForm where that is still what the run fills empty memory with.
+
+        What nobody wrote would pass for a place or size beyond every constant.
+        """
         if node not in self.ranges or self.ranges[node].empty:
             return
         if isinstance(value, torch.Tensor):
             if value.numel() == 0:
                 return
+            if value.dtype in UNWRITTEN and bool((value == UNWRITTEN[value.dtype]).any()):
+                raise NotThisForm(f"{node.name} ({node.target}) holds memory that nobody has written")
             found = Range(float(value.min()), float(value.max()))
         elif isinstance(value, (int, float)):
             found = Range(value, value)

@@ -49,11 +49,16 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     banks: list[BankSpec] = list(plan.banks)
     taken: list[str] = []
     proved: set[str] = set()
-    for block in blocks:
+    replaced: dict[Node, Node] = {}
+    for found in blocks:
+        # Where nothing lies between two blocks, one begins with what the other gave.
+        sources = {role: replaced.get(node, node) for role, node in found.sources.items()}
+        block = dataclasses.replace(found, sources=sources)
         try:
             if banks and banks[0].group != block.group_name:
                 raise NotThisForm(f"it spreads over group {block.group_name!r}, other blocks over {banks[0].group!r}")
-            banks.append(_replace(local.graph, block, len(banks), proved))
+            bank, replaced[block.sink] = _replace(local.graph, block, len(banks), proved)
+            banks.append(bank)
         except (NotThisForm, ContractBroken) as error:
             reason = f"{error}; its collectives stay"
             refusals.append(Refusal(block.down.node.name, reason, block.name, block.group_name))
@@ -65,8 +70,10 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     return PassResult(local, plan, matches=tuple(taken), refusals=tuple(refusals))
 
 
-def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -> BankSpec:
-    """Put the local form in the place of the block; `proved` are the texts of blocks for which that was proved right.
+def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -> tuple[BankSpec, Node]:
+    """Put the local form in the place of the block; gives its bank and its result.
+
+    `proved` are the texts of blocks for which that was proved right.
 
     Raises NotThisForm, ContractBroken; the graph is then as before.
     """
@@ -88,6 +95,7 @@ def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -
             if node not in before:
                 graph.erase_node(node)
         raise
+    has_other_sizes = _sizes(fake_value(block.sink)) != _sizes(fake_value(result))
     block.sink.replace_all_uses_with(result)
     for node in sorted(doomed, reverse=True):
         graph.erase_node(node)
@@ -96,8 +104,9 @@ def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -
             graph.erase_node(node)
     # A collective that something else still reads would have been found above; one that stays is a mistake here.
     assert not any(exchange.node in set(graph.nodes) for exchange in block.exchanges)
-    _describe_again(graph, result)
-    return bank
+    if has_other_sizes:
+        _describe_again(graph, result)
+    return bank, result
 
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:

@@ -169,8 +169,8 @@ def _chunks(ends: Sequence[int], rows: int) -> Iterator[tuple[int | None, int]]:
     """
     start = 0
     for expert, end in [*enumerate(ends), (None, rows)]:
-        while start < end:
-            size = min(CHUNK_ROWS, end - start)
+        while start < (stop := min(end, rows)):
+            size = min(CHUNK_ROWS, stop - start)
             yield expert, size
             start += size
 

@@ -32,9 +32,9 @@ from torch.utils import _pytree as pytree
 from moepass.passes.collectives import WAIT, Collective, collective_of
 from moepass.passes.data_flow import data_nodes
 from moepass.passes.graph import constant_of, fake_value, is_call, map_nodes
-from moepass.passes.index_ranges import MOST_RATIO, IndexRanges
+from moepass.passes.index_ranges import MOST_RATIO, UNWRITTEN, IndexRanges
 from moepass.passes.local_experts import LocalForm
-from moepass.passes.parallel_match import ParallelBlock
+from moepass.passes.parallel_match import NotThisForm, ParallelBlock
 
 aten = torch.ops.aten
 
@@ -137,6 +137,8 @@ def _check_scenario(run: _Run, result: Node) -> None:
             _check_partial_sums(run, result)
     except ContractBroken as error:
         raise ContractBroken(f"with {scenario.name}, {error}") from None
+    except NotThisForm:
+        raise
     except Exception as error:
         # A node that cannot run on the mock's numbers means that the guess about the block was wrong.
         raise ContractBroken(f"with {scenario.name}, {type(error).__name__}: {str(error).splitlines()[0]}") from error
@@ -317,11 +319,16 @@ class _Run:
 
 
 def _spoil(memory: torch.Tensor) -> None:
-    """Memory that nobody has written may hold anything, by chance also what was wanted of it: here it never does."""
-    if memory.dtype is torch.bool:
+    """Memory that nobody has written may hold anything, by chance also what was wanted of it, and not the same twice.
+
+    Here it holds what no computation goes on with: NaN, an index that nothing has.
+    """
+    if memory.is_floating_point():
+        memory.fill_(math.nan)
+    elif memory.dtype is torch.bool:
         memory.bernoulli_(0.5, generator=torch.Generator().manual_seed(0))
     else:
-        memory.fill_(math.nan if memory.is_floating_point() else torch.iinfo(memory.dtype).max)
+        memory.fill_(UNWRITTEN.get(memory.dtype, torch.iinfo(memory.dtype).max))
 
 
 def _rows_and_ends(product: Node) -> tuple[Node, Node]:

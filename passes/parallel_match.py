@@ -224,7 +224,7 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
     # Without tokens what a rank sends is constant too: nothing.
     static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
     tensors = _expert_tensors(match, {rows, counted})
-    _check_leaves(leaves - {rows, counted, *tensors})
+    _check_leaves(leaves - {rows, counted, *tensors}, place)
     return ParallelBlock(
         "all_to_all_capacity" if static else "all_to_all",
         match.record.name,
@@ -297,7 +297,7 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
     if stray or kinds not in (known if gathered else [["all_reduce"]]):
         raise NotThisForm(f"collectives {kinds} stand in it, which is no form that moepass knows")
     tensors = _expert_tensors(match, set(sources.values()))
-    _check_leaves(leaves - {*sources.values(), *tensors})
+    _check_leaves(leaves - {*sources.values(), *tensors}, place)
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
     return ParallelBlock(
         "all_gather" if gathered else "all_reduce",
@@ -513,9 +513,9 @@ def _reshaped(counts: Node) -> Node:
     return counts
 
 
-def _check_leaves(leaves: set[Node]) -> None:
+def _check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
     """Beside its sources and expert tensors a block may begin with sizes and constants: what is known here."""
-    for leaf in leaves:
+    for leaf in sorted(leaves, key=place.__getitem__):
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
             raise NotThisForm(f"it depends on input {leaf.name}, whose values are not known when the graph is compiled")
 

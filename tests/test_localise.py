@@ -260,6 +260,15 @@ class FewRowsByDifference(FewRows):
         return (places - 64) < 0
 
 
+class FewRowsBesideASpare(FewRows):
+    """More rows than any run tries; what holds the places has one element that nobody writes, and nobody uses."""
+
+    def keeps(self, places: torch.Tensor) -> torch.Tensor:
+        held = torch.empty(len(places) + 1, dtype=torch.int64)
+        held[torch.arange(len(places))] = places
+        return (held < 10_000)[: len(places)]
+
+
 class FewIds(AllReduceExperts):
     """An expert takes 64 tokens; the ids of the others become those of nobody."""
 
@@ -297,6 +306,7 @@ ACTS_LATER = {
     FewRows: "",
     FewRowsByDivision: "",
     FewRowsByDifference: "",
+    FewRowsBesideASpare: "nobody has written",
     FewIds: CONSTANT,
     FewWeights: "",
 }
