@@ -299,4 +299,4 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> Non
             assert "rank 1" in text or "could not connect to all" in text
             worker.process.join(20)
             assert worker.process.exitcode == 0
-        assert time.perf_counter() - started < 15
+        assert time.perf_counter() - started < 30  # most of it is compilation, on a busy machine

@@ -8,6 +8,7 @@ import itertools
 from typing import Any
 
 import pytest
+import simulated_ranks
 import torch
 from graph_mutants import mutate
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +20,7 @@ from moepass.models.collectives import exchange_rows, sum_over_ranks
 from moepass.models.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.expert_placement import shard_bounds
 from moepass.models.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
-from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.models.moe_stack import MoEStack, StackConfig, build_stack
 from moepass.passes.collectives import collectives_of
 from moepass.passes.graph import copy_graph_module, fake_value
 from moepass.passes.ir import Plan
@@ -338,6 +339,34 @@ def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
         assert not result.refusals
         (bank,) = result.plan.banks
         assert [tensor.name for tensor in bank.tensors] == ["weight_0", "weight_1"]
+
+
+class _InARow(torch.nn.Module):
+    def __init__(self, stack: MoEStack) -> None:
+        super().__init__()
+        self.moe = stack.moe
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for moe in self.moe:
+            hidden = moe(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_a_block_may_begin_with_what_another_gave(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing between them, the node that a block starts from is replaced with the block before it."""
+    monkeypatch.setattr(simulated_ranks, "build_stack", lambda config, form: _InARow(build_stack(config, form)).eval())
+    config = StackConfig(layers=3, hidden=16, width=16, max_tokens=12)
+    captured = [capture(config, form, rank, 2, 12) for rank in range(2)]
+    hidden = [hidden_states(config, 12, 0 if form == "all_reduce" else rank) for rank in range(2)]
+    inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
+    results = [_localised(one) for one in captured]
+    # Ids behind an AllGather of rows that were local a moment ago are not found again; such a block stays as it came.
+    assert len(results[0].plan.banks) == (1 if form == "all_gather" else 3)
+    complete = {bank.index: _complete(config)[bank.name] for bank in results[0].plan.banks}
+    outputs = run_ranks([result.module for result in results], inputs, complete)
+    for (output,), (wanted,) in zip(outputs, run_ranks([one.module for one in captured], inputs), strict=True):
+        torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- mutations
