@@ -88,4 +88,4 @@ def test_a_layer_that_was_changed_does_not_pass_for_another(form: str) -> None:
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_no_layer_that_was_changed_passes_for_another(form: str, dynamic: bool) -> None:
-    assert _mutants(form, dynamic, step=1) > 100
+    assert _mutants(form, dynamic, step=4) > 20
