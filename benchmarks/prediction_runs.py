@@ -134,13 +134,17 @@ def on_ranks(prepare: Callable[..., Any], *arguments: Any) -> Iterator[Callable[
             _rank, (str(Path(folder) / "store"), asked, answers, prepare, arguments), nprocs=RANKS, join=False
         )
 
-        def ask(name: str, *arguments: Any) -> Any:
-            for of_rank in asked:
-                of_rank.put((name, arguments))
+        def answer() -> Any:
             while answers.empty():
                 running.join(timeout=_POLL_SECONDS)  # raises what a rank raised
             return answers.get()
 
+        def ask(name: str, *arguments: Any) -> Any:
+            for of_rank in asked:
+                of_rank.put((name, arguments))
+            return answer()
+
+        answer()  # all have prepared: whatever is measured next has the cores to itself
         yield ask
         for of_rank in asked:
             of_rank.put(None)
@@ -155,6 +159,9 @@ def _rank(rank: int, store: str, asked: Any, answers: Any, prepare: Callable[...
     causal_attention()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     prepared = prepare(*arguments)
+    dist.barrier()
+    if rank == 0:
+        answers.put("ready")
     for name, given in iter(asked[rank].get, None):
         answer = getattr(prepared, name)(*given)
         if rank == 0:
