@@ -83,31 +83,50 @@ def main(
     depths = [int(text) for text in layers.split(",")]
     held = True
     if "host" in wanted:
-        machine = Calibrations(1, profiles)
-        cases = [
-            Case("host", depth, slot, rate, count)
-            for depth, slot, rate, count in itertools.product(
-                depths, [int(text) for text in slots.split(",")], _rates(machine.now(), ratios), counts
-            )
-        ]
-        models = StreamedModels(cases, SEQUENCE)
-        trials = [_round(machine.now(), cases, models.seconds(repeats)) for _ in range(rounds)]
-        held &= _report(cases, trials, models.equal(), repeats)
-    machine = Calibrations(RANKS, profiles)
+        ways = [int(text) for text in slots.split(",")]
+        held &= _host(Calibrations(1, profiles), depths, ways, ratios, counts, repeats, rounds)
     if "ranks" in wanted:
-        cases = [
-            Case(home, max(depths), 2, rate, count)
-            for home, rate, count in itertools.product(("peer", "hybrid"), _rates(machine.now(), ratios), counts)
-        ]
-        with on_ranks(StreamedModels, cases, SEQUENCE) as ask:
-            trials = [_round(machine.now(), cases, ask("seconds", repeats)) for _ in range(rounds)]
-            held &= _report(cases, trials, ask("equal"), repeats)
+        held &= _ranks(Calibrations(RANKS, profiles), max(depths), ratios, counts, repeats, rounds)
     if "crossover" in wanted:
-        (rate,) = _rates(machine.now(), "1")
-        with on_ranks(CrossoverModels, rate, SEQUENCE) as ask:
-            held &= _crossover(rate, [(machine.now(), ask("both_forms", repeats)) for _ in range(rounds)])
+        held &= _crossover(Calibrations(RANKS, profiles), repeats, rounds)
     if not held:
         raise typer.Exit(1)
+
+
+def _host(
+    machine: Calibrations,
+    depths: Sequence[int],
+    slots: Sequence[int],
+    ratios: str,
+    counts: Sequence[int],
+    repeats: int,
+    rounds: int,
+) -> bool:
+    """One process; its models are gone when this returns, so that ranks have the memory."""
+    of_models = itertools.product(depths, slots, _rates(machine.now(), ratios), counts)
+    cases = [Case("host", *one) for one in of_models]
+    models = StreamedModels(cases, SEQUENCE)
+    trials = [_round(machine.now(), cases, models.seconds(repeats)) for _ in range(rounds)]
+    return _report(cases, trials, models.equal(), repeats)
+
+
+def _ranks(
+    machine: Calibrations, depth: int, ratios: str, counts: Sequence[int], repeats: int, rounds: int
+) -> bool:
+    """Two ranks, experts from each other's memory."""
+    of_models = itertools.product(("peer", "hybrid"), _rates(machine.now(), ratios), counts)
+    cases = [Case(home, depth, 2, rate, count) for home, rate, count in of_models]
+    with on_ranks(StreamedModels, cases, SEQUENCE) as ask:
+        trials = [_round(machine.now(), cases, ask("seconds", repeats)) for _ in range(rounds)]
+        return _report(cases, trials, ask("equal"), repeats)
+
+
+def _crossover(machine: Calibrations, repeats: int, rounds: int) -> bool:
+    """Two ranks, tokens exchanged or experts gathered."""
+    (rate,) = _rates(machine.now(), "1")
+    with on_ranks(CrossoverModels, rate, SEQUENCE) as ask:
+        trials = [(machine.now(), ask("both_forms", repeats)) for _ in range(rounds)]
+    return _report_crossover(rate, trials)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +194,7 @@ def _predicted(hardware: Hardware, case: Case) -> float:
     return simulate_stages(stages, case.slots, machine=streaming_machine(setting, case.home)).step_seconds
 
 
-def _crossover(rate: float, rounds: Sequence[tuple[Hardware, list[BothForms]]]) -> bool:
+def _report_crossover(rate: float, rounds: Sequence[tuple[Hardware, list[BothForms]]]) -> bool:
     """Print both forms, predicted and measured; True where the tokens at which they take as long agree."""
     predicted = [_both_forms(hardware, rate) for hardware, _ in rounds]
     measured = [points for _, points in rounds]

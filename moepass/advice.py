@@ -55,8 +55,7 @@ def _with_tokens(setting: Setting, tokens: int) -> Setting:
 
 
 def _fitting_home(setting: Setting) -> str | None:
-    homes = homes_of(setting)
-    return next((home for home in homes if _fits(setting, home)), None)
+    return next((home for home in homes_of(setting) if _fits(setting, home)), None)
 
 
 def _fits(setting: Setting, home: str) -> bool:

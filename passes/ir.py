@@ -27,6 +27,8 @@ from moepass.models.errors import MoepassError
 from moepass.models.formulas.text import evaluate_text
 
 PLAN_SCHEMA = "moepass.plan/1"
+# Of a digest as a number that fits a signed integer of 64 bits.
+_WORD_BYTES = 7
 
 _library = torch.library.Library("moepass", "DEF")
 _library.define(
@@ -303,6 +305,16 @@ class Plan:
     def digest(self) -> str:
         """The plan's part of a cache key: equal exactly for equal plans, whatever the process."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
+    def gather_word(self) -> int:
+        """A digest of what ranks that gather together must have planned alike: when which bank comes, into which slot.
+
+        Never 0. Banks count by their order alone, because layers that share code share a plan.
+        """
+        place = {bank: number for number, bank in enumerate(dict.fromkeys(stay.bank for stay in self.residencies))}
+        stays = [(place[stay.bank], stay.slot, stay.after) for stay in self.residencies]
+        digest = hashlib.sha256(repr((self.strategy, self.slots, stays)).encode()).digest()
+        return 1 + int.from_bytes(digest[:_WORD_BYTES], "big")
 
     def bank(self, index: int) -> BankSpec:
         """Raises KeyError where no bank of this graph has that index."""

@@ -66,8 +66,8 @@ class _RowsInAnyNumber:
             alone: Sequence[torch.Tensor] = self._graph(*inputs)
             return alone
         results = self._compiled(inputs)
-        # What Inductor does around a call of its code, for profilers and caches, takes half as long as the call itself
-        # does for few rows. The first call needs it.
+        # The first call needs what Inductor wraps around its code, for profilers and caches; with few rows later calls
+        # feel it.
         self._compiled = getattr(self._compiled, "current_callable", None) or self._compiled
         return results
 
@@ -111,7 +111,7 @@ class ExpertLoop:
         rows = next(iter(values.row_inputs.values())).shape[0]
         chunks = list(_chunks(ends.tolist(), rows))
         sizes = [size for _, size in chunks]
-        # All views at once: one by one they take longer than a small product.
+        # All views at once: with few rows, making them one by one is felt.
         row_inputs, outputs = (
             {node: whole.split(sizes) for node, whole in of_rows.items()}
             for of_rows in (values.row_inputs, values.outputs)

@@ -1,6 +1,7 @@
 """The ranks that gather banks together: gloo connections of their own, on which one gather follows the other.
 
-ask       every rank says what it is about to gather, and whether it wants the bytes; differences are one error
+ask       every rank says what it is about to gather, by which plan, and whether it wants the bytes; differences are
+          one error
 exchange  every rank sends its part to those that want it, and receives theirs right where they belong
 fail      the first error ends gathering for good, on every rank, with that error's text
 
@@ -58,14 +59,17 @@ class GatherGroup:
         """Raises PeerError where a gather failed before, on any rank that this one heard of; waits for nothing."""
         self._connections.check()
 
-    def ask(self, request: Request, wants: bool) -> dict[int, bool]:
+    def ask(self, request: Request, wants: bool, plan_word: int = 0) -> dict[int, bool]:
         """Wait until all ranks ask for the same; gives, for each of the others, whether it wants the bytes.
 
-        Raises PeerError: where ranks ask for different things, the same text on all of them; where a rank does not come
-        within the timeout, or is gone, one that names it.
+        `plan_word` is `Plan.gather_word` of the plan that asks; 0 of a rank that follows none, as in eager mode or in a
+        gather-only step.
+
+        Raises PeerError: where ranks ask for different things, or by different plans, the same text on all of them;
+        where a rank does not come within the timeout, or is gone, one that names it.
         """
         self.check()
-        own = torch.tensor([*request, wants], dtype=torch.int64)
+        own = torch.tensor([*request, wants, plan_word], dtype=torch.int64)
         asked = {rank: torch.empty_like(own) for rank in self._connections.others}
         late = (
             f"did not come to gather {self._describe(request)} within {self._timeout_s:g} s. With transport "
@@ -84,6 +88,16 @@ class GatherGroup:
                         "layers in the same order, and a rank without work calls moepass.gather_only_step(model)"
                     )
                 )
+        words = {rank: word for rank, it in sorted(asked.items()) if (word := int(it[4]))}
+        different = [rank for rank, word in words.items() if word != next(iter(words.values()))]
+        if different:
+            raise PeerError(
+                self.fail(
+                    f"ranks {next(iter(words))} and {different[0]} gather {self._describe(request)} by different plans: "
+                    "banks follow each other in another order or through other slots. With transport 'collective' all "
+                    "ranks compile the same model with the same number of slots and the same graph breaks"
+                )
+            )
         return {rank: bool(asked[rank][3]) for rank in self._connections.others}
 
     def exchange(

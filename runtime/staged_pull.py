@@ -87,7 +87,7 @@ class StagedPull(Transport):
             return super().copy(bank, sources, slot)
         return StagedCopy(self, stager, bank, sources, slot)
 
-    def begin_run(self) -> None:
+    def begin_run(self, plan_word: int = 0) -> None:
         """Raises StagerError where the stages of this rank are filled no more."""
         stager = self._own_stager()
         if stager is not None:

@@ -46,8 +46,11 @@ class Transport:
     def forget(self, bank: BankSpec) -> None:
         """`bank` is gone; nobody will ask for it again."""
 
-    def begin_run(self) -> None:
-        """A run begins: what is copied until `end_run` belongs to it. Raises where nothing can be copied any more."""
+    def begin_run(self, plan_word: int = 0) -> None:
+        """A run begins: what is copied until `end_run` belongs to it. Raises where nothing can be copied any more.
+
+        `plan_word` is `Plan.gather_word` of the plan that it follows; 0 where there is none.
+        """
 
     def end_run(self) -> None:
         """The run ended as it should."""

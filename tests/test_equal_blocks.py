@@ -23,9 +23,9 @@ LAYERS = 3
 
 
 @functools.cache
-def _captured(form: str, dynamic: bool, rank: int = 0) -> Captured:
+def _captured(form: str, dynamic: bool) -> Captured:
     config = StackConfig(layers=LAYERS, hidden=16, width=16, experts=5, top_k=2, max_tokens=9)
-    return capture(config, form, rank, 2, 9, dynamic=dynamic)
+    return capture(config, form, 0, 2, 9, dynamic=dynamic)
 
 
 class _Proofs:
@@ -57,7 +57,7 @@ def test_equal_layers_are_proved_once(form: str, dynamic: bool, monkeypatch: pyt
     assert len(banks) == LAYERS
     assert refused == []
     # Of all layers of a dynamic graph one holds the size arithmetic that all share.
-    assert proofs.count <= (2 if dynamic else 1)
+    assert proofs.count in ((1, 2) if dynamic else (1,))
 
 
 def _mutants(form: str, dynamic: bool, step: int) -> int:

@@ -143,6 +143,17 @@ def test_ranks_that_ask_for_different_things_get_one_error_for_good() -> None:
     assert time.perf_counter() - started < 0.5
 
 
+def test_ranks_that_gather_by_different_plans_get_one_error_for_good() -> None:
+    groups = _groups(3)
+    plans = [7, 0, 7]  # rank 1 only helps the others, which needs no plan
+    assert _on_ranks(3, lambda rank: groups[rank].ask((5, 0, 8), rank != 1, plans[rank]))[0] == {1: False, 2: True}
+    plans = [0, 7, 8]
+    texts = set(_on_ranks(3, lambda rank: _error(groups[rank].ask, (5, 0, 8), True, plans[rank])))
+    (text,) = texts
+    assert text.startswith("ranks 1 and 2 gather bank 5 by different plans: ")
+    assert {_error(group.check) for group in groups} == texts
+
+
 def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     groups = _groups(3, timeout_s=0.4)
     started = time.perf_counter()

@@ -361,7 +361,8 @@ def test_a_block_may_begin_with_what_another_gave(form: str, monkeypatch: pytest
     hidden = [hidden_states(config, 12, 0 if form == "all_reduce" else rank) for rank in range(2)]
     inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
     results = [_localised(one) for one in captured]
-    # Ids behind an AllGather of rows that were local a moment ago are not found again; such a block stays as it came.
+    # An AllGather right behind a ReduceScatter has as many rows as the blocks have together, which is another symbol
+    # than that of the ids; such a block stays as it came.
     assert len(results[0].plan.banks) == (1 if form == "all_gather" else 3)
     complete = {bank.index: _complete(config)[bank.name] for bank in results[0].plan.banks}
     outputs = run_ranks([result.module for result in results], inputs, complete)
