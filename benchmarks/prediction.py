@@ -110,9 +110,7 @@ def _host(
     return _report(cases, trials, models.equal(), repeats)
 
 
-def _ranks(
-    machine: Calibrations, depth: int, ratios: str, counts: Sequence[int], repeats: int, rounds: int
-) -> bool:
+def _ranks(machine: Calibrations, depth: int, ratios: str, counts: Sequence[int], repeats: int, rounds: int) -> bool:
     """Two ranks, experts from each other's memory."""
     of_models = itertools.product(("peer", "hybrid"), _rates(machine.now(), ratios), counts)
     cases = [Case(home, depth, 2, rate, count) for home, rate, count in of_models]

@@ -225,7 +225,8 @@ class CrossoverModels:
                 for run, found in seconds.items():
                     dist.barrier()
                     step = functools.partial(run, **given)
-                    _seconds_alone(step, _WARM_STEPS)  # the ring was filled ahead meanwhile, which steady steps do not find
+                    # The ring was filled ahead meanwhile, which steady steps do not find.
+                    _seconds_alone(step, _WARM_STEPS)
                     found.append(statistics.fmean(_seconds_alone(step, _STEADY_STEPS)))
             points.append(BothForms(tokens, *(statistics.median(_slowest(found)) for found in seconds.values())))
         return points

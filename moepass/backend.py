@@ -28,6 +28,7 @@ from moepass.passes.protocol import PassContext
 from moepass.runtime.adoption import adoption, dispatching, process_groups
 from moepass.runtime.banks import BankStore, find_store
 from moepass.runtime.executor import Executor
+from moepass.runtime.vector_check import vector_check
 
 logger = logging.getLogger("moepass")
 
@@ -77,19 +78,31 @@ def asyncep(
         raise InputError(f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}")
     _refuse_training(example_inputs)
 
-    def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Executor:
-        return _compile(captured, parsed)
+    with contextlib.ExitStack() as stack:
+        is_checked_meanwhile = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
+        wait_for_check = stack.enter_context(vector_check()) if is_checked_meanwhile else _nothing
 
-    compiled: Callable[..., Any] = aot_autograd(
-        fw_compiler=_no_training_graph,
-        inference_compiler=compile_inference,
-        decompositions=decompositions(parsed.lower),
-        keep_inference_input_mutations=True,
-    )(graph, example_inputs)
+        def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Executor:
+            return _compile(captured, parsed, wait_for_check)
+
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=_no_training_graph,
+            inference_compiler=compile_inference,
+            decompositions=decompositions(parsed.lower),
+            keep_inference_input_mutations=True,
+        )(graph, example_inputs)
     return compiled
 
 
-def _compile(captured: GraphModule, options: Options) -> Executor:
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+def _is_on_cpu(example_inputs: Sequence[Any]) -> bool:
+    return all(value.device.type == "cpu" for value in example_inputs if isinstance(value, torch.Tensor))
+
+
+def _compile(captured: GraphModule, options: Options, before_lowering: Callable[[], None]) -> Executor:
     _refuse_random(captured)
     store = _store_of(captured)
     groups = process_groups(group_names(captured.graph))
@@ -108,6 +121,7 @@ def _compile(captured: GraphModule, options: Options) -> Executor:
     result = compile_graph(captured, context, observe=dump)
     if dump:
         dump.write_plan(result.plan)
+    before_lowering()
     lowered = lower_segments(result.module, options.lower)
     ring = None
     if store and result.plan.residencies:

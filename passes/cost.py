@@ -15,11 +15,14 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
+
+from moepass.models.formulas.sizes import Size
 
 # Registered by import.
 from moepass.passes import attention_costs as attention_costs
@@ -61,19 +64,24 @@ def total_cost(nodes: Iterable[Node]) -> Cost | None:
     if not known:
         return None
     flops, memory, moved = (
-        str(sympy.Add(*(getattr(value, field) for value in known)))
+        str(_sum(getattr(value, field) for value in known))
         for field in ("flops", "memory_bytes", "communication_bytes")
     )
     return Cost(flops, memory, moved)
+
+
+def _sum(values: Iterable[Size]) -> sympy.Expr:
+    """Equal terms are counted first: deep models have few different ones, and sympy takes its time with each."""
+    return sympy.Add(*(count * value for value, count in Counter(values).items()))
 
 
 def graph_cost(graph: Graph, ranks: Mapping[str, int] | None = None) -> OpCost:
     """The cost of a whole graph as expressions. `ranks`: the sizes of process groups by name."""
     costs = [node_cost(node, ranks) for node in graph.nodes]
     return OpCost(
-        sympy.Add(*(value.flops for value in costs)),
-        sympy.Add(*(value.memory_bytes for value in costs)),
-        sympy.Add(*(value.communication_bytes for value in costs)),
+        _sum(value.flops for value in costs),
+        _sum(value.memory_bytes for value in costs),
+        _sum(value.communication_bytes for value in costs),
         all(value.is_known for value in costs),
     )
 

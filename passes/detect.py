@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -357,7 +358,7 @@ def _always_equal(left: object, right: object) -> bool:
 
 
 def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Refusal]:
-    claimed = {node for match in matches for node in claimed_bank_tensors(graph, match, matches)}
+    claimed = {node for of_match in claimed_bank_tensors(graph, matches) for node in of_match}
     return [
         Refusal(
             node.name,
@@ -389,26 +390,24 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
     return refusals
 
 
-def claimed_bank_tensors(graph: Graph, match: BlockMatch, matches: list[BlockMatch]) -> list[Node]:
-    """The bank tensors that `match` reads: its weights, and the biases of the same bank.
+def claimed_bank_tensors(graph: Graph, matches: Sequence[BlockMatch]) -> list[list[Node]]:
+    """The bank tensors that each of `matches` reads, in host order: its weights, and the biases of the same bank.
 
     Where one bank serves several blocks (a layer applied twice), a tensor belongs to the first block whose last
     product comes after it.
     """
-    if match.record.bank is None:
-        return []
     place = positions(graph)
-    sharing = [other for other in matches if other.record.bank == match.record.bank]
-    ends = sorted((place[other.products[-1].node], index) for index, other in enumerate(sharing))
-    own = sharing.index(match)
-    nodes = []
+    ends: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for index, match in enumerate(matches):
+        if match.record.bank is not None:
+            ends[match.record.bank].append((place[match.products[-1].node], index))
+    claimed: list[list[Node]] = [[] for _ in matches]
     for node in graph.nodes:
-        if is_call(node, BANK_TENSOR) and bank_arguments(node).bank == match.record.bank:
+        if is_call(node, BANK_TENSOR) and (of_bank := sorted(ends[bank_arguments(node).bank])):
             # A bias is added after the last product, but gathered before or right after it.
-            owner = next((index for end, index in ends if place[node] <= end), ends[-1][1])
-            if owner == own:
-                nodes.append(node)
-    return nodes
+            owner = next((index for end, index in of_bank if place[node] <= end), of_bank[-1][1])
+            claimed[owner].append(node)
+    return claimed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -208,7 +208,7 @@ def _collectives(module: GraphModule) -> list[str]:
         if isinstance(called, GraphModule):
             # Equal segments are one module: what it holds runs as often as it is called.
             order += _collectives(called)
-        elif "_c10d_functional" in str(node.target):
+        elif isinstance(node.target, torch._ops.OpOverload) and "_c10d_functional" in node.target.namespace:
             order.append(str(node.target))
     return order
 

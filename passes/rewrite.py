@@ -21,7 +21,7 @@ import operator
 from torch.fx import GraphModule, Node
 
 from moepass.passes.detect import BlockMatch, bank_arguments, claimed_bank_tensors, find_blocks
-from moepass.passes.graph import copy_graph_module, fake_value, first, positions, readers
+from moepass.passes.graph import copy_graph_module, fake_value, readers
 from moepass.passes.ir import BANK_TENSOR, Plan, Refusal, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
 
@@ -33,10 +33,9 @@ def rewrite(module: GraphModule, plan: Plan, context: PassContext) -> PassResult
     graph = rewritten.graph
     _refuse_two_stores(rewritten)
     found = find_blocks(graph)
-    claims = [(match, claimed_bank_tensors(graph, match, list(found.matches))) for match in found.matches]
     refusals: list[Refusal] = []
     done: list[str] = []
-    for match, bank_tensors in claims:
+    for match, bank_tensors in zip(found.matches, claimed_bank_tensors(graph, found.matches), strict=True):
         if not bank_tensors:
             continue
         escaping = _escaping(bank_tensors)
@@ -53,12 +52,10 @@ def rewrite(module: GraphModule, plan: Plan, context: PassContext) -> PassResult
 
 def _gather_once(module: GraphModule, match: BlockMatch, bank_tensors: list[Node], plan: Plan) -> None:
     graph = module.graph
-    place = positions(graph)
     reads = [bank_arguments(node) for node in bank_tensors]
     bank = plan.bank(reads[0].bank)
     by_name = {read.tensor_name: fake_value(node) for node, read in zip(bank_tensors, reads, strict=True)}
-    anchor = first(bank_tensors, place)
-    with graph.inserting_before(anchor):
+    with graph.inserting_before(bank_tensors[0]):
         complete = graph.call_function(gather, ([reads[0].shard],), {"bank": bank.index})
         complete.meta["val"] = tuple(by_name.get(tensor.name) for tensor in bank.tensors)
         complete.meta["moepass_block"] = match.record.name

@@ -89,13 +89,14 @@ class GatherGroup:
                     )
                 )
         words = {rank: word for rank, it in sorted(asked.items()) if (word := int(it[4]))}
-        different = [rank for rank, word in words.items() if word != next(iter(words.values()))]
+        first = next(iter(words), 0)
+        different = [rank for rank, word in words.items() if word != words[first]]
         if different:
             raise PeerError(
                 self.fail(
-                    f"ranks {next(iter(words))} and {different[0]} gather {self._describe(request)} by different plans: "
-                    "banks follow each other in another order or through other slots. With transport 'collective' all "
-                    "ranks compile the same model with the same number of slots and the same graph breaks"
+                    f"ranks {first} and {different[0]} gather {self._describe(request)} by different plans: banks "
+                    "follow each other in another order or through other slots. With transport 'collective' all ranks "
+                    "compile the same model with the same number of slots and the same graph breaks"
                 )
             )
         return {rank: bool(asked[rank][3]) for rank in self._connections.others}
