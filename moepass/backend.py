@@ -78,9 +78,8 @@ def asyncep(
         raise InputError(f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}")
     _refuse_training(example_inputs)
 
-    with contextlib.ExitStack() as stack:
-        is_checked_meanwhile = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
-        wait_for_check = stack.enter_context(vector_check()) if is_checked_meanwhile else _nothing
+    is_for_cpu_compiler = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
+    with vector_check() if is_for_cpu_compiler else contextlib.nullcontext() as wait_for_check:
 
         def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Executor:
             return _compile(captured, parsed, wait_for_check)
@@ -94,15 +93,11 @@ def asyncep(
     return compiled
 
 
-def _nothing() -> None:
-    """There is nothing to wait for."""
-
-
 def _is_on_cpu(example_inputs: Sequence[Any]) -> bool:
     return all(value.device.type == "cpu" for value in example_inputs if isinstance(value, torch.Tensor))
 
 
-def _compile(captured: GraphModule, options: Options, before_lowering: Callable[[], None]) -> Executor:
+def _compile(captured: GraphModule, options: Options, before_lowering: Callable[[], None] | None) -> Executor:
     _refuse_random(captured)
     store = _store_of(captured)
     groups = process_groups(group_names(captured.graph))
@@ -121,7 +116,8 @@ def _compile(captured: GraphModule, options: Options, before_lowering: Callable[
     result = compile_graph(captured, context, observe=dump)
     if dump:
         dump.write_plan(result.plan)
-    before_lowering()
+    if before_lowering is not None:
+        before_lowering()
     lowered = lower_segments(result.module, options.lower)
     ring = None
     if store and result.plan.residencies:

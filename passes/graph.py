@@ -137,10 +137,6 @@ def graph_inputs(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def first(nodes: Iterable[Node], place: dict[Node, int]) -> Node:
-    return min(nodes, key=place.__getitem__)
-
-
 def symbolic_sizes(nodes: Iterable[Node]) -> Iterator[torch.SymInt]:
     """Every size and stride that is no number: of the nodes' values, and the values themselves."""
     for node in nodes:

@@ -267,6 +267,22 @@ class Dispatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class GatherPlan:
+    """How often a run gathers, through how many slots, and a digest of when which bank comes into which of them."""
+
+    digest: int = 0
+    gathers: int = 0
+    slots: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.gathers} gathers through {self.slots} slots"
+
+
+# Of a rank that follows no plan, as in eager mode or in a gather-only step.
+NO_GATHER_PLAN = GatherPlan()
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What the compiler decided about one graph. Pure data: the single source of truth for every number in it.
 
@@ -306,15 +322,15 @@ class Plan:
         """The plan's part of a cache key: equal exactly for equal plans, whatever the process."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
-    def gather_word(self) -> int:
-        """A digest of what ranks that gather together must have planned alike: when which bank comes, into which slot.
+    def gathers(self) -> GatherPlan:
+        """What ranks that gather together compare of their plans.
 
-        Never 0. Banks count by their order alone, because layers that share code share a plan.
+        Banks count by their order alone, because layers that share code share a plan.
         """
         place = {bank: number for number, bank in enumerate(dict.fromkeys(stay.bank for stay in self.residencies))}
         stays = [(place[stay.bank], stay.slot, stay.after) for stay in self.residencies]
         digest = hashlib.sha256(repr((self.strategy, self.slots, stays)).encode()).digest()
-        return 1 + int.from_bytes(digest[:_WORD_BYTES], "big")
+        return GatherPlan(int.from_bytes(digest[:_WORD_BYTES], "big"), len(stays), self.slots)
 
     def bank(self, index: int) -> BankSpec:
         """Raises KeyError where no bank of this graph has that index."""

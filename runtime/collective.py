@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from moepass.models.errors import InputError
-from moepass.passes.ir import BankSpec
+from moepass.passes.ir import NO_GATHER_PLAN, BankSpec, GatherPlan
 from moepass.passes.shards import clip_pieces
 from moepass.runtime.copying import CopyThread, PendingCopy, check_slot, slices
 from moepass.runtime.gather_group import GatherGroup, Request
@@ -38,14 +38,13 @@ class PendingGather(PendingCopy):
         sources: Sequence[Source],
         slot: torch.Tensor | None,
         label: str,
-        plan_word: int = 0,
+        plan: GatherPlan = NO_GATHER_PLAN,
     ) -> None:
-        """`plan_word` as `GatherGroup.ask` compares it."""
         super().__init__(sources, torch.empty(0, dtype=torch.uint8) if slot is None else slot, label)
         self.group = group
         self.request = request
         self.wants = slot is not None
-        self.plan_word = plan_word
+        self.plan = plan
 
     def wait(self) -> None:
         """Block until the slot is full. Raises PeerError where the gather failed."""
@@ -70,7 +69,7 @@ class PendingGather(PendingCopy):
         own.check_bounds()
         if self.wants:
             check_slot(self.sources, self.slot)
-        wanted_by = self.group.ask(self.request, self.wants, self.plan_word)
+        wanted_by = self.group.ask(self.request, self.wants, self.plan)
         started = time.perf_counter()
         parts = [own.memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in own.pieces]
         send = {rank: parts for rank, wants in wanted_by.items() if wants}
@@ -105,8 +104,8 @@ class Collective(Transport):
         self._run: list[Request] | None = None
         # An eager forward of the whole model is under way: what runs within it is a part of that run.
         self._in_forward = False
-        # Of the compiled run that is under way; 0 outside of one.
-        self._plan_word = 0
+        # That of the compiled run that is under way.
+        self._plan = NO_GATHER_PLAN
 
     def connect(self, rendezvous: Rendezvous) -> None:
         """Make the connections, where that is still to be done. Raises as `GatherGroup`."""
@@ -143,20 +142,20 @@ class Collective(Transport):
         self._in_forward = False
         self._run = None
 
-    def begin_run(self, plan_word: int = 0) -> None:
-        self._plan_word = plan_word
+    def begin_run(self, plan: GatherPlan = NO_GATHER_PLAN) -> None:
+        self._plan = plan
         if self._group is not None:
             self._group.check()
         if not self._in_forward:
             self._run = []
 
     def end_run(self) -> None:
-        self._plan_word = 0
+        self._plan = NO_GATHER_PLAN
         if not self._in_forward:
             self._run = None
 
     def fail(self, reason: str) -> None:
-        self._plan_word = 0
+        self._plan = NO_GATHER_PLAN
         self.end_forward()
         if self._group is not None:
             self._group.fail(f"rank {self._group.rank} left a run in the middle, so that no rank can gather: {reason}")
@@ -197,7 +196,7 @@ class Collective(Transport):
             dataclasses.replace(cast("MemorySource", source), pieces=clip_pieces(source.pieces, start, stop))
             for source in sources
         ]
-        return PendingGather(self._group, request, clipped, slot, bank.name, self._plan_word)
+        return PendingGather(self._group, request, clipped, slot, bank.name, self._plan)
 
     def _learn(self, request: Request) -> None:
         # Also what was the beginning of a run once, where it is inside a longer one now.

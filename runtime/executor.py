@@ -185,7 +185,7 @@ class Executor:
         `dispatcher` runs what does not follow the schedule; only for such banks, which it reads as they are.
         """
         self.plan = plan
-        self._plan_word = plan.gather_word()
+        self._gathers = plan.gathers()
         self._number = next(_executor_numbers)
         self._lock = threading.Lock()
         self._adopt = adopt
@@ -243,7 +243,7 @@ class Executor:
         schedule = self._schedule_for(arguments) if self._adopt is None else self._adopted_schedule(arguments)
         if schedule.ring is None:
             return schedule.graph_module(*arguments)
-        with alive(schedule.ring).run(self._number, self.plan.slots, self._plan_word):
+        with alive(schedule.ring).run(self._number, self.plan.slots, self._gathers):
             return schedule.graph_module(*arguments)
 
     def _schedule_for(self, arguments: Sequence[Any]) -> Schedule:

@@ -11,12 +11,14 @@ its own and copies them out again. Measured on two ranks and 25 MB over loopback
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from moepass.models.errors import InputError
+from moepass.passes.ir import NO_GATHER_PLAN, GatherPlan
 from moepass.runtime.connections import Connections
 from moepass.runtime.rendezvous import PeerError, Rendezvous
 
@@ -59,17 +61,16 @@ class GatherGroup:
         """Raises PeerError where a gather failed before, on any rank that this one heard of; waits for nothing."""
         self._connections.check()
 
-    def ask(self, request: Request, wants: bool, plan_word: int = 0) -> dict[int, bool]:
+    def ask(self, request: Request, wants: bool, plan: GatherPlan = NO_GATHER_PLAN) -> dict[int, bool]:
         """Wait until all ranks ask for the same; gives, for each of the others, whether it wants the bytes.
 
-        `plan_word` is `Plan.gather_word` of the plan that asks; 0 of a rank that follows none, as in eager mode or in a
-        gather-only step.
+        Of ranks that follow a `plan`, all follow the same.
 
         Raises PeerError: where ranks ask for different things, or by different plans, the same text on all of them;
         where a rank does not come within the timeout, or is gone, one that names it.
         """
         self.check()
-        own = torch.tensor([*request, wants, plan_word], dtype=torch.int64)
+        own = torch.tensor([*request, wants, *dataclasses.astuple(plan)], dtype=torch.int64)
         asked = {rank: torch.empty_like(own) for rank in self._connections.others}
         late = (
             f"did not come to gather {self._describe(request)} within {self._timeout_s:g} s. With transport "
@@ -88,15 +89,15 @@ class GatherGroup:
                         "layers in the same order, and a rank without work calls moepass.gather_only_step(model)"
                     )
                 )
-        words = {rank: word for rank, it in sorted(asked.items()) if (word := int(it[4]))}
-        first = next(iter(words), 0)
-        different = [rank for rank, word in words.items() if word != words[first]]
+        plans = {rank: found for rank, it in sorted(asked.items()) if (found := _plan_of(it)) != NO_GATHER_PLAN}
+        leader = next(iter(plans), 0)
+        different = [rank for rank, plan_of_rank in plans.items() if plan_of_rank != plans[leader]]
         if different:
             raise PeerError(
                 self.fail(
-                    f"ranks {first} and {different[0]} gather {self._describe(request)} by different plans: banks "
-                    "follow each other in another order or through other slots. With transport 'collective' all ranks "
-                    "compile the same model with the same number of slots and the same graph breaks"
+                    f"ranks gather {self._describe(request)} by different plans: {plans[leader]} on rank {leader}, "
+                    f"{plans[different[0]]} on rank {different[0]}, or the same in another order. With transport "
+                    "'collective' all ranks compile the same model, with the same number of slots and the same graph breaks"
                 )
             )
         return {rank: bool(asked[rank][3]) for rank in self._connections.others}
@@ -135,3 +136,8 @@ class GatherGroup:
         On return nobody waits in `ask` or `exchange` any more, but for the time that it takes to notice.
         """
         return self._connections.fail(reason)
+
+
+def _plan_of(asked: torch.Tensor) -> GatherPlan:
+    digest, gathers, slots = asked[4:].tolist()
+    return GatherPlan(digest, gathers, slots)

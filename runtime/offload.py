@@ -180,10 +180,10 @@ def offload_experts(
     With home="peer" or "hybrid", transport="pull" (default): ranks of one machine copy from each other's shared memory.
     They never wait for each other again: afterwards ranks run as many steps as they like, when they like.
     With home="peer", transport="collective": for ranks on several machines. All ranks gather a bank together, over gloo
-    connections of their own, so they run the same layers, equally often, and no rank may come `timeout_s` later than
-    another; one without work for a step calls `moepass.gather_only_step`. Whatever goes wrong on one rank, an exception
-    in its model included, is an error on all of them, and they must be started again. With pull this holds for ranks
-    that die.
+    connections of their own, so they run the same layers, equally often, compiled with equally many slots, and no rank
+    may come `timeout_s` later than another; one without work for a step calls `moepass.gather_only_step`. Whatever goes
+    wrong on one rank, an exception in its model included, is an error on all of them, and they must be started again.
+    With pull this holds for ranks that die.
 
     Raises OptionError (unknown home or transport, slots or stages below 1, a malformed link or timeout) and InputError
     (no experts, a missing device, no process group). For home="peer" and "hybrid" also PeerError where ranks are

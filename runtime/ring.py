@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 
 from moepass.models.errors import InputError, OptionError
-from moepass.passes.ir import BankSpec
+from moepass.passes.ir import NO_GATHER_PLAN, BankSpec, GatherPlan
 from moepass.passes.timeline import COMPUTE
 from moepass.runtime.copying import PendingCopy
 from moepass.runtime.homes import Home
@@ -138,7 +138,7 @@ class Ring:
         self._buffers = _buffers(slots, slot_bytes, self.device)
 
     @contextlib.contextmanager
-    def run(self, graph: Hashable, slots: int, plan_word: int = 0) -> Iterator[None]:
+    def run(self, graph: Hashable, slots: int, plan: GatherPlan = NO_GATHER_PLAN) -> Iterator[None]:
         """A run of `graph`, which uses `slots` slots, once no other thread is in one; an exception leaves a quiet ring.
 
         Where ranks gather together, an exception ends that for all of them. Raises InputError where this thread is in a
@@ -150,7 +150,7 @@ class Ring:
                 if not self._is_quiet:
                     self._give_up("a run was interrupted")
                 self._is_quiet = False
-                self.begin_run(graph, slots, plan_word)
+                self.begin_run(graph, slots, plan)
                 yield
                 self.home.transport.end_run()
                 self._is_quiet = True
@@ -158,13 +158,13 @@ class Ring:
                 self._give_up(f"{type(error).__name__}: {error}")
                 raise
 
-    def begin_run(self, graph: Hashable, slots: int, plan_word: int = 0) -> None:
+    def begin_run(self, graph: Hashable, slots: int, plan: GatherPlan = NO_GATHER_PLAN) -> None:
         """A run of `graph` begins, which uses `slots` slots. Raises what `Home.check` of the banks' home raises.
 
-        `plan_word` is `Plan.gather_word`, for transports by which ranks gather together.
+        `plan` is for transports by which ranks gather together.
         """
         self.home.check()
-        self.home.transport.begin_run(plan_word)
+        self.home.transport.begin_run(plan)
         self._graph, self._used = graph, slots
         self._beginning = {}
         self._buffer_of = self._free

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from moepass.passes.ir import BankSpec
+from moepass.passes.ir import NO_GATHER_PLAN, BankSpec, GatherPlan
 from moepass.runtime import copying
 from moepass.runtime.copying import PendingCopy, check_slot, slices_in_turn
 from moepass.runtime.link import BusyLink, Link
@@ -87,7 +87,7 @@ class StagedPull(Transport):
             return super().copy(bank, sources, slot)
         return StagedCopy(self, stager, bank, sources, slot)
 
-    def begin_run(self, plan_word: int = 0) -> None:
+    def begin_run(self, plan: GatherPlan = NO_GATHER_PLAN) -> None:
         """Raises StagerError where the stages of this rank are filled no more."""
         stager = self._own_stager()
         if stager is not None:

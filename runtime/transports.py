@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from moepass.models.errors import OptionError, one_of
-from moepass.passes.ir import BankSpec
+from moepass.passes.ir import NO_GATHER_PLAN, BankSpec, GatherPlan
 from moepass.runtime.copying import CopyThread, PendingCopy
 from moepass.runtime.link import Link
 from moepass.runtime.sources import Source, read_range
@@ -46,11 +46,8 @@ class Transport:
     def forget(self, bank: BankSpec) -> None:
         """`bank` is gone; nobody will ask for it again."""
 
-    def begin_run(self, plan_word: int = 0) -> None:
-        """A run begins: what is copied until `end_run` belongs to it. Raises where nothing can be copied any more.
-
-        `plan_word` is `Plan.gather_word` of the plan that it follows; 0 where there is none.
-        """
+    def begin_run(self, plan: GatherPlan = NO_GATHER_PLAN) -> None:
+        """A run by `plan` begins: what is copied until `end_run` belongs to it. Raises where nothing can be copied."""
 
     def end_run(self) -> None:
         """The run ended as it should."""

@@ -1,7 +1,7 @@
 """Ask beside the capture what Inductor asks before its first kernel for a CPU: which vector instructions it may use.
 
-The answer takes a compilation and a process that loads what came of it, seconds in which Inductor does nothing else. It
-is the same for the whole process, and Inductor keeps it.
+The answer takes a compilation and a process that loads what came of it, seconds in which Inductor does nothing else.
+Inductor keeps what it finds for the rest of the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ logger = logging.getLogger("moepass")
 
 @contextlib.contextmanager
 def vector_check() -> Iterator[Callable[[], None]]:
-    """The question is asked in a thread, which has ended when this block ends; gives a function that waits for it."""
+    """The question is asked in a thread, which has ended when this block ends; gives a function that waits for it.
+
+    An error in the block comes out of it once the thread has ended.
+    """
     # Imported here, because two threads must not import at the same time what imports each other.
     from torch._inductor import codecache as codecache
     from torch._inductor import cpp_builder as cpp_builder

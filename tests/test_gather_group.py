@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from moepass.passes.ir import BankSpec
+from moepass.passes.ir import NO_GATHER_PLAN, BankSpec, GatherPlan
 from moepass.runtime.banks import describe_bank, pack_bank
 from moepass.runtime.collective import Collective
 from moepass.runtime.gather_group import GatherGroup, Request
@@ -145,13 +145,35 @@ def test_ranks_that_ask_for_different_things_get_one_error_for_good() -> None:
 
 def test_ranks_that_gather_by_different_plans_get_one_error_for_good() -> None:
     groups = _groups(3)
-    plans = [7, 0, 7]  # rank 1 only helps the others, which needs no plan
+    one, other = GatherPlan(7, 3, 2), GatherPlan(8, 1, 1)
+    plans = [one, NO_GATHER_PLAN, one]  # rank 1 only helps the others, which needs no plan
     assert _on_ranks(3, lambda rank: groups[rank].ask((5, 0, 8), rank != 1, plans[rank]))[0] == {1: False, 2: True}
-    plans = [0, 7, 8]
+    plans = [NO_GATHER_PLAN, one, other]
     texts = set(_on_ranks(3, lambda rank: _error(groups[rank].ask, (5, 0, 8), True, plans[rank])))
     (text,) = texts
-    assert text.startswith("ranks 1 and 2 gather bank 5 by different plans: ")
+    assert text.startswith(
+        "ranks gather bank 5 by different plans: 3 gathers through 2 slots on rank 1, 1 gathers through 1 slots on rank"
+    )
     assert {_error(group.check) for group in groups} == texts
+
+
+def test_what_is_gathered_outside_of_a_run_follows_no_plan() -> None:
+    spec = describe_bank(0, "bank", {"up": torch.zeros(2, 4)}, home="peer", expert_bounds=(0, 2))
+    transport = Collective(Link())
+    transport.connect(Rendezvous(HashStore(), 0, 1, 20.0, "come"))
+    transport.add(spec, ())
+    plan = GatherPlan(7, 1, 1)
+
+    def gathered_by() -> GatherPlan:
+        return transport.copy(spec, (), torch.empty(spec.nbytes, dtype=torch.uint8)).plan
+
+    transport.begin_run(plan)
+    assert gathered_by() == plan
+    transport.end_run()
+    assert gathered_by() == NO_GATHER_PLAN
+    transport.begin_run(plan)
+    transport.fail("by hand")
+    assert gathered_by() == NO_GATHER_PLAN
 
 
 def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:

@@ -103,16 +103,17 @@ def test_any_changed_field_changes_the_digest() -> None:
             assert dataclasses.replace(plan, **{field.name: new}).digest() != plan.digest(), field.name
 
 
-def test_the_gather_word_tells_how_banks_follow_each_other_and_nothing_else() -> None:
+def test_gather_plans_tell_how_banks_follow_each_other_and_nothing_else() -> None:
     plan = _real_plan()
     shifted = tuple(dataclasses.replace(stay, bank=stay.bank + 3, block="other") for stay in plan.residencies)
-    assert dataclasses.replace(plan, residencies=shifted, blocks=(), steps=()).gather_word() == plan.gather_word()
+    assert dataclasses.replace(plan, residencies=shifted, blocks=(), steps=()).gathers() == plan.gathers()
     first, second, *rest = plan.residencies
     for stays in ((first, dataclasses.replace(second, slot=first.slot), *rest), plan.residencies[:-1]):
-        assert dataclasses.replace(plan, residencies=stays).gather_word() != plan.gather_word()
+        assert dataclasses.replace(plan, residencies=stays).gathers() != plan.gathers()
     repeated = dataclasses.replace(second, bank=first.bank)
-    assert dataclasses.replace(plan, residencies=(first, repeated, *rest)).gather_word() != plan.gather_word()
-    assert 0 < plan.gather_word() < 2**63
+    assert dataclasses.replace(plan, residencies=(first, repeated, *rest)).gathers() != plan.gathers()
+    assert plan.gathers().digest < 2**63
+    assert str(plan.gathers()) == "3 gathers through 2 slots"
 
 
 def _real_plan() -> Plan:

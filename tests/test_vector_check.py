@@ -43,9 +43,14 @@ def test_the_thread_has_ended_whatever_happens(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", fail)
     before = threading.active_count()
-    with pytest.raises(ValueError, match="of the capture"), vector_check() as wait:
-        wait()
-        raise ValueError("of the capture")
+
+    def capture() -> None:
+        with vector_check() as wait:
+            wait()
+            raise ValueError("of the capture")
+
+    with pytest.raises(ValueError, match="of the capture"):
+        capture()
     assert threading.active_count() == before
 
 
