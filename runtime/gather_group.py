@@ -97,7 +97,7 @@ class GatherGroup:
                 self.fail(
                     f"ranks gather {self._describe(request)} by different plans: {plans[leader]} on rank {leader}, "
                     f"{plans[different[0]]} on rank {different[0]}, or the same in another order. With transport "
-                    "'collective' all ranks compile the same model, with the same number of slots and the same graph breaks"
+                    "'collective' all ranks compile the same model, with as many slots and the same graph breaks"
                 )
             )
         return {rank: bool(asked[rank][3]) for rank in self._connections.others}
