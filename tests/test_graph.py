@@ -78,7 +78,8 @@ def test_parts_of_weights_are_read_before_the_release(lower: str, no_grad: None)
     expected = model(tokens())
     moepass.offload_experts(model, slots=2)
     compiled = torch.compile(model, backend="asyncep", options={"lower": lower, "debug": True})
-    torch.testing.assert_close(compiled(tokens()), expected)
+    # Outputs go up to 540, so what is near 0 has lost digits: by one CPU's order of summation others than by another's.
+    assert float((compiled(tokens()) - expected).abs().max() / expected.abs().max()) <= (1e-6 if lower != "eager" else 0)
 
 
 RANDOM: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
