@@ -83,8 +83,8 @@ def main(
     depths = [int(text) for text in layers.split(",")]
     held = True
     if "host" in wanted:
-        ways = [int(text) for text in slots.split(",")]
-        held &= _host(Calibrations(1, profiles), depths, ways, ratios, counts, repeats, rounds)
+        rings = [int(text) for text in slots.split(",")]
+        held &= _host(Calibrations(1, profiles), depths, rings, ratios, counts, repeats, rounds)
     if "ranks" in wanted:
         held &= _ranks(Calibrations(RANKS, profiles), max(depths), ratios, counts, repeats, rounds)
     if "crossover" in wanted:

@@ -27,8 +27,8 @@ from moepass.models.errors import MoepassError
 from moepass.models.formulas.text import evaluate_text
 
 PLAN_SCHEMA = "moepass.plan/1"
-# Of a digest as a number that fits a signed integer of 64 bits.
-_WORD_BYTES = 7
+# As many of a digest as fit a signed integer of 64 bits.
+_DIGEST_BYTES = 7
 
 _library = torch.library.Library("moepass", "DEF")
 _library.define(
@@ -330,7 +330,7 @@ class Plan:
         place = {bank: number for number, bank in enumerate(dict.fromkeys(stay.bank for stay in self.residencies))}
         stays = [(place[stay.bank], stay.slot, stay.after) for stay in self.residencies]
         digest = hashlib.sha256(repr((self.strategy, self.slots, stays)).encode()).digest()
-        return GatherPlan(int.from_bytes(digest[:_WORD_BYTES], "big"), len(stays), self.slots)
+        return GatherPlan(int.from_bytes(digest[:_DIGEST_BYTES], "big"), len(stays), self.slots)
 
     def bank(self, index: int) -> BankSpec:
         """Raises KeyError where no bank of this graph has that index."""

@@ -243,7 +243,7 @@ class Executor:
         schedule = self._schedule_for(arguments) if self._adopt is None else self._adopted_schedule(arguments)
         if schedule.ring is None:
             return schedule.graph_module(*arguments)
-        with alive(schedule.ring).run(self._number, self.plan.slots, self._gathers):
+        with alive(schedule.ring).run(self._number, self._gathers):
             return schedule.graph_module(*arguments)
 
     def _schedule_for(self, arguments: Sequence[Any]) -> Schedule:

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 
 from moepass.models.errors import InputError, OptionError
-from moepass.passes.ir import NO_GATHER_PLAN, BankSpec, GatherPlan
+from moepass.passes.ir import BankSpec, GatherPlan
 from moepass.passes.timeline import COMPUTE
 from moepass.runtime.copying import PendingCopy
 from moepass.runtime.homes import Home
@@ -138,8 +138,8 @@ class Ring:
         self._buffers = _buffers(slots, slot_bytes, self.device)
 
     @contextlib.contextmanager
-    def run(self, graph: Hashable, slots: int, plan: GatherPlan = NO_GATHER_PLAN) -> Iterator[None]:
-        """A run of `graph`, which uses `slots` slots, once no other thread is in one; an exception leaves a quiet ring.
+    def run(self, graph: Hashable, plan: GatherPlan) -> Iterator[None]:
+        """A run of `graph` by `plan`, once no other thread is in one; an exception leaves a quiet ring.
 
         Where ranks gather together, an exception ends that for all of them. Raises InputError where this thread is in a
         run already, and what `begin_run` raises.
@@ -150,7 +150,7 @@ class Ring:
                 if not self._is_quiet:
                     self._give_up("a run was interrupted")
                 self._is_quiet = False
-                self.begin_run(graph, slots, plan)
+                self.begin_run(graph, plan)
                 yield
                 self.home.transport.end_run()
                 self._is_quiet = True
@@ -158,17 +158,14 @@ class Ring:
                 self._give_up(f"{type(error).__name__}: {error}")
                 raise
 
-    def begin_run(self, graph: Hashable, slots: int, plan: GatherPlan = NO_GATHER_PLAN) -> None:
-        """A run of `graph` begins, which uses `slots` slots. Raises what `Home.check` of the banks' home raises.
-
-        `plan` is for transports by which ranks gather together.
-        """
+    def begin_run(self, graph: Hashable, plan: GatherPlan) -> None:
+        """A run of `graph` by `plan` begins. Raises what `Home.check` of the banks' home raises."""
         self.home.check()
         self.home.transport.begin_run(plan)
-        self._graph, self._used = graph, slots
+        self._graph, self._used = graph, plan.slots
         self._beginning = {}
         self._buffer_of = self._free
-        self._free = self._buffer_of[slots:]
+        self._free = self._buffer_of[plan.slots :]
 
     def prefetch(self, shards: Sequence[torch.Tensor], bank: BankSpec, slot: int, after: object) -> object:
         """Start to fill `slot` once `after`, an event that `release` gave or None, has happened."""

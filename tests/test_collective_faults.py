@@ -28,21 +28,26 @@ from moepass.runtime.executor import SegmentError
 from moepass.runtime.rendezvous import PeerError
 
 
-def _order_differs() -> list[str]:
-    rank = dist.get_rank()
-    model = bias_stack(depth=2)
-    offload_collective(model)
+def _errors(*attempts: Callable[[], object]) -> list[str]:
+    """What each of them raises, one after the other."""
     errors = []
     with torch.no_grad():
-        for attempt in (
-            lambda: model.blocks[rank].up,
-            lambda: model(tokens()),
-            lambda: compiled_model(model)(tokens()),
-        ):
+        for attempt in attempts:
             with pytest.raises(PeerError) as caught:
                 attempt()
             errors.append(str(caught.value))
     return errors
+
+
+def _order_differs() -> list[str]:
+    rank = dist.get_rank()
+    model = bias_stack(depth=2)
+    offload_collective(model)
+    return _errors(
+        lambda: model.blocks[rank].up,
+        lambda: model(tokens()),
+        lambda: compiled_model(model)(tokens()),
+    )
 
 
 def test_another_order_is_one_error_on_all_ranks_and_never_other_weights() -> None:
@@ -62,12 +67,7 @@ def _plans_differ() -> list[str]:
             moepass.gather_only_step(model)  # follows no plan, so it goes with any
         else:
             compiled_model(model)(tokens())
-        errors = []
-        for run in (compiled_model(model), model):
-            with pytest.raises(PeerError) as caught:
-                run(tokens())
-            errors.append(str(caught.value))
-    return errors
+    return _errors(lambda: compiled_model(model)(tokens()), lambda: model(tokens()))
 
 
 def test_another_plan_is_one_error_on_all_ranks_before_the_first_bank_comes() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moepass
+from moepass.passes.ir import GatherPlan
 from moepass.runtime.banks import Bank, pack_bank
 from moepass.runtime.link import Link
 from moepass.runtime.ring import Ring, make_ring
@@ -26,7 +27,7 @@ def _ring(slots: int) -> Ring:
 def _run(ring: Ring, graph: str, banks: list[Bank], slots: int) -> None:
     """What the executor does with a schedule of `banks` over `slots` slots; every bank is checked where it is read."""
     slots = min(slots, len(banks))
-    ring.begin_run(graph, slots)
+    ring.begin_run(graph, GatherPlan(slots=slots))
     filled = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot, bank in enumerate(banks[:slots])]
     for number, bank in enumerate(banks):
         slot = number % slots
@@ -56,7 +57,7 @@ def test_the_first_bank_is_there_before_the_run_begins() -> None:
     for _ in range(2):
         _run(ring, "forward", banks, 2)
     copies = ring.statistics.copies
-    ring.begin_run("forward", 2)
+    ring.begin_run("forward", GatherPlan(slots=2))
     for slot in (0, 1):
         ring.prefetch([banks[slot].shard], banks[slot].spec, slot, None)
     assert ring.statistics.copies == copies
@@ -125,7 +126,7 @@ def test_after_an_exception_nothing_is_taken_from_before() -> None:
     ring, banks = _ring(2), [_bank(index) for index in range(3)]
     for _ in range(3):
         _run(ring, "forward", banks, 2)
-    ring.begin_run("forward", 2)
+    ring.begin_run("forward", GatherPlan(slots=2))
     ring.prefetch([banks[0].shard], banks[0].spec, 0, None)
     ring.reset()
     used = ring.statistics.ahead_used

@@ -130,7 +130,7 @@ def _run_for_real(found: Case, graph: Graph, plan: Plan, link: Link, runs: int =
         bound = bind(GraphModule(found.canonical, graph), {spec.index: spec for spec in plan.banks}, ring)
         outputs = []
         for _ in range(runs):
-            with torch.no_grad(), ring.run("mutant", plan.slots):
+            with torch.no_grad(), ring.run("mutant", plan.gathers()):
                 outputs.append(tuple(value.clone() for value in bound(*found.inputs)))
         return outputs
     finally:
