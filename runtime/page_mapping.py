@@ -14,18 +14,28 @@ _READ_WRITE = getattr(mmap, "PROT_READ", 0) | getattr(mmap, "PROT_WRITE", 0)
 # Of Linux, which the mmap module has no names for.
 _MAP_FIXED = 0x10
 _MADV_POPULATE_READ = 22
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+# (void *) -1
+_FAILED = ctypes.c_void_p(-1).value
+# What one page table covers, on x86-64 and on ARM with pages of 4 KiB.
+TABLE_BYTES = 2 << 20
 # Bits of an entry in /proc/PID/pagemap: in memory, or in swap space; and whether the page belongs to a file.
 _PRESENT_OR_SWAPPED, _OF_FILE = 0b110, 0b001
 
 
 def private_memory(nbytes: int) -> torch.Tensor:
-    """`nbytes` of host memory that begin with a page and that `lay_pages` may replace page by page; flat uint8."""
+    """`nbytes` of host memory of which `lay_pages` and `move_pages` may replace any page; flat uint8.
+
+    It begins where a page table does, so that bytes at one offset of two such memories move from one to the other by
+    whole tables.
+    """
     if nbytes == 0 or not sys.platform.startswith("linux"):
         return torch.empty(nbytes, dtype=torch.uint8)
-    # Not from an allocator, which would hand pages that were replaced to somebody else.
-    return torch.frombuffer(
-        mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _READ_WRITE), dtype=torch.uint8
-    )
+    # Not from an allocator, which would hand pages that were replaced to somebody else. Unread addresses cost nothing.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes + TABLE_BYTES, flags, _READ_WRITE)
+    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % TABLE_BYTES
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=begin)
 
 
 def lay_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
@@ -40,6 +50,32 @@ def lay_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
         raise OSError(number, os.strerror(number))
     # All pages at once. Kernels before 5.14 do not know this, and bring them one by one as they are read.
     _libc().madvise(address, nbytes, _MADV_POPULATE_READ)
+
+
+def move_pages(address: int, nbytes: int, target: int) -> bool:
+    """Let the whole pages of a segment that `lay_pages` laid at `address` lie at `target`, in another private memory.
+
+    Takes microseconds, because page tables move as they are. What is left behind are pages of the same segment, to be
+    replaced. False where the kernel does not do it (before 5.13), and nothing has changed.
+    """
+    if not _moves_pages():
+        return False
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    return bool(_libc().mremap(address, nbytes, nbytes, flags, target) == target)
+
+
+@functools.cache
+def _moves_pages() -> bool:
+    """Tried, to where the kernel likes: a target that is given may be lost to others where moving fails."""
+    if not hasattr(os, "memfd_create"):
+        return False
+    memory = _two_pages()
+    flags = _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP
+    moved = _libc().mremap(memory.data_ptr(), memory.numel(), memory.numel(), flags, None)
+    if moved == _FAILED:
+        return False
+    _libc().munmap(moved, memory.numel())
+    return True
 
 
 def has_written_pages(address: int, nbytes: int) -> bool | None:
@@ -69,14 +105,7 @@ def _tells_written_pages() -> bool:
     """Tried: there are systems that have the file, and nothing in it."""
     if not hasattr(os, "memfd_create"):
         return False
-    descriptor = os.memfd_create("moepass-pages", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, 2 * mmap.PAGESIZE)
-        memory = torch.frombuffer(
-            mmap.mmap(descriptor, 2 * mmap.PAGESIZE, mmap.MAP_PRIVATE, _READ_WRITE), dtype=torch.uint8
-        )
-    finally:
-        os.close(descriptor)
+    memory = _two_pages()
     address = memory.data_ptr()
     told = [_read_written_pages(address, 2 * mmap.PAGESIZE)]
     _ = int(memory.sum())
@@ -86,10 +115,25 @@ def _tells_written_pages() -> bool:
     return told == [False, False, False, True]
 
 
+def _two_pages() -> torch.Tensor:
+    """Two pages of a segment, mapped privately."""
+    descriptor = os.memfd_create("moepass-pages", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, 2 * mmap.PAGESIZE)
+        return torch.frombuffer(
+            mmap.mmap(descriptor, 2 * mmap.PAGESIZE, mmap.MAP_PRIVATE, _READ_WRITE), dtype=torch.uint8
+        )
+    finally:
+        os.close(descriptor)
+
+
 @functools.cache
 def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.mremap.restype = ctypes.c_void_p
+    library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     return library

@@ -21,8 +21,8 @@ from moepass.runtime.copying import PendingCopy
 from moepass.runtime.homes import Home
 from moepass.runtime.learned_order import Fetch, LearnedOrder
 from moepass.runtime.link import Link
-from moepass.runtime.page_mapping import private_memory
 from moepass.runtime.recording import current_recording
+from moepass.runtime.slot_pages import slot_memory
 from moepass.runtime.sources import MemorySource
 from moepass.runtime.turns import Turns
 
@@ -288,7 +288,7 @@ class Ring:
 def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:
     with torch.inference_mode(False):  # inference tensors could not be written outside that mode
         if device.type == "cpu":
-            return [private_memory(slot_bytes) for _ in range(slots)]
+            return [slot_memory(slot_bytes) for _ in range(slots)]
         return [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 
 import torch
 
 from moepass.passes.shards import Piece, clip_pieces
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment
+from moepass.runtime.slot_pages import KeptPages, lay_in_slot
 
 # [Empirical] Below this a copy takes less time than changing the page tables.
 _LEAST_LAID_BYTES = 64 << 10
@@ -89,17 +91,26 @@ class SegmentSource(MemorySource):
     segment_offset_bytes: int = dataclasses.field(kw_only=True)
 
     def lay(self, slot: torch.Tensor) -> tuple[Piece, ...]:
+        laid, left = self._laid_and_left
+        for pages in laid:
+            lay_in_slot(pages, slot)
+        return left
+
+    @functools.cached_property
+    def _laid_and_left(self) -> tuple[tuple[KeptPages, ...], tuple[Piece, ...]]:
+        """What is laid into every slot, all of which begin with a page, and what is left to copy."""
+        laid: list[KeptPages] = []
         left: list[Piece] = []
         for piece in self.pieces:
-            address = slot.data_ptr() + piece.slot_offset_bytes
-            begin, end = -address % PAGE_BYTES, piece.nbytes - (address + piece.nbytes) % PAGE_BYTES
+            start, stop = piece.slot_offset_bytes, piece.slot_offset_bytes + piece.nbytes
+            begin, end = -start % PAGE_BYTES, piece.nbytes - stop % PAGE_BYTES
             place = self.segment_offset_bytes + piece.source_offset_bytes + begin
             if end - begin < _LEAST_LAID_BYTES or place % PAGE_BYTES:
                 left.append(piece)
                 continue
-            self.segment.lay(place, end - begin, address + begin)
+            laid.append(KeptPages(self.segment, place, end - begin, start + begin))
             left += [edge for edge in (piece.part(0, begin), piece.part(end, piece.nbytes)) if edge.nbytes]
-        return tuple(left)
+        return tuple(laid), tuple(left)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

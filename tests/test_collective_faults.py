@@ -113,7 +113,7 @@ def _one_drops_its_model() -> str:
             started = time.perf_counter()
             with pytest.raises(PeerError) as caught:
                 _run_on_and_on(compiled)
-            assert time.perf_counter() - started < 10
+            assert time.perf_counter() - started < 30
             return str(caught.value)
     del model, compiled
     torch._dynamo.reset()
@@ -165,7 +165,7 @@ def _one_fails_in_the_middle(number: int) -> list[str]:
             with pytest.raises(PeerError) as caught:
                 _run_on_and_on(run)
             errors.append(str(caught.value))
-        assert time.perf_counter() - started < 10
+        assert time.perf_counter() - started < 30
     return errors
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from moepass.passes.shards import Piece
 from moepass.runtime.copying import CopyError, CopyThread, PendingCopy
 from moepass.runtime.link import Link
-from moepass.runtime.page_mapping import private_memory
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment, create_segment
+from moepass.runtime.slot_pages import slot_memory
 from moepass.runtime.sources import SegmentSource
 
 PAGES = 64
@@ -58,7 +58,7 @@ def test_a_slot_reads_as_if_all_had_been_copied(
     nbytes = min(nbytes, NBYTES - place - source)
     offset = source % PAGE_BYTES if aligned else shift
     segment, memory = _segment()
-    slot = private_memory(NBYTES + 3 * PAGE_BYTES)
+    slot = slot_memory(NBYTES + 3 * PAGE_BYTES)
     slot.fill_(7)
     expected = slot.clone()
     expected[offset : offset + nbytes] = memory[place + source : place + source + nbytes]
@@ -70,7 +70,7 @@ def test_a_slot_reads_as_if_all_had_been_copied(
 
 def test_whole_pages_are_not_copied() -> None:
     segment, memory = _segment()
-    slot = private_memory(NBYTES)
+    slot = slot_memory(NBYTES)
     _fill(slot, _source(segment, memory, Piece(0, 0, NBYTES)))
     assert _laid_kib(slot) == NBYTES >> 10
 
@@ -78,7 +78,7 @@ def test_whole_pages_are_not_copied() -> None:
 def test_what_is_written_into_a_slot_stays_there_until_it_is_filled_again() -> None:
     segment, memory = _segment()
     before = memory.clone()
-    slot = private_memory(NBYTES)
+    slot = slot_memory(NBYTES)
     source = _source(segment, memory, Piece(0, 0, NBYTES))
     _fill(slot, source)
     slot.fill_(255)
@@ -90,7 +90,7 @@ def test_what_is_written_into_a_slot_stays_there_until_it_is_filled_again() -> N
 def test_one_slot_serves_banks_of_different_layouts() -> None:
     (first, a), (second, b) = _segment(1), _segment(2)
     kept = a.clone(), b.clone()
-    slot = private_memory(NBYTES)
+    slot = slot_memory(NBYTES)
     half = NBYTES // 2
     for _ in range(2):
         _fill(slot, _source(first, a, Piece(0, 0, half)), _source(second, b, Piece(0, half, half)))
@@ -104,7 +104,7 @@ def test_one_slot_serves_banks_of_different_layouts() -> None:
 
 def test_a_forked_child_writes_into_slots_of_its_own() -> None:
     segment, memory = _segment()
-    slot = private_memory(2 * NBYTES)
+    slot = slot_memory(2 * NBYTES)
     _fill(slot, _source(segment, memory, Piece(0, 0, NBYTES)))
     expected = slot.clone()
     child = os.fork()
@@ -117,7 +117,7 @@ def test_a_forked_child_writes_into_slots_of_its_own() -> None:
 
 def test_a_mapping_that_fails_is_an_error_of_that_copy() -> None:
     segment, memory = _segment()
-    slot = private_memory(NBYTES)
+    slot = slot_memory(NBYTES)
     source = _source(segment, memory, Piece(0, 0, NBYTES))
     segment._close()
     copy = CopyThread(Link()).submit(PendingCopy([source], slot, "layer"))
