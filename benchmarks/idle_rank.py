@@ -23,7 +23,7 @@ RANKS = 2
 LIMIT = 1.03
 
 
-def main(tokens: str = "4096,8192", repeats: int = 15, layers: int = 6) -> None:
+def main(tokens: str = "4096,8192", repeats: int = 25, layers: int = 6) -> None:
     """Time forwards of TOKENS tokens on one rank while the other is idle."""
     counts = [int(text) for text in tokens.split(",")]
     with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ WEIGHTS_PER_FLOP_OF_8XH100 = 450e9 / 2 / 989e12
 def main(
     tokens: str = "256,1024,4096",
     skews: str = "0,2",
-    repeats: int = 9,
+    repeats: int = 15,
     layers: int = 6,
     link: str = "real",
     seed: int = 0,
