@@ -12,11 +12,12 @@ import torch
 
 _READ_WRITE = getattr(mmap, "PROT_READ", 0) | getattr(mmap, "PROT_WRITE", 0)
 # Of Linux, which the mmap module has no names for.
-_MAP_FIXED = 0x10
+_MAP_FIXED, _MAP_FIXED_NOREPLACE, _PROT_NONE = 0x10, 0x100000, 0
 _MADV_POPULATE_READ = 22
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 # (void *) -1
 _FAILED = ctypes.c_void_p(-1).value
+_has_failed_to_move = False
 # What one page table covers, on x86-64 and on ARM with pages of 4 KiB.
 TABLE_BYTES = 2 << 20
 # Bits of an entry in /proc/PID/pagemap: in memory, or in swap space; and whether the page belongs to a file.
@@ -31,7 +32,7 @@ def private_memory(nbytes: int) -> torch.Tensor:
     """
     if nbytes == 0 or not sys.platform.startswith("linux"):
         return torch.empty(nbytes, dtype=torch.uint8)
-    # Not from an allocator, which would hand pages that were replaced to somebody else. Unread addresses cost nothing.
+    # Not from an allocator, which would hand pages that were replaced to somebody else. Untouched pages take no memory.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, nbytes + TABLE_BYTES, flags, _READ_WRITE)
     begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % TABLE_BYTES
@@ -56,12 +57,23 @@ def move_pages(address: int, nbytes: int, target: int) -> bool:
     """Let the whole pages of a segment that `lay_pages` laid at `address` lie at `target`, in another private memory.
 
     Takes microseconds, because page tables move as they are. What is left behind are pages of the same segment, to be
-    replaced. False where the kernel does not do it (before 5.13), and nothing has changed.
+    replaced. False where the kernel does not do it: before 5.13, and after it failed once. Raises OSError where it
+    failed and somebody else may have the target by now.
     """
-    if not _moves_pages():
+    global _has_failed_to_move
+    if _has_failed_to_move or not _moves_pages():
         return False
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-    return bool(_libc().mremap(address, nbytes, nbytes, flags, target) == target)
+    if _libc().mremap(address, nbytes, nbytes, flags, target) == target:
+        return True
+    # The kernel gives up a target before it fails (as limits of memory are lowered below what is in use): it must be
+    # ours again before another thread maps something there.
+    _has_failed_to_move = True
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    if _libc().mmap(target, nbytes, _PROT_NONE, flags, -1, 0) != target:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return False
 
 
 @functools.cache

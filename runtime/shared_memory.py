@@ -72,7 +72,7 @@ class SharedSegment:
             raise SharedMemoryError(f"{nbytes} bytes of shared memory cannot be mapped: {error.strerror}") from error
 
     def lay(self, offset: int, nbytes: int, address: int) -> None:
-        """Let bytes [offset, offset + nbytes) be what lies at `address`, in memory of `private_memory`: `lay_pages`.
+        """Let bytes [offset, offset + nbytes) be what lies at `address`, in private memory: `lay_pages`.
 
         Raises SharedMemoryError as `map`.
         """

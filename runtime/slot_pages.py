@@ -2,9 +2,10 @@
 
 To map pages anew takes a third of the time of copying them, one entry of the page tables after the other. So what has
 to leave a slot moves aside, page tables and all, and moves in again when its bank comes back. Pages that somebody wrote
-to are never kept: the next time they are mapped from the segment, as the first time.
+to are never kept: the next turn of their bank maps them anew.
 
-One thread fills the slots of a segment's banks. A forked child begins anew, whatever that thread was at.
+What is remembered is forgotten before pages move and added after they did. So whatever an exception or a fork leaves
+half done is at worst not kept.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.page_mapping import TABLE_BYTES, has_written_pages, move_pages, private_memory
-from moepass.runtime.shared_memory import SharedSegment
+from moepass.runtime.shared_memory import SharedMemoryError, SharedSegment
 
 
 class KeptPages:
@@ -26,22 +26,30 @@ class KeptPages:
         # Where they are kept, and whether they are there now.
         self._aside: torch.Tensor | None = None
         self._are_aside = False
-        renew_after_fork(self)
 
     def move_in(self, slot: torch.Tensor) -> None:
         """Let `slot` have them. Raises SharedMemoryError where they cannot be mapped."""
         address = slot.data_ptr() + self.begin
         if self._are_aside:
             self._are_aside = False
-            if move_pages(self._aside_address(), self._nbytes, address):
-                return
+            try:
+                if move_pages(self._aside_address(), self._nbytes, address):
+                    return
+            except OSError as error:
+                _lost.append(slot)
+                raise SharedMemoryError(f"{self._nbytes} bytes of a slot are lost: {error.strerror}") from error
         self._segment.lay(self._offset, self._nbytes, address)
 
     def move_out(self, slot: torch.Tensor) -> None:
         """Keep them, if they are in `slot` unwritten and not kept already; something else comes to their place."""
         address = slot.data_ptr() + self.begin
-        if not self._are_aside and has_written_pages(address, self._nbytes) is False:
+        if self._are_aside or has_written_pages(address, self._nbytes) is not False:
+            return
+        try:
             self._are_aside = move_pages(address, self._nbytes, self._aside_address())
+        except OSError:  # no addresses to keep them at: they are mapped anew
+            if self._aside is not None:
+                _lost.append(self._aside)
 
     def _aside_address(self) -> int:
         # As far from the beginning of a page table as in a slot.
@@ -50,28 +58,18 @@ class KeptPages:
             self._aside = private_memory(shift + self._nbytes)
         return self._aside.data_ptr() + shift
 
-    def after_fork(self) -> None:
-        self._aside, self._are_aside = None, False
 
+# Memory into which others may have mapped something, so that it must not be unmapped.
+_lost: list[torch.Tensor] = []
 
-class _SlotPages:
-    """The pages that lie in one slot."""
-
-    def __init__(self) -> None:
-        self.laid: list[KeptPages] = []
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self.laid.clear()
-
-
-_slots = WeakIdKeyDictionary()  # slot memory to _SlotPages
+# The pages that lie in each slot.
+_laid = WeakIdKeyDictionary()
 
 
 def slot_memory(nbytes: int) -> torch.Tensor:
     """Memory of a slot on a CPU, flat uint8, into which pages can be laid."""
     memory = private_memory(nbytes)
-    _slots[memory] = _SlotPages()
+    _laid[memory] = []
     return memory
 
 
@@ -80,7 +78,7 @@ def lay_in_slot(pages: KeptPages, slot: torch.Tensor) -> None:
 
     Raises KeyError for memory that is not of `slot_memory`, and SharedMemoryError where the pages cannot be mapped.
     """
-    laid = _slots[slot].laid
+    laid: list[KeptPages] = _laid[slot]
     for other in [other for other in laid if other.begin < pages.end and pages.begin < other.end]:
         laid.remove(other)
         other.move_out(slot)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -90,27 +89,29 @@ class SegmentSource(MemorySource):
     segment: SharedSegment = dataclasses.field(kw_only=True)
     segment_offset_bytes: int = dataclasses.field(kw_only=True)
 
-    def lay(self, slot: torch.Tensor) -> tuple[Piece, ...]:
-        laid, left = self._laid_and_left
-        for pages in laid:
-            lay_in_slot(pages, slot)
-        return left
+    # Of `pieces`, all slots beginning with a page: what is mapped, and what is left to copy.
+    _mapped: tuple[KeptPages, ...] = dataclasses.field(init=False)
+    _copied: tuple[Piece, ...] = dataclasses.field(init=False)
 
-    @functools.cached_property
-    def _laid_and_left(self) -> tuple[tuple[KeptPages, ...], tuple[Piece, ...]]:
-        """What is laid into every slot, all of which begin with a page, and what is left to copy."""
-        laid: list[KeptPages] = []
-        left: list[Piece] = []
+    def __post_init__(self) -> None:
+        mapped: list[KeptPages] = []
+        copied: list[Piece] = []
         for piece in self.pieces:
             start, stop = piece.slot_offset_bytes, piece.slot_offset_bytes + piece.nbytes
             begin, end = -start % PAGE_BYTES, piece.nbytes - stop % PAGE_BYTES
             place = self.segment_offset_bytes + piece.source_offset_bytes + begin
             if end - begin < _LEAST_LAID_BYTES or place % PAGE_BYTES:
-                left.append(piece)
+                copied.append(piece)
                 continue
-            laid.append(KeptPages(self.segment, place, end - begin, start + begin))
-            left += [edge for edge in (piece.part(0, begin), piece.part(end, piece.nbytes)) if edge.nbytes]
-        return tuple(laid), tuple(left)
+            mapped.append(KeptPages(self.segment, place, end - begin, start + begin))
+            copied += [edge for edge in (piece.part(0, begin), piece.part(end, piece.nbytes)) if edge.nbytes]
+        object.__setattr__(self, "_mapped", tuple(mapped))
+        object.__setattr__(self, "_copied", tuple(copied))
+
+    def lay(self, slot: torch.Tensor) -> tuple[Piece, ...]:
+        for pages in self._mapped:
+            lay_in_slot(pages, slot)
+        return self._copied
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
