@@ -9,12 +9,13 @@ TYPING := build/typing
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test test-slow lint types benchmarks clean
+.PHONY: help install demo test test-slow test-gpu lint types benchmarks clean
 
 help:
 	@echo "make demo        score real text with the embedded model, its experts streamed from host memory"
 	@echo "make test        ruff, mypy and the fast tests (at most 10 minutes on 2 cores)"
 	@echo "make test-slow   the tests that take longer (about 25 minutes on 2 cores)"
+	@echo "make test-gpu    the tests that need a CUDA device, and a torch that knows it"
 	@echo "make benchmarks  every measurement of docs/results"
 
 install: $(INSTALLED)
@@ -35,6 +36,9 @@ test: lint types
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow -n 2
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

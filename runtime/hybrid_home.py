@@ -70,9 +70,13 @@ class HybridPacker(PeerPacker):
         end = self._places(rank)[-1] + in_pages(board_bytes(self.stages))
         self._segment = self.group.make_segment(end + self.stages * in_pages(self._stage_bytes(rank)) - PAGE_BYTES)
         # Now, as long as nothing is changed if there is no memory for them.
-        self._map_more(rank, self._segment)
+        self._map_stages(rank, self._segment)
 
-    def _map_more(self, rank: int, segment: SharedSegment) -> None:
+    def _open(self, rank: int, segment: SharedSegment) -> list[torch.Tensor]:
+        self._map_stages(rank, segment)
+        return super()._open(rank, segment)
+
+    def _map_stages(self, rank: int, segment: SharedSegment) -> None:
         place = self._places(rank)[-1]
         board = StageBoard(segment.map(place, board_bytes(self.stages)), self.stages)
         place += in_pages(board_bytes(self.stages))

@@ -11,11 +11,13 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError, OptionError, one_of
 from moepass.runtime.banked_modules import BankedParameter, bank_parameters, banked_parameters, move_as_a_whole
 from moepass.runtime.banks import Bank, BankStore, pack_bank
 from moepass.runtime.collective import Collective, make_transport
+from moepass.runtime.device_home import DevicePacker, SymmetricMemory
 from moepass.runtime.disk_home import DiskPacker
 from moepass.runtime.homes import Home
 from moepass.runtime.hybrid_home import HybridPacker
@@ -165,7 +167,8 @@ def offload_experts(
     home="peer": each rank of `group` (default: all ranks of torch.distributed, which must be initialised) keeps 1/N of
     every bank and gets the rest from the others when it needs it; an emulated link counts these bytes only. No rank has
     a complete state_dict then, so to take one is an error. All ranks call this, each with the complete model. They wait
-    for each other here, each time for `timeout_s` at most. Not on CUDA yet.
+    for each other here, each time for `timeout_s` at most. On CUDA each rank's part lies in the memory of its own GPU,
+    of one machine and with peer access; that has not run on GPUs yet.
     home="hybrid": shards as with "peer", in host memory. Each rank copies its own into `stages` stages on the compute
     side before ranks need them, and ranks copy from each other's stages: a rank's `host_link` carries 1/N of a bank,
     its `link` the rest. What no stage holds is copied from host memory: slower, never wrong, and counted in
@@ -179,10 +182,11 @@ def offload_experts(
 
     With home="peer" or "hybrid", transport="pull" (default): ranks of one machine copy from each other's shared memory.
     They never wait for each other again: afterwards ranks run as many steps as they like, when they like.
-    With home="peer", transport="collective": for ranks on several machines. All ranks gather a bank together, over gloo
-    connections of their own, so they run the same layers, equally often, compiled with equally many slots, and no rank
-    may come `timeout_s` later than another; one without work for a step calls `moepass.gather_only_step`. Whatever goes
-    wrong on one rank, an exception in its model included, is an error on all of them, and they must be started again.
+    With home="peer", transport="collective": for ranks on several machines, on CPUs. All ranks gather a bank together,
+    over gloo connections of their own, so they run the same layers, equally often, compiled with equally many slots,
+    and no rank may come `timeout_s` later than another; one without work for a step calls `moepass.gather_only_step`.
+    Whatever goes wrong on one rank, an exception in its model included, is an error on all of them, and they must be
+    started again.
     With pull this holds for ranks that die.
 
     Raises OptionError (unknown home or transport, slots or stages below 1, a malformed link or timeout) and InputError
@@ -314,8 +318,12 @@ def _packer(
         raise OptionError(f"{given}, but home is {home!r}; it goes with home='disk'")
     if home == "host":
         return HostPacker(pin=device.type == "cuda")
+    if home == "peer" and device.type == "cuda" and transport.is_one_sided:
+        peers = PeerGroup.of(group, timeout_s)
+        return DevicePacker(peers, transport, SymmetricMemory(group or c10d._get_default_group(), device))
     if device.type != "cpu":
-        raise InputError(f"device is {device}; home={home!r} works on cpu only so far, use home='host' there")
+        what = f"home={home!r} with transport={transport.name!r}" if home == "peer" else f"home={home!r}"
+        raise InputError(f"device is {device}; {what} works on cpu only so far, use home='host' there")
     if home == "disk":
         return DiskPacker(bank_folder, page_cache)
     peers = PeerGroup.of(group, timeout_s, transport=transport.name)

@@ -127,10 +127,7 @@ class PeerPacker:
         shards = {self.group.rank: [bank.shard for bank in banks]}
         for rank, segment in self.group.share().items():
             with self.group.rendezvous.telling_failures():
-                layouts = [shard_layout(spec, rank) for spec in self._specs]
-                places = self._places(rank)
-                shards[rank] = [segment.map(place, at.nbytes) for place, at in zip(places, layouts, strict=False)]
-                self._map_more(rank, segment)
+                shards[rank] = self._open(rank, segment)
         self.group.settle()
         # Every rank begins at another one, so that no shard is read by all at once; its own comes last.
         order = [(self.group.rank + 1 + step) % self.group.size for step in range(self.group.size)]
@@ -139,8 +136,10 @@ class PeerPacker:
             for number, spec in enumerate(self._specs)
         }
 
-    def _map_more(self, rank: int, segment: SharedSegment) -> None:
-        """Map what lies behind the shards in the segment of another rank."""
+    def _open(self, rank: int, segment: SharedSegment) -> list[torch.Tensor]:
+        """The shards of another rank, bank by bank; `segment` is what that rank has made."""
+        layouts = [shard_layout(spec, rank) for spec in self._specs]
+        return [segment.map(place, at.nbytes) for place, at in zip(self._places(rank), layouts, strict=False)]
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
         pieces = shard_pieces(spec, rank)

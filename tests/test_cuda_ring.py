@@ -1,0 +1,103 @@
+"""The ring's use of streams and events, on a CUDA that is emulated: whatever runs when, every bank is read as it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.models.errors import OptionError
+from moepass.passes.ir import GatherPlan
+from moepass.runtime.banks import Bank, pack_bank
+from moepass.runtime.learned_order import Fetch
+from moepass.runtime.link import Link, parse_link
+from moepass.runtime.ring import CudaRing
+
+CPU = torch.device("cpu")
+
+
+def _bank(index: int) -> Bank:
+    tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
+    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
+
+
+BANKS = [_bank(index) for index in range(5)]
+
+
+def _wrong_reads(seed: int, slots: int, runs: list[list[int]], repeats: int) -> list[str]:
+    """Runs of a ring over the banks `runs`; what was read and is not the bank that was asked for."""
+    wrong: list[str] = []
+
+    def read(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
+        if not all(map(torch.equal, tensors, bank.views(bank.shard))):
+            wrong.append(bank.spec.name)
+
+    with FakeCuda(random.Random(seed)).installed() as cuda:
+        ring = CudaRing(slots, 1 << 10, CPU, Link(), debug=True)
+        for number in [*range(len(runs))] * repeats:
+            banks = [BANKS[index] for index in runs[number]]
+            used = min(slots, len(banks))
+            with ring.run(number, GatherPlan(slots=used)):
+                filled = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot, bank in enumerate(banks[:used])]
+                for place, bank in enumerate(banks):
+                    tensors = ring.acquire(filled[place], bank.spec, place % used)
+                    cuda.issue(lambda tensors=tensors, bank=bank: read(tensors, bank))
+                    refill = place + used
+                    done = ring.release(place % used, last=refill >= len(banks))
+                    if refill < len(banks):
+                        filled.append(ring.prefetch([banks[refill].shard], banks[refill].spec, refill % used, done))
+        cuda.finish()
+    return wrong
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    slots=st.integers(1, 4),
+    runs=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3),
+)
+def test_every_bank_is_read_as_it_is(seed: int, slots: int, runs: list[list[int]]) -> None:
+    assert _wrong_reads(seed, slots, runs, 3) == []
+
+
+def _copy_at_once(ring: CudaRing, fetch: Fetch, memory: torch.Tensor, after: object) -> object:
+    return _start_copy(ring, fetch, memory, None)
+
+
+def _wait_for_nothing(ring: CudaRing, filled: object) -> None:
+    pass
+
+
+_start_copy = CudaRing._start_copy
+
+
+@pytest.mark.parametrize(("method", "broken"), [("_start_copy", _copy_at_once), ("_wait", _wait_for_nothing)])
+def test_the_emulation_notices_a_wait_that_is_missing(method: str, broken: Callable[..., Any]) -> None:
+    with mock.patch.object(CudaRing, method, broken):
+        assert any(_wrong_reads(seed, 2, [[0, 1, 2, 3]], 3) for seed in range(20))
+
+
+def _fail_in_a_run(ring: CudaRing) -> None:
+    with ring.run("first", GatherPlan(slots=2)):
+        ring.prefetch([BANKS[0].shard], BANKS[0].spec, 0, None)
+        raise ZeroDivisionError
+
+
+def test_an_interrupted_run_leaves_a_quiet_ring() -> None:
+    with FakeCuda(random.Random(0)).installed() as cuda:
+        ring = CudaRing(2, 1 << 10, CPU, Link(), debug=True)
+        with pytest.raises(ZeroDivisionError):
+            _fail_in_a_run(ring)
+        assert cuda.is_idle
+
+
+def test_links_are_not_emulated_on_a_gpu() -> None:
+    with pytest.raises(OptionError, match="exists for device cpu only"):
+        CudaRing(2, 1 << 10, CPU, parse_link("emulate:1e9"))
