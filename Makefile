@@ -38,7 +38,8 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow -n 2
 
 test-gpu: $(INSTALLED)
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'this torch finds no GPU')"
+	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

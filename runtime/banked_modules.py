@@ -194,6 +194,9 @@ def _load_experts(
             continue
         with torch.no_grad():
             place.copy_(value)
+        if place.is_cuda:
+            # The copy stream of a ring does not wait for what wrote here.
+            torch.cuda.synchronize(place.device)
 
 
 class _WholeMoves:

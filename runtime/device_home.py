@@ -4,67 +4,127 @@ torch's symmetric memory maps the memory of all ranks into the addresses of each
 ordinary copy on the ring's own stream: no rank takes part in what another one copies. By CUDA's rules for memory that
 was mapped from another process, it stays for as long as anybody has it mapped, as shared memory of the host does.
 
-Unmeasured: tests run all of this but `SymmetricMemory` itself, which has not been on a GPU yet.
+Unmeasured: tests run all of this with memory of another kind, and `SymmetricMemory` has not been on a GPU yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import DistError, ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import shard_layout, shard_pieces
+from moepass.runtime.banks import Bank
 from moepass.runtime.peer_home import PeerHome, PeerPacker
 from moepass.runtime.peers import PeerGroup
+from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedMemoryError, SharedSegment
 from moepass.runtime.sources import MemorySource, Source
 from moepass.runtime.transports import Transport
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class RankMemory(Protocol):
     """Memory of equal size on all ranks, each of which can read that of the others."""
 
+    # The kind of device on which it is.
+    device_type: str
+
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """This rank's, flat uint8."""
+        """This rank's, flat uint8. Raises SharedMemoryError where there is none."""
 
     def exchange(self) -> Sequence[torch.Tensor]:
-        """That of all ranks by rank, filled. All ranks come here. Raises SharedMemoryError where it cannot be read."""
+        """That of all ranks by rank. All ranks come here.
+
+        Raises PeerError where some do not, SharedMemoryError where their memory cannot be read.
+        """
+
+    def finish_writing(self) -> None:
+        """Return when what was written to this rank's can be read by others."""
 
 
 class SymmetricMemory:
     """`RankMemory` on the CUDA device of each rank of `group`, which must all be on one machine, and different."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    device_type = "cuda"
+
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        self._group, self._device, self._timeout_s = group, device, timeout_s
         self._own: torch.Tensor | None = None
         # Tensors of other ranks are valid for as long as this is there.
         self._handle: Any = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        import torch.distributed._symmetric_memory as symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
 
-        self._own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._device)
+        backend = _SymmetricMemory.get_backend(self._device)
+        if backend != "CUDA":
+            raise SharedMemoryError(
+                f"torch's symmetric memory is that of {backend}, which home='peer' cannot use; unset TORCH_SYMMMEM"
+            )
+        # It does not come from torch's allocator, which may hold what is free.
+        torch.cuda.empty_cache()
+        try:
+            # Not `symmetric_memory.empty`: memory of a pool may be another tensor's while ranks still read it.
+            self._own = _SymmetricMemory.empty_strided_p2p([nbytes], [1], torch.uint8, self._device)
+        except RuntimeError as error:
+            raise SharedMemoryError(f"{self._device} has no {nbytes} bytes for other GPUs to read: {error}") from error
         return self._own
 
     def exchange(self) -> list[torch.Tensor]:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         assert self._own is not None, "allocate comes first"
-        torch.cuda.synchronize(self._device)
         try:
-            self._handle = symmetric_memory.rendezvous(self._own, self._group)
-            return [
-                self._handle.get_remote_tensor(rank, self._own.shape, self._own.dtype)
-                for rank in range(self._group.size())
-            ]
+            with _waiting_at_most(self._group, self._timeout_s), _without_multicast():
+                self._handle = symmetric_memory.rendezvous(self._own, self._group)
         except RuntimeError as error:
+            if isinstance(error, DistError) or "imeout" in str(error):
+                raise PeerError(f"a rank did not come to share its GPU's memory: {error}") from error
             raise SharedMemoryError(
-                f"the GPUs of the ranks cannot read each other's memory: {error}; each rank needs a GPU of its own, on "
-                "one machine, with peer access to the others; without that use home='host'"
+                f"the GPUs of the ranks cannot read each other's memory: {error}; each rank needs a GPU of its own, "
+                "chosen by torch.cuda.set_device from GPUs that all ranks see (one CUDA_VISIBLE_DEVICES), on one "
+                "machine, with peer access to the others; without that use home='host'"
             ) from error
+        return [
+            self._handle.get_remote_tensor(rank, self._own.shape, self._own.dtype) for rank in range(self._group.size())
+        ]
+
+    def finish_writing(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+@contextmanager
+def _waiting_at_most(group: ProcessGroup, timeout_s: float) -> Iterator[None]:
+    """Torch's own wait is that of the group's store: 10 minutes, or 30."""
+    store = c10d._get_process_group_store(group)
+    before = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Nothing here multicasts, and to prepare it blocks until all GPUs of a switch have joined. Read at each call."""
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_NO_MULTICAST]
+        if before is not None:
+            os.environ[_NO_MULTICAST] = before
 
 
 class DeviceHome(PeerHome):
@@ -81,33 +141,34 @@ class DevicePacker(PeerPacker):
     def __init__(self, group: PeerGroup, transport: Transport, memory: RankMemory) -> None:
         super().__init__(group, transport)
         self.home = DeviceHome(group, transport, memory)
-        self._of_ranks = memory
-        self._own: torch.Tensor | None = None
-        self._all: Sequence[torch.Tensor] | None = None
+        self.device_type = memory.device_type
+        self._memory_of_ranks = memory
+        self._all: Sequence[torch.Tensor] = ()
+
+    def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
+        self._memory_of_ranks.finish_writing()
+        return super().spread(banks)
 
     def _reserve(self) -> None:
+        """Before any expert is packed: what can fail leaves the model as it is."""
         self._segment = self.group.make_segment(0)
-        self._own = self._of_ranks.allocate(max(self._end(rank) for rank in range(self.group.size)))
+        size = self.group.size
+        own = self._memory_of_ranks.allocate(max(self._places(rank)[-1] - PAGE_BYTES for rank in range(size)))
+        self.group.check_alive()
+        self._all = self._memory_of_ranks.exchange() if size > 1 else [own]
 
     def _memory(self, index: int) -> torch.Tensor:
-        assert self._own is not None, "agree comes first"
-        return self._shards(self.group.rank, self._own)[index]
+        return self._shards(self.group.rank)[index]
 
     def _open(self, rank: int, segment: SharedSegment) -> list[torch.Tensor]:
-        if self._all is None:
-            self._all = self._of_ranks.exchange()
-        return self._shards(rank, self._all[rank])
+        return self._shards(rank)
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
         return MemorySource(shard, shard_pieces(spec, rank), over_link=rank != self.group.rank)
 
-    def _shards(self, rank: int, memory: torch.Tensor) -> list[torch.Tensor]:
-        layouts = [shard_layout(spec, rank) for spec in self._specs]
+    def _shards(self, rank: int) -> list[torch.Tensor]:
+        places = [place - PAGE_BYTES for place in self._places(rank)]
         return [
-            memory.narrow(0, place - PAGE_BYTES, at.nbytes)
-            for place, at in zip(self._places(rank), layouts, strict=False)
+            self._all[rank].narrow(0, place, shard_layout(spec, rank).nbytes)
+            for place, spec in zip(places, self._specs, strict=False)
         ]
-
-    def _end(self, rank: int) -> int:
-        """Bytes of all shards of `rank`."""
-        return self._places(rank)[-1] - PAGE_BYTES

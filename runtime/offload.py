@@ -168,7 +168,9 @@ def offload_experts(
     every bank and gets the rest from the others when it needs it; an emulated link counts these bytes only. No rank has
     a complete state_dict then, so to take one is an error. All ranks call this, each with the complete model. They wait
     for each other here, each time for `timeout_s` at most. On CUDA each rank's part lies in the memory of its own GPU,
-    of one machine and with peer access; that has not run on GPUs yet.
+    of one machine and with peer access: `home_bytes` are then on the device. That has not run on GPUs yet, and a rank
+    that dies while the GPUs exchange addresses may leave the others waiting. Where one did not come there, no group of
+    these processes can try again.
     home="hybrid": shards as with "peer", in host memory. Each rank copies its own into `stages` stages on the compute
     side before ranks need them, and ranks copy from each other's stages: a rank's `host_link` carries 1/N of a bank,
     its `link` the rest. What no stage holds is copied from host memory: slower, never wrong, and counted in
@@ -180,7 +182,7 @@ def offload_experts(
     read the next one. With page_cache="keep" what was read stays in the kernel's cache for as long as there is room for
     it, with "drop" it goes at once: for machines where others need that cache more. Not on CUDA yet.
 
-    With home="peer" or "hybrid", transport="pull" (default): ranks of one machine copy from each other's shared memory.
+    With home="peer" or "hybrid", transport="pull" (default): ranks of one machine copy from each other's memory.
     They never wait for each other again: afterwards ranks run as many steps as they like, when they like.
     With home="peer", transport="collective": for ranks on several machines, on CPUs. All ranks gather a bank together,
     over gloo connections of their own, so they run the same layers, equally often, compiled with equally many slots,
@@ -320,7 +322,8 @@ def _packer(
         return HostPacker(pin=device.type == "cuda")
     if home == "peer" and device.type == "cuda" and transport.is_one_sided:
         peers = PeerGroup.of(group, timeout_s)
-        return DevicePacker(peers, transport, SymmetricMemory(group or c10d._get_default_group(), device))
+        memory = SymmetricMemory(group or c10d._get_default_group(), device, timeout_s)
+        return DevicePacker(peers, transport, memory)
     if device.type != "cpu":
         what = f"home={home!r} with transport={transport.name!r}" if home == "peer" else f"home={home!r}"
         raise InputError(f"device is {device}; {what} works on cpu only so far, use home='host' there")

@@ -59,6 +59,8 @@ class PeerPacker:
     home_name = "peer"
     # Of home `hybrid`: how many stages each rank has.
     stages = 0
+    # Where shards lie.
+    device_type = "cpu"
 
     def __init__(self, group: PeerGroup, transport: Transport = _PULL) -> None:
         self.home = PeerHome(group, transport)
@@ -81,7 +83,7 @@ class PeerPacker:
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """As `agree`, for banks that are described already; `digests` is a word for each that all ranks must share."""
         self._specs = list(specs)
-        self.group.agree(self._specs, digests, self.stages)
+        self.group.agree(self._specs, digests, self.stages, self.device_type)
         with self.group.rendezvous.telling_failures():
             self._reserve()
 

@@ -47,7 +47,8 @@ OFFLOADING = "every rank of the group must call offload_experts with the same ho
 class Introduction:
     """What a rank says of itself. `digests` has one word per bank, equal for equal weights.
 
-    `process` matters to transport `pull` alone, where ranks watch each other; `stages` to home `hybrid`.
+    `process` matters to transport `pull` alone, where ranks watch each other; `stages` to home `hybrid`; `device_type`
+    is the kind of device in whose memory the shards lie.
     """
 
     ranks: int
@@ -56,6 +57,7 @@ class Introduction:
     digests: tuple[str, ...]
     transport: str = PULL
     stages: int = 0
+    device_type: str = "cpu"
 
 
 class PeerGroup:
@@ -119,15 +121,17 @@ class PeerGroup:
         store = c10d._get_process_group_store(group)
         return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport, watch)
 
-    def agree(self, banks: Sequence[BankSpec], digests: Sequence[str], stages: int = 0) -> None:
-        """Wait until every rank has come here with the same banks, `digests` of which are one word each, and as many
-        `stages`.
+    def agree(
+        self, banks: Sequence[BankSpec], digests: Sequence[str], stages: int = 0, device_type: str = "cpu"
+    ) -> None:
+        """Wait until every rank has come here with the same banks, `digests` of which are one word each, as many
+        `stages`, and shards on the same kind of device.
 
         Raises PeerError: one that names what differs, with both values and ranks, the same on every rank; or one that
         names the ranks that did not come within the timeout, or are gone.
         """
         process = this_process() if self.transport == PULL else None
-        own = Introduction(self.size, process, tuple(banks), tuple(digests), self.transport, stages)
+        own = Introduction(self.size, process, tuple(banks), tuple(digests), self.transport, stages, device_type)
         self.rendezvous.publish(_BANKS, own)
         first = own
         for rank, other in self._introductions(own):
@@ -249,6 +253,7 @@ def _claims(introduction: Introduction) -> Iterator[tuple[str, object]]:
     if introduction.process is not None:
         yield "the machine", introduction.process.machine
     yield "the number of stages of home='hybrid'", introduction.stages
+    yield "the kind of device", introduction.device_type
     yield "the number of banks", len(introduction.banks)
     for bank, digest in zip(introduction.banks, introduction.digests, strict=True):
         yield f"the name of bank {bank.index}", bank.name

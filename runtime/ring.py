@@ -221,6 +221,7 @@ class Ring:
         """
         for buffer in list(self._ahead):
             self._drop_ahead(buffer)
+        self._quiesce()
         self._order = LearnedOrder()
         self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers))
 

@@ -45,7 +45,7 @@ class Work:
 
     @property
     def is_ready(self) -> bool:
-        return self.after is None or not self.after.is_recorded or self.after.has_happened
+        return self.after is None or self.after.has_happened
 
 
 class Stream:
@@ -58,7 +58,7 @@ class Stream:
         self._cuda.run_some()
 
     def wait_event(self, event: Event) -> None:
-        self.add(Work(lambda: None, event))
+        self.add(Work(lambda: None, event if event.is_recorded else None))
 
     def wait_stream(self, other: Stream) -> None:
         event = Event(self._cuda)
@@ -124,8 +124,10 @@ class FakeCuda:
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
         before, self._current = self._current, stream
-        yield
-        self._current = before
+        try:
+            yield
+        finally:
+            self._current = before
 
 
 class _Issuing(TorchFunctionMode):

@@ -1,7 +1,9 @@
-"""Home `peer` with shards in device memory, where everything but that memory is real: here it is shared memory."""
+"""Home `peer` with shards in device memory, which is shared memory of the host here, as there is no GPU."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -9,39 +11,49 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from backend_helper import Stack, tokens
 from ranks import run_ranks
+from torch.distributed import distributed_c10d as c10d
 
 import moepass
 from moepass.runtime import offload
-from moepass.runtime.device_home import DevicePacker
+from moepass.runtime.device_home import DevicePacker, SymmetricMemory
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
-from moepass.runtime.shared_memory import SharedMemoryError, SharedSegment, create_segment, open_segment
+from moepass.runtime.shared_memory import SharedMemoryError, create_segment, open_segment
 from moepass.runtime.transports import PULL, Transport
 
 
 class _Segments:
-    """`RankMemory` that every process of this machine can have."""
+    """`RankMemory` that every process of this machine can have. Bytes arrive late, as those of a GPU do."""
 
-    def __init__(self) -> None:
-        self.opened: list[SharedSegment] = []
+    device_type = "cpu"
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self.own = create_segment(nbytes, "test")
-        return self.own.map(0, nbytes)
+        self.late = torch.zeros(nbytes, dtype=torch.uint8)
+        return self.late
 
     def exchange(self) -> list[torch.Tensor]:
         addresses: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(addresses, self.own.address())
-        self.opened = [open_segment(address) for address in addresses]
-        assert len({segment.nbytes for segment in self.opened}) == 1, "symmetric memory has one size on all ranks"
-        return [segment.map(0, segment.nbytes) for segment in self.opened]
+        opened = [open_segment(address) for address in addresses]
+        assert len({segment.nbytes for segment in opened}) == 1, "symmetric memory has one size on all ranks"
+        rank = dist.get_rank()
+        return [self.late if of == rank else segment.map(0, segment.nbytes) for of, segment in enumerate(opened)]
+
+    def finish_writing(self) -> None:
+        self.own.map(0, self.own.nbytes).copy_(self.late)
 
 
 class _Unreadable(_Segments):
     def exchange(self) -> list[torch.Tensor]:
         raise SharedMemoryError("no peer access")
+
+
+class _OnGpu(_Segments):
+    device_type = "cuda"
 
 
 def _offload(model: torch.nn.Module, memory: _Segments, timeout_s: float = 50) -> moepass.OffloadReport:
@@ -79,17 +91,80 @@ def test_a_model_stays_exact(ranks: int) -> None:
     assert len(set(run_ranks(ranks, _stays_exact))) == (2 if ranks == 3 else 1)
 
 
-def _one_cannot_read() -> str:
-    memory = _Unreadable() if dist.get_rank() == 1 else _Segments()
-    # The others do not come to an exchange in which one is missing, as they would not with a GPU's.
-    memory.exchange = memory.exchange if dist.get_rank() == 1 else lambda: [memory.own.map(0, memory.own.nbytes)] * 2
-    with pytest.raises((PeerError, SharedMemoryError)) as caught:
-        _offload(_stack(), memory)
-    return f"{type(caught.value).__name__}: {caught.value}"
+def _cannot_read() -> None:
+    model = _stack()
+    with torch.no_grad():
+        expected = model(tokens())
+        with pytest.raises(SharedMemoryError, match="no peer access"):
+            _offload(model, _Unreadable())
+        assert torch.equal(model(tokens()), expected)
+        assert moepass.offload_experts(model).home == "host"
 
 
-def test_a_gpu_that_cannot_be_read_is_an_error_on_all_ranks() -> None:
-    other, own = run_ranks(2, _one_cannot_read)
-    assert own == "SharedMemoryError: no peer access"
-    assert other.startswith("PeerError: ")
-    assert "no peer access" in other
+def test_memory_that_cannot_be_read_leaves_the_model_as_it_was() -> None:
+    run_ranks(2, _cannot_read)
+
+
+def _one_is_on_a_gpu() -> str:
+    with pytest.raises(PeerError) as caught:
+        _offload(_stack(), _OnGpu() if dist.get_rank() == 1 else _Segments())
+    return str(caught.value)
+
+
+def test_ranks_on_different_devices_are_one_error() -> None:
+    (text,) = set(run_ranks(2, _one_is_on_a_gpu))
+    assert text.startswith("ranks disagree on the kind of device: cpu on rank 0, cuda on rank 1")
+
+
+def _with_torch(rendezvous: Callable[..., Any], backend: str = "CUDA") -> SymmetricMemory:
+    """Symmetric memory, allocated, of a torch that does that when ranks exchange theirs."""
+    memory = SymmetricMemory(c10d._get_default_group(), torch.device("cuda", 0), timeout_s=0.5)
+    allocator = mock.Mock()
+    allocator.get_backend.return_value = backend
+    allocator.empty_strided_p2p.return_value = torch.zeros(4, dtype=torch.uint8)
+    with (
+        mock.patch("torch._C._distributed_c10d._SymmetricMemory", allocator),
+        mock.patch.object(symmetric_memory, "rendezvous", rendezvous),
+    ):
+        memory.allocate(4)
+        memory.exchange()
+    return memory
+
+
+def _exchanges() -> None:
+    store = c10d._get_process_group_store(c10d._get_default_group())
+    before = store.timeout
+    seen: list[str | None] = []
+
+    def wait_in_vain(memory: torch.Tensor, group: object) -> None:
+        seen.append(os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST"))
+        store.get("what no rank says")
+
+    def refuse(memory: torch.Tensor, group: object) -> None:
+        raise RuntimeError("detected allocations from overlapping devices from different ranks")
+
+    started = time.perf_counter()
+    with pytest.raises(PeerError, match="a rank did not come to share its GPU's memory"):
+        _with_torch(wait_in_vain)
+    assert time.perf_counter() - started < 20
+    assert seen == ["1"]
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
+    with pytest.raises(SharedMemoryError, match=r"overlapping devices .*each rank needs a GPU of its own"):
+        _with_torch(refuse)
+    assert store.timeout == before
+    with pytest.raises(SharedMemoryError, match=r"that of NVSHMEM.*unset TORCH_SYMMMEM"):
+        _with_torch(refuse, backend="NVSHMEM")
+
+
+def test_the_exchange_of_gpu_memory_ends_with_an_error_that_says_why() -> None:
+    run_ranks(1, _exchanges)
+
+
+def _chooses() -> str:
+    packer = offload._packer("peer", torch.device("cuda", 0), None, 50, None, "keep", Transport(PULL), 2)
+    assert packer.home.transport.name == PULL
+    return type(packer).__name__
+
+
+def test_shards_lie_on_the_gpu_where_a_gpu_computes() -> None:
+    assert run_ranks(1, _chooses) == ["DevicePacker"]
