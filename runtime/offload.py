@@ -188,8 +188,7 @@ def offload_experts(
     over gloo connections of their own, so they run the same layers, equally often, compiled with equally many slots,
     and no rank may come `timeout_s` later than another; one without work for a step calls `moepass.gather_only_step`.
     Whatever goes wrong on one rank, an exception in its model included, is an error on all of them, and they must be
-    started again.
-    With pull this holds for ranks that die.
+    started again. With pull this holds for ranks that die.
 
     Raises OptionError (unknown home or transport, slots or stages below 1, a malformed link or timeout) and InputError
     (no experts, a missing device, no process group). For home="peer" and "hybrid" also PeerError where ranks are

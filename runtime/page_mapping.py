@@ -17,11 +17,12 @@ _MADV_POPULATE_READ = 22
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 # (void *) -1
 _FAILED = ctypes.c_void_p(-1).value
-_has_failed_to_move = False
 # What one page table covers, on x86-64 and on ARM with pages of 4 KiB.
 TABLE_BYTES = 2 << 20
 # Bits of an entry in /proc/PID/pagemap: in memory, or in swap space; and whether the page belongs to a file.
 _PRESENT_OR_SWAPPED, _OF_FILE = 0b110, 0b001
+
+_has_failed_to_move = False
 
 
 def private_memory(nbytes: int) -> torch.Tensor:
