@@ -46,10 +46,7 @@ def lay_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
     What is written there later is seen by this process alone and takes memory of its own; the next call puts the
     segment's pages back. Raises OSError where the kernel does not, which leaves that memory unusable.
     """
-    flags = mmap.MAP_PRIVATE | _MAP_FIXED
-    if _libc().mmap(address, nbytes, _READ_WRITE, flags, descriptor, offset) != address:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    _map_at(address, nbytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, offset)
     # All pages at once. Kernels before 5.14 do not know this, and bring them one by one as they are read.
     _libc().madvise(address, nbytes, _MADV_POPULATE_READ)
 
@@ -70,11 +67,14 @@ def move_pages(address: int, nbytes: int, target: int) -> bool:
     # The kernel gives up a target before it fails (as limits of memory are lowered below what is in use): it must be
     # ours again before another thread maps something there.
     _has_failed_to_move = True
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
-    if _libc().mmap(target, nbytes, _PROT_NONE, flags, -1, 0) != target:
+    _map_at(target, nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE, -1, 0)
+    return False
+
+
+def _map_at(address: int, nbytes: int, protection: int, flags: int, descriptor: int, offset: int) -> None:
+    if _libc().mmap(address, nbytes, protection, flags, descriptor, offset) != address:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return False
 
 
 @functools.cache

@@ -13,11 +13,12 @@ import torch
 from fake_cuda import FakeCuda, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 from moepass.models.errors import OptionError
 from moepass.passes.ir import GatherPlan
 from moepass.runtime import ring as ring_module
-from moepass.runtime.banks import Bank, pack_bank
+from moepass.runtime.banks import Bank
 from moepass.runtime.learned_order import Fetch
 from moepass.runtime.link import Link, parse_link
 from moepass.runtime.ring import CudaRing
@@ -25,13 +26,7 @@ from moepass.runtime.ring import CudaRing
 CPU = torch.device("cpu")
 
 
-def _bank(index: int) -> Bank:
-    tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
-    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
-
-
-BANKS = [_bank(index) for index in range(5)]
-
+BANKS = [small_bank(index) for index in range(5)]
 
 _buffers = ring_module._buffers
 
@@ -51,25 +46,17 @@ def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int])
     """
     wrong: list[str] = []
 
-    def read(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
-        if not all(map(torch.equal, tensors, bank.views(bank.shard))):
+    def check(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
+        if not holds(tensors, bank):
             wrong.append(bank.spec.name)
 
     with FakeCuda(random.Random(seed)).installed() as cuda:
         with mock.patch.object(ring_module, "_buffers", _used_buffers):
-            ring = CudaRing(slots, 1 << 10, CPU, Link(), debug=True)
+            ring = CudaRing(slots, SLOT_BYTES, CPU, Link(), debug=True)
         for number in order:
-            banks = [BANKS[index] for index in runs[number % len(runs)]]
-            used = min(slots, len(banks))
-            with ring.run(number % len(runs), GatherPlan(slots=used)):
-                filled = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot, bank in enumerate(banks[:used])]
-                for place, bank in enumerate(banks):
-                    tensors = ring.acquire(filled[place], bank.spec, place % used)
-                    cuda.issue(functools.partial(read, tensors, bank))
-                    refill = place + used
-                    done = ring.release(place % used, last=refill >= len(banks))
-                    if refill < len(banks):
-                        filled.append(ring.prefetch([banks[refill].shard], banks[refill].spec, refill % used, done))
+            run = number % len(runs)
+            banks = [BANKS[index] for index in runs[run]]
+            run_banks(ring, run, banks, slots, lambda *read: cuda.issue(functools.partial(check, *read)))
         cuda.finish()
     return wrong
 
@@ -124,7 +111,7 @@ def _fail_in_a_run(ring: CudaRing) -> None:
 
 def test_an_interrupted_run_leaves_a_quiet_ring() -> None:
     with FakeCuda(random.Random(0)).installed() as cuda:
-        ring = CudaRing(2, 1 << 10, CPU, Link(), debug=True)
+        ring = CudaRing(2, SLOT_BYTES, CPU, Link(), debug=True)
         with pytest.raises(ZeroDivisionError):
             _fail_in_a_run(ring)
         assert cuda.is_idle
@@ -132,4 +119,4 @@ def test_an_interrupted_run_leaves_a_quiet_ring() -> None:
 
 def test_links_are_not_emulated_on_a_gpu() -> None:
     with pytest.raises(OptionError, match="exists for device cpu only"):
-        CudaRing(2, 1 << 10, CPU, parse_link("emulate:1e9"))
+        CudaRing(2, SLOT_BYTES, CPU, parse_link("emulate:1e9"))

@@ -56,17 +56,17 @@ class _OnGpu(_Segments):
     device_type = "cuda"
 
 
-def _offload(model: torch.nn.Module, memory: _Segments, timeout_s: float = 50) -> moepass.OffloadReport:
+def _offload(model: torch.nn.Module, memory: _Segments) -> moepass.OffloadReport:
     def packer(*args: Any) -> DevicePacker:
-        return DevicePacker(PeerGroup.of(None, timeout_s), Transport(PULL), memory)
+        return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), memory)
 
     with mock.patch.object(offload, "_packer", packer):
-        return moepass.offload_experts(model, home="peer", timeout_s=timeout_s)
+        return moepass.offload_experts(model, home="peer")
 
 
-def _stack(depth: int = 3) -> Stack:
+def _stack() -> Stack:
     torch.manual_seed(0)
-    return Stack("dense_bmm", depth=depth, bias=True)
+    return Stack("dense_bmm", depth=3, bias=True)
 
 
 def _stays_exact() -> int:
@@ -116,8 +116,8 @@ def test_ranks_on_different_devices_are_one_error() -> None:
     assert text.startswith("ranks disagree on the kind of device: cpu on rank 0, cuda on rank 1")
 
 
-def _with_torch(rendezvous: Callable[..., Any], backend: str = "CUDA") -> SymmetricMemory:
-    """Symmetric memory, allocated, of a torch that does that when ranks exchange theirs."""
+def _exchange(rendezvous: Callable[..., Any], backend: str = "CUDA") -> None:
+    """Exchange symmetric memory with a torch that does that when ranks meet for it."""
     memory = SymmetricMemory(c10d._get_default_group(), torch.device("cuda", 0), timeout_s=0.5)
     allocator = mock.Mock()
     allocator.get_backend.return_value = backend
@@ -128,7 +128,6 @@ def _with_torch(rendezvous: Callable[..., Any], backend: str = "CUDA") -> Symmet
     ):
         memory.allocate(4)
         memory.exchange()
-    return memory
 
 
 def _exchanges() -> None:
@@ -145,15 +144,15 @@ def _exchanges() -> None:
 
     started = time.perf_counter()
     with pytest.raises(PeerError, match="a rank did not come to share its GPU's memory"):
-        _with_torch(wait_in_vain)
+        _exchange(wait_in_vain)
     assert time.perf_counter() - started < 20
     assert seen == ["1"]
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
     with pytest.raises(SharedMemoryError, match=r"overlapping devices .*each rank needs a GPU of its own"):
-        _with_torch(refuse)
+        _exchange(refuse)
     assert store.timeout == before
     with pytest.raises(SharedMemoryError, match=r"that of NVSHMEM.*unset TORCH_SYMMMEM"):
-        _with_torch(refuse, backend="NVSHMEM")
+        _exchange(refuse, backend="NVSHMEM")
 
 
 def test_the_exchange_of_gpu_memory_ends_with_an_error_that_says_why() -> None:

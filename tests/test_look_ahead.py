@@ -7,43 +7,32 @@ import torch
 from backend_helper import BLOCKS, Stack, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 import moepass
 from moepass.passes.ir import GatherPlan
-from moepass.runtime.banks import Bank, pack_bank
+from moepass.runtime.banks import Bank
 from moepass.runtime.link import Link
 from moepass.runtime.ring import Ring, make_ring
 
 
-def _bank(index: int) -> Bank:
-    tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
-    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
-
-
 def _ring(slots: int) -> Ring:
-    return make_ring(slots, 1 << 10, torch.device("cpu"), Link(), debug=True)
+    return make_ring(slots, SLOT_BYTES, torch.device("cpu"), Link(), debug=True)
 
 
 def _run(ring: Ring, graph: str, banks: list[Bank], slots: int) -> None:
-    """What the executor does with a schedule of `banks` over `slots` slots; every bank is checked where it is read."""
-    slots = min(slots, len(banks))
-    ring.begin_run(graph, GatherPlan(slots=slots))
-    filled = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot, bank in enumerate(banks[:slots])]
-    for number, bank in enumerate(banks):
-        slot = number % slots
-        tensors = ring.acquire(filled[number], bank.spec, slot)
-        for tensor, expected in zip(tensors, bank.views(bank.shard), strict=True):
-            assert torch.equal(tensor, expected), f"bank {bank.spec.index} in run {graph}"
-        refill = number + slots
-        done = ring.release(slot, last=refill >= len(banks))
-        if refill < len(banks):
-            filled.append(ring.prefetch([banks[refill].shard], banks[refill].spec, slot, done))
+    """A run that checks every bank where it is read."""
+
+    def read(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
+        assert holds(tensors, bank), f"bank {bank.spec.index} in run {graph}"
+
+    run_banks(ring, graph, banks, slots, read)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_repeated_run_finds_its_first_banks_there(depth: int, slots: int) -> None:
-    ring, banks = _ring(slots), [_bank(index) for index in range(depth)]
+    ring, banks = _ring(slots), [small_bank(index) for index in range(depth)]
     for _ in range(2):
         _run(ring, "forward", banks, slots)
     for runs in range(1, 4):
@@ -53,7 +42,7 @@ def test_a_repeated_run_finds_its_first_banks_there(depth: int, slots: int) -> N
 
 
 def test_the_first_bank_is_there_before_the_run_begins() -> None:
-    ring, banks = _ring(2), [_bank(index) for index in range(3)]
+    ring, banks = _ring(2), [small_bank(index) for index in range(3)]
     for _ in range(2):
         _run(ring, "forward", banks, 2)
     copies = ring.statistics.copies
@@ -70,7 +59,7 @@ def test_the_first_bank_is_there_before_the_run_begins() -> None:
     order=st.lists(st.integers(0, 2), min_size=1, max_size=12),
 )
 def test_any_order_of_any_runs_is_right(slots: int, runs: list[list[int]], order: list[int]) -> None:
-    ring, banks = _ring(slots), [_bank(index) for index in range(5)]
+    ring, banks = _ring(slots), [small_bank(index) for index in range(5)]
     for number in order:
         chosen = number % len(runs)
         _run(ring, f"graph {chosen}", [banks[index] for index in runs[chosen]], slots)
@@ -79,7 +68,7 @@ def test_any_order_of_any_runs_is_right(slots: int, runs: list[list[int]], order
 
 def test_layers_in_graphs_of_their_own_fetch_for_each_other() -> None:
     """What a graph break in every layer makes of a model: each graph has one bank, the ring two slots."""
-    ring, banks = _ring(2), [_bank(index) for index in range(5)]
+    ring, banks = _ring(2), [small_bank(index) for index in range(5)]
     for _ in range(2):
         for index, bank in enumerate(banks):
             _run(ring, f"layer {index}", [bank], 2)
@@ -91,7 +80,7 @@ def test_layers_in_graphs_of_their_own_fetch_for_each_other() -> None:
 
 
 def test_one_graph_that_serves_all_layers_is_told_apart_by_its_banks() -> None:
-    ring, banks = _ring(2), [_bank(index) for index in range(3)]
+    ring, banks = _ring(2), [small_bank(index) for index in range(3)]
     for _ in range(4):
         for bank in banks:
             _run(ring, "layer", [bank], 2)
@@ -100,7 +89,7 @@ def test_one_graph_that_serves_all_layers_is_told_apart_by_its_banks() -> None:
 
 
 def test_a_changed_order_is_counted_and_learned_again() -> None:
-    ring, banks = _ring(2), [_bank(index) for index in range(4)]
+    ring, banks = _ring(2), [small_bank(index) for index in range(4)]
     for _ in range(3):
         _run(ring, "one", banks[:2], 2)
     _run(ring, "two", banks[2:], 2)
@@ -113,7 +102,7 @@ def test_a_changed_order_is_counted_and_learned_again() -> None:
 
 
 def test_a_bank_that_changed_meanwhile_is_copied_again() -> None:
-    ring, banks = _ring(2), [_bank(index) for index in range(3)]
+    ring, banks = _ring(2), [small_bank(index) for index in range(3)]
     for _ in range(3):
         _run(ring, "forward", banks, 2)
     used = ring.statistics.ahead_used
@@ -123,7 +112,7 @@ def test_a_bank_that_changed_meanwhile_is_copied_again() -> None:
 
 
 def test_after_an_exception_nothing_is_taken_from_before() -> None:
-    ring, banks = _ring(2), [_bank(index) for index in range(3)]
+    ring, banks = _ring(2), [small_bank(index) for index in range(3)]
     for _ in range(3):
         _run(ring, "forward", banks, 2)
     ring.begin_run("forward", GatherPlan(slots=2))

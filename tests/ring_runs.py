@@ -1,0 +1,44 @@
+"""Runs of a ring without a graph: what the executor does with the plainest schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from moepass.passes.ir import GatherPlan
+from moepass.runtime.banks import Bank, pack_bank
+from moepass.runtime.ring import Ring
+
+SLOT_BYTES = 1 << 10
+
+
+def small_bank(index: int) -> Bank:
+    """Of at most SLOT_BYTES; its numbers say which it is."""
+    tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
+    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
+
+
+def holds(tensors: tuple[torch.Tensor, ...], bank: Bank) -> bool:
+    """Whether these are the tensors of `bank`."""
+    return all(map(torch.equal, tensors, bank.views(bank.shard)))
+
+
+def run_banks(
+    ring: Ring,
+    graph: Hashable,
+    banks: list[Bank],
+    slots: int,
+    read: Callable[[tuple[torch.Tensor, ...], Bank], object],
+) -> None:
+    """A run over `banks`, one after the other, through `slots` slots; `read` gets each while it is there."""
+    slots = min(slots, len(banks))
+    with ring.run(graph, GatherPlan(slots=slots)):
+        filled = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot, bank in enumerate(banks[:slots])]
+        for number, bank in enumerate(banks):
+            slot = number % slots
+            read(ring.acquire(filled[number], bank.spec, slot), bank)
+            refill = number + slots
+            done = ring.release(slot, last=refill >= len(banks))
+            if refill < len(banks):
+                filled.append(ring.prefetch([banks[refill].shard], banks[refill].spec, slot, done))
