@@ -163,9 +163,8 @@ def _report(cases: Sequence[Case], rounds: Sequence[Sequence[_Trial]], are_equal
             ]
             for case, trials, off, is_equal in zip(cases, of_cases, offs, are_equal, strict=True)
         ],
-        f"Medians of {len(rounds)} rounds, each with a calibration of its own, and the largest distance from them; a "
-        f"round has the median of {repeats} steps. off: of predicted from measured, median over rounds. equal: to the "
-        "model without moepass.",
+        f"Medians of {_rounds(len(rounds))}, and the largest distance from them; a round has the median of {repeats} "
+        "steps. off: of predicted from measured, median over rounds. equal: to the model without moepass.",
     )
     asked = [abs(off) for case, off in zip(cases, offs, strict=True) if case.home != "hybrid"]
     held = sum(off <= STEP_LIMIT for off in asked)
@@ -208,7 +207,7 @@ def _report_crossover(rate: float, rounds: Sequence[tuple[Hardware, list[BothFor
             ]
             for index, tokens in enumerate(CROSSOVER_TOKENS)
         ],
-        f"Medians of {len(rounds)} rounds, each with a calibration of its own.",
+        f"Medians of {_rounds(len(rounds))}.",
     )
     crossings = [(crossing_of(ours), crossing_of(theirs)) for ours, theirs in zip(predicted, measured, strict=True)]
     found = [(ours, theirs) for ours, theirs in crossings if ours is not None and theirs is not None]
@@ -265,6 +264,10 @@ def _setting(hardware: Hardware, layers: int, tokens: int) -> Setting:
 def _architecture(layers: int) -> Architecture:
     with torch.device("meta"):
         return from_config(reference_model(layers).config)
+
+
+def _rounds(count: int) -> str:
+    return f"{count} rounds, each with a calibration of its own unless PROFILES has one"
 
 
 class Calibrations:

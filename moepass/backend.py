@@ -160,9 +160,13 @@ def _store_of(captured: GraphModule) -> BankStore | None:
 
 
 def _ring_device(captured: GraphModule) -> torch.device:
-    """Where a ring for this graph's parameters lies: where the graph computes."""
+    """Where a ring for this graph's parameters lies: where the graph computes.
+
+    Small tensors may be on the CPU wherever that is.
+    """
     values = [node.meta.get("val") for node in captured.graph.nodes]
-    return next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _refuse_training(example_inputs: Sequence[Any]) -> None:

@@ -23,12 +23,13 @@ from moepass.passes.ir import BankSpec
 from moepass.passes.shards import shard_layout
 from moepass.runtime.collective import make_transport
 from moepass.runtime.decisions import MEETING, NO_BORDER, Decisions, Left, check_decisions, exchange_decisions
+from moepass.runtime.device_home import packer_on
 from moepass.runtime.executor import Memory, memory_of
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.homes import Home
 from moepass.runtime.link import Link
 from moepass.runtime.part_watch import PartWatch
-from moepass.runtime.peer_home import packer_for
+from moepass.runtime.peer_home import PeerHome, PeerPacker
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.processes import ProcessWatch
 from moepass.runtime.rendezvous import PeerError
@@ -60,11 +61,14 @@ def _key(bank: BankSpec, parts: Sequence[torch.Tensor]) -> BankKey:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdoptedBank:
-    """A bank that ranks met for. `held_twice_bytes` of this rank's part lie in memory of their own beside the shard."""
+    """A bank that ranks met for, and the home of all banks of that meeting, by which its sources stay.
+
+    `held_twice_bytes` of this rank's part lie in memory of their own beside the shard.
+    """
 
     spec: BankSpec
     sources: tuple[Source, ...]
-    group: PeerGroup
+    home: PeerHome
     storages: tuple[StorageWeakRef, ...]
     watch: PartWatch
     held_twice_bytes: int
@@ -93,12 +97,12 @@ class AdoptedHome(Home):
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shards."""
-        return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in list(self._banks.values()))
+        return sum(shard_layout(bank.spec, bank.home.group.rank).nbytes for bank in list(self._banks.values()))
 
     def check(self) -> None:
         """Raises PeerError where a rank is gone that a bank in use was brought together with."""
         if self.watch.gone():
-            for group in {bank.group for bank in list(self._banks.values())}:
+            for group in {bank.home.group for bank in list(self._banks.values())}:
                 group.check_alive()
         if self._has_lost_banks and self.ring is not None and (ring := self.ring()) is not None:
             self._has_lost_banks = False
@@ -278,7 +282,7 @@ class AdoptedBanks:
             for number, bank in enumerate(banks)
         ]
         peers = PeerGroup.of(group, self.options.timeout_s, MEETING, self.options.transport, self.home.watch)
-        packer = packer_for(peers, self.home.transport)
+        packer = packer_on(self.device, group, peers, self.home.transport)
         # Ranks hold different experts, so their weights have no digest in common.
         packer.agree_on(specs, ["" for _ in specs])
         shards, moved = [], []
@@ -299,9 +303,9 @@ class AdoptedBanks:
             AdoptedBank(
                 bank.spec,
                 spread[bank.spec.index],
-                peers,
+                packer.home,
                 tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors),
-                PartWatch(tensors, [place.view(bank.shard) for place in packer.layout(number).tensors], lie_there),
+                _watch(packer, bank.shard, number, tensors, lie_there),
                 sum(tensor.nbytes for tensor, lies_there in zip(tensors, lie_there, strict=True) if not lies_there),
             )
             for number, (bank, tensors, lie_there) in enumerate(zip(shards, parts, moved, strict=True))
@@ -366,6 +370,15 @@ class AdoptedBanks:
             self.home.drop(self._known.pop(key))
         if not self._known:
             self._ring = None
+
+
+def _watch(
+    packer: PeerPacker, shard: torch.Tensor, number: int, parts: Sequence[torch.Tensor], lie_there: Sequence[bool]
+) -> PartWatch:
+    kept = [place.view(shard) for place in packer.layout(number).tensors]
+    if packer.is_copied_on_write:
+        return PartWatch(parts, kept, lie_there)
+    return PartWatch(parts, [None if lies_there else it for it, lies_there in zip(kept, lie_there, strict=True)])
 
 
 def _name(name: str, uses_of_name: dict[str, int]) -> str:

@@ -20,6 +20,7 @@ from moepass.passes.ir import BankSpec, Plan
 from moepass.passes.protocol import Group
 from moepass.runtime.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
 from moepass.runtime.decisions import Left
+from moepass.runtime.device_home import check_transport_to
 from moepass.runtime.dispatching import Dispatcher
 from moepass.runtime.executor import Adopt
 from moepass.runtime.ring import Ring
@@ -56,7 +57,7 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: 
     """What is done where the banks of `plan`, or blocks that it leaves as they came, come for the first time.
 
     None where the graph has no parameters that become banks, and leaves nothing that all ranks must leave. Raises
-    InputError for a device that adopted banks cannot stream to.
+    InputError for a device that banks of other ranks cannot stream to.
     """
     of_banks = {bank.group for bank in plan.banks if bank.group}
     left: dict[str, list[Left]] = defaultdict(list)
@@ -68,11 +69,8 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: 
     names = sorted(of_banks | set(left))
     if not names:
         return None
-    if plan.residencies and device.type != "cpu":
-        raise InputError(
-            f"the graph computes on {device}, but expert parallelism leaves graphs on cpu only so far; keep it with "
-            "options={'disable': ['localise', 'complete_shards']}"
-        )
+    if of_banks:
+        check_transport_to(device, options.transport)
 
     def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring | None, list[BankSpec]]:
         ring, known = None, list(banks)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,16 +20,18 @@ import torch
 from torch.distributed import DistError, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import shard_layout, shard_pieces
 from moepass.runtime.banks import Bank
-from moepass.runtime.peer_home import PeerHome, PeerPacker
+from moepass.runtime.peer_home import PeerHome, PeerPacker, packer_for
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedMemoryError, SharedSegment
 from moepass.runtime.sources import MemorySource, Source
-from moepass.runtime.transports import Transport
+from moepass.runtime.transports import PULL, Transport
 
+_INSTEAD = f"; use transport={PULL!r} there"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -49,6 +52,9 @@ class RankMemory(Protocol):
 
     def finish_writing(self) -> None:
         """Return when what was written to this rank's can be read by others."""
+
+    def with_own_storage(self, memory: torch.Tensor, when_freed: Callable[[], None]) -> torch.Tensor:
+        """The same bytes of this rank's, flat uint8; `when_freed` is called once nobody has them in this way."""
 
 
 class SymmetricMemory:
@@ -101,6 +107,21 @@ class SymmetricMemory:
     def finish_writing(self) -> None:
         torch.cuda.synchronize(self._device)
 
+    def with_own_storage(self, memory: torch.Tensor, when_freed: Callable[[], None]) -> torch.Tensor:
+        exported = _Exported(memory)
+        weakref.finalize(exported, when_freed).atexit = False
+        return torch.as_tensor(exported, device=self._device)
+
+
+class _Exported:
+    """Memory of a GPU as libraries hand it to each other: whoever takes it keeps this object."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.numel(),), "typestr": "|u1", "data": (memory.data_ptr(), False), "version": 2,
+        }  # fmt: skip
+
 
 @contextmanager
 def _waiting_at_most(group: ProcessGroup, timeout_s: float) -> Iterator[None]:
@@ -138,12 +159,25 @@ class DeviceHome(PeerHome):
 class DevicePacker(PeerPacker):
     """As `PeerPacker`, with shards in `memory`. The segment of shared memory is there for goodbyes alone."""
 
+    is_copied_on_write = False
+
     def __init__(self, group: PeerGroup, transport: Transport, memory: RankMemory) -> None:
         super().__init__(group, transport)
         self.home = DeviceHome(group, transport, memory)
         self.device_type = memory.device_type
         self._memory_of_ranks = memory
         self._all: Sequence[torch.Tensor] = ()
+
+    def tensors_in_shard(
+        self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        shard, tensors = self._memory(index), self.layout(index).tensors
+        return [
+            self._memory_of_ranks.with_own_storage(shard.narrow(0, part.offset_bytes, part.nbytes), when_freed)
+            .view(part.torch_dtype)
+            .view(part.shape)
+            for part in (tensors[position] for position in positions)
+        ]
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
         self._memory_of_ranks.finish_writing()
@@ -172,3 +206,25 @@ class DevicePacker(PeerPacker):
             self._all[rank].narrow(0, place, shard_layout(spec, rank).nbytes)
             for place, spec in zip(places, self._specs, strict=False)
         ]
+
+
+def packer_on(device: torch.device, process_group: ProcessGroup, group: PeerGroup, transport: Transport) -> PeerPacker:
+    """Brings banks to the ranks of `group`, which are those of `process_group`, for copies by `transport` to `device`.
+
+    Raises InputError where there are none yet.
+    """
+    check_transport_to(device, transport.name)
+    if device.type == "cpu":
+        return packer_for(group, transport)
+    memory = SymmetricMemory(process_group, device, group.rendezvous.timeout_s)
+    return DevicePacker(group, transport, memory)
+
+
+def check_transport_to(device: torch.device, transport: str) -> None:
+    """Raises InputError where no experts of other ranks come to `device` by that transport yet."""
+    kinds = ["cpu", "cuda"] if transport == PULL else ["cpu"]
+    if device.type not in kinds:
+        raise InputError(
+            f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only "
+            f"so far{_INSTEAD if device.type == 'cuda' else ''}"
+        )

@@ -17,12 +17,11 @@ from moepass.models.errors import InputError, OptionError, one_of
 from moepass.runtime.banked_modules import BankedParameter, bank_parameters, banked_parameters, move_as_a_whole
 from moepass.runtime.banks import Bank, BankStore, pack_bank
 from moepass.runtime.collective import Collective, make_transport
-from moepass.runtime.device_home import DevicePacker, SymmetricMemory
+from moepass.runtime.device_home import check_transport_to, packer_on
 from moepass.runtime.disk_home import DiskPacker
 from moepass.runtime.homes import Home
 from moepass.runtime.hybrid_home import HybridPacker
 from moepass.runtime.link import parse_link
-from moepass.runtime.peer_home import packer_for
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.residents import Residents
 from moepass.runtime.staged_pull import StagedPull
@@ -319,19 +318,16 @@ def _packer(
         raise OptionError(f"{given}, but home is {home!r}; it goes with home='disk'")
     if home == "host":
         return HostPacker(pin=device.type == "cuda")
-    if home == "peer" and device.type == "cuda" and transport.is_one_sided:
-        peers = PeerGroup.of(group, timeout_s)
-        memory = SymmetricMemory(group or c10d._get_default_group(), device, timeout_s)
-        return DevicePacker(peers, transport, memory)
+    if home == "peer":
+        check_transport_to(device, transport.name)
+        peers = PeerGroup.of(group, timeout_s, transport=transport.name)
+        return packer_on(device, group or c10d._get_default_group(), peers, transport)
     if device.type != "cpu":
-        what = f"home={home!r} with transport={transport.name!r}" if home == "peer" else f"home={home!r}"
-        raise InputError(f"device is {device}; {what} works on cpu only so far, use home='host' there")
+        raise InputError(f"device is {device}; home={home!r} works on cpu only so far, use home='host' there")
     if home == "disk":
         return DiskPacker(bank_folder, page_cache)
-    peers = PeerGroup.of(group, timeout_s, transport=transport.name)
-    if isinstance(transport, StagedPull):
-        return HybridPacker(peers, transport, stages)
-    return packer_for(peers, transport)
+    assert isinstance(transport, StagedPull)
+    return HybridPacker(PeerGroup.of(group, timeout_s, transport=transport.name), transport, stages)
 
 
 def resolve_device(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -4,6 +4,8 @@ versions  torch counts writes in place; not those through `.data` or numpy, nor 
 pages     of a parameter that lies in its shard: whatever writes there gets a page of its own, so this is exact
 sample    of any other: some numbers of every expert, along each dimension
 shard     all bytes are compared with it where one of these shows something: what did not change is no error
+
+A parameter that is the shard itself, as on a GPU, has nothing to be compared with: its versions alone tell.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ class PartWatch:
     """Watches this rank's tensors of one bank, each [own experts, ...]."""
 
     def __init__(
-        self, parts: Sequence[torch.Tensor], shard: Sequence[torch.Tensor], moved: Sequence[bool] | None = None
+        self, parts: Sequence[torch.Tensor], shard: Sequence[torch.Tensor | None], moved: Sequence[bool] | None = None
     ) -> None:
-        """`shard` is what `parts` are now, in memory that nobody writes to; `moved` tells which of them lie in private
-        pages of it.
+        """`shard` is what `parts` are now, in memory that nobody writes to; None for one that is there itself. `moved`
+        tells which of the others lie in private pages of it.
         """
         self._shard = list(shard)
         self._remember(parts, [False] * len(parts) if moved is None else moved)
@@ -37,10 +39,12 @@ class PartWatch:
 
         What leaves the version of a tensor and the sample of it alone is not noticed where it is watched by these.
         """
-        if self._versions == _versions(parts) and not any(map(self._is_touched, range(len(parts)), parts)):
+        versions = _versions(parts)
+        if self._versions == versions and not any(map(self._is_touched, range(len(parts)), parts)):
             return True
-        if not all(_same_bits(part, kept) for part, kept in zip(parts, self._shard, strict=True)):
-            return False
+        for part, kept, version, before in zip(parts, self._shard, versions, self._versions, strict=True):
+            if version != before if kept is None else not _same_bits(part, kept):
+                return False
         addresses = [address for address, _ in self._versions]
         self._remember(
             parts,
@@ -55,11 +59,13 @@ class PartWatch:
         self._versions = _versions(parts)
         # Pages that were written already tell nothing of the next write.
         self._samples = [
-            None if lies_in_shard and _has_written_pages(part) is False else sample_of(part)
-            for part, lies_in_shard in zip(parts, moved, strict=True)
+            None if shard is None or (lies_in_shard and _has_written_pages(part) is False) else sample_of(part)
+            for part, shard, lies_in_shard in zip(parts, self._shard, moved, strict=True)
         ]
 
     def _is_touched(self, place: int, part: torch.Tensor) -> bool:
+        if self._shard[place] is None:
+            return False
         kept = self._samples[place]
         if kept is not None:
             return not _same_bits(_strided_sample(part), kept)

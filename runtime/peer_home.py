@@ -7,8 +7,8 @@ memory of its own, from which it sends what the others lack when all gather.
 from __future__ import annotations
 
 import hashlib
-import mmap
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -61,6 +61,8 @@ class PeerPacker:
     stages = 0
     # Where shards lie.
     device_type = "cpu"
+    # Whether what somebody writes to `tensors_in_shard` is seen by this rank alone.
+    is_copied_on_write = True
 
     def __init__(self, group: PeerGroup, transport: Transport = _PULL) -> None:
         self.home = PeerHome(group, transport)
@@ -100,11 +102,24 @@ class PeerPacker:
             write_parts(spec, rank, parts, shard)
         return Bank(spec, shard)
 
-    def map_privately(self, index: int) -> mmap.mmap:
-        """This rank's shard of bank `index` once more: see `SharedSegment.map_privately`."""
+    def tensors_in_shard(
+        self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """This rank's part of the tensors of bank `index` at `positions`, where its shard lies.
+
+        Each has a storage of its own, as savers of models expect; none may be empty. `when_freed` is called once the
+        last is gone, or with each of them, in any thread. Raises SharedMemoryError where the shard cannot be mapped.
+        """
         assert self._segment is not None, "agree comes first"
-        places = self._places(self.group.rank)
-        return self._segment.map_privately(places[index], self.layout(index).nbytes)
+        place = self._places(self.group.rank)[index]
+        mapping = self._segment.map_privately(place, self.layout(index).nbytes)
+        weakref.finalize(mapping, when_freed).atexit = False
+        return [
+            torch.frombuffer(mapping, dtype=torch.uint8, count=part.nbytes, offset=part.offset_bytes)
+            .view(part.torch_dtype)
+            .view(part.shape)
+            for part in (self.layout(index).tensors[position] for position in positions)
+        ]
 
     def layout(self, index: int) -> ShardLayout:
         """That of this rank's shard of bank `index`."""

@@ -1,14 +1,13 @@
 """Let a model's parameters lie in the shard that they were copied into, so that their bytes are held once.
 
-A parameter gets the shard's pages as its storage, mapped privately: what somebody writes to it later is seen by this
-rank alone, as before, and other ranks go on reading what was agreed on. It stays the same object with the same shape,
-strides and version, so no guard of compiled code notices.
+A parameter gets the shard as its storage. On a CPU that is mapped privately: what somebody writes to it later is seen
+by this rank alone, as before, and other ranks go on reading what was agreed on. It stays the same object with the same
+shape, strides and version, so no guard of compiled code notices.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,24 +23,23 @@ def share_parts(
     `when_freed` is called once nothing lies there any more, in any thread. No other thread may read `parts` meanwhile.
     Raises SharedMemoryError where the shard cannot be mapped.
     """
-    movable = [is_movable(part) for part in parts]
-    if any(movable):
-        mapping = packer.map_privately(index)
-        weakref.finalize(mapping, when_freed).atexit = False
-        for part, place, is_free in zip(parts, packer.layout(index).tensors, movable, strict=True):
-            if is_free:
-                # A storage of its own for each, as savers of models expect. Inference tensors have no version.
-                with torch.inference_mode(False):
-                    shared = torch.frombuffer(
-                        mapping, dtype=part.dtype, count=part.numel(), offset=place.offset_bytes
-                    ).view(part.shape)
-                part.data = shared
+    movable = [is_movable(part, packer.device_type) for part in parts]
+    positions = [position for position, is_free in enumerate(movable) if is_free]
+    if positions:
+        with torch.inference_mode(False):  # inference tensors have no version
+            shared = packer.tensors_in_shard(index, positions, when_freed)
+        for position, tensor in zip(positions, shared, strict=True):
+            parts[position].data = tensor.view(parts[position].shape)
     return movable
 
 
-def is_movable(tensor: torch.Tensor) -> bool:
-    """True where nothing but `tensor` itself can reach its memory, and its bytes lie there as they do in a shard."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu" or tensor.numel() == 0:
+def is_movable(tensor: torch.Tensor, device_type: str = "cpu") -> bool:
+    """True where nothing but `tensor` itself can reach its memory, and its bytes lie there as they do in a shard that
+    is on a device of `device_type`.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() == 0:
+        return False
+    if tensor.device.type != device_type:
         return False
     if tensor.is_inference() or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return False
@@ -49,7 +47,7 @@ def is_movable(tensor: torch.Tensor) -> bool:
     if not tensor.untyped_storage().resizable():
         return False
     users = _users(tensor)
-    return users is not None and users == _users(torch.empty(1))
+    return users is not None and users == _users(torch.empty(1, device=tensor.device))
 
 
 def _users(tensor: torch.Tensor) -> tuple[int, int, int] | None:

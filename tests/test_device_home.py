@@ -1,4 +1,4 @@
-"""Home `peer` with shards in device memory, which is shared memory of the host here, as there is no GPU."""
+"""Home `peer` with shards in device memory, which other memory stands for here, as there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from backend_helper import Stack, tokens
+from rank_memory import Segments
 from ranks import run_ranks
 from torch.distributed import distributed_c10d as c10d
 
@@ -21,42 +22,20 @@ from moepass.runtime import offload
 from moepass.runtime.device_home import DevicePacker, SymmetricMemory
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
-from moepass.runtime.shared_memory import SharedMemoryError, create_segment, open_segment
+from moepass.runtime.shared_memory import SharedMemoryError
 from moepass.runtime.transports import PULL, Transport
 
 
-class _Segments:
-    """`RankMemory` that every process of this machine can have. Bytes arrive late, as those of a GPU do."""
-
-    device_type = "cpu"
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        self.own = create_segment(nbytes, "test")
-        self.late = torch.zeros(nbytes, dtype=torch.uint8)
-        return self.late
-
-    def exchange(self) -> list[torch.Tensor]:
-        addresses: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(addresses, self.own.address())
-        opened = [open_segment(address) for address in addresses]
-        assert len({segment.nbytes for segment in opened}) == 1, "symmetric memory has one size on all ranks"
-        rank = dist.get_rank()
-        return [self.late if of == rank else segment.map(0, segment.nbytes) for of, segment in enumerate(opened)]
-
-    def finish_writing(self) -> None:
-        self.own.map(0, self.own.nbytes).copy_(self.late)
-
-
-class _Unreadable(_Segments):
+class _Unreadable(Segments):
     def exchange(self) -> list[torch.Tensor]:
         raise SharedMemoryError("no peer access")
 
 
-class _OnGpu(_Segments):
+class _OnGpu(Segments):
     device_type = "cuda"
 
 
-def _offload(model: torch.nn.Module, memory: _Segments) -> moepass.OffloadReport:
+def _offload(model: torch.nn.Module, memory: Segments) -> moepass.OffloadReport:
     def packer(*args: Any) -> DevicePacker:
         return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), memory)
 
@@ -73,7 +52,7 @@ def _stays_exact() -> int:
     model = _stack()
     with torch.no_grad():
         expected = model(tokens())
-        report = _offload(model, _Segments())
+        report = _offload(model, Segments())
         assert torch.equal(model(tokens()), expected)
         compiled: Callable[..., Any] = torch.compile(
             model, backend="asyncep", options={"lower": "eager", "debug": True}
@@ -107,7 +86,7 @@ def test_memory_that_cannot_be_read_leaves_the_model_as_it_was() -> None:
 
 def _one_is_on_a_gpu() -> str:
     with pytest.raises(PeerError) as caught:
-        _offload(_stack(), _OnGpu() if dist.get_rank() == 1 else _Segments())
+        _offload(_stack(), _OnGpu() if dist.get_rank() == 1 else Segments())
     return str(caught.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from backend_helper import Stack, tokens
 
 import moepass
+from moepass.models.moe_stack import StackConfig, build_stack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -55,16 +57,21 @@ def test_inductor_streams_too(no_grad: None) -> None:
         torch.testing.assert_close(compiled(inputs), expected, rtol=1e-4, atol=1e-5)
 
 
-def _rank(rank: int, store: str, ranks: int) -> None:
+def _join(rank: int, store: str, ranks: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl",
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
         timeout=datetime.timedelta(seconds=60),
     )
+    return device
+
+
+def _offloads(rank: int, store: str, ranks: int) -> None:
+    device = _join(rank, store, ranks)
     model, inputs = _stack(device), tokens().to(device)
     with torch.no_grad():
         expected = model(inputs)
@@ -73,13 +80,40 @@ def _rank(rank: int, store: str, ranks: int) -> None:
         _check_exact(model, inputs, expected)
         statistics = report.store.ring().statistics
         assert 0 < statistics.link_bytes < statistics.copied_bytes
-    dist.barrier()
+    _leave()
+
+
+def _leave() -> None:
+    # By gloo: NCCL takes no two ranks on one GPU.
+    dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
 
 
-def test_ranks_copy_from_each_others_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+# Wide enough for grouped products, which want bf16 on a GPU.
+PARALLEL = StackConfig(layers=4, hidden=512, width=512, experts=16, top_k=4, dtype=torch.bfloat16)
+
+
+def _parallel(rank: int, store: str, ranks: int) -> None:
+    device = _join(rank, store, ranks)
+    torch._dynamo.config.capture_scalar_outputs = True
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        full, model = build_stack(PARALLEL).to(device), build_stack(PARALLEL, "all_to_all").to(device)
+        compiled = torch.compile(model, backend="asyncep", options={"debug": True}, fullgraph=True)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            hidden = torch.randn(512, PARALLEL.hidden, generator=generator).to(device, PARALLEL.dtype)
+            torch.testing.assert_close(compiled(hidden), full(hidden), rtol=5e-2, atol=5e-2)
+        experts = [parameter for layer in model.moe for parameter in layer.experts.parameters()]
+        assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in experts)
+    for compilation in compilations:
+        assert not compilation.plan.refusals, compilation.plan.refusals
+    _leave()
+
+
+@pytest.mark.parametrize("run", [_offloads, _parallel])
+def test_ranks_copy_from_each_others_gpu_memory(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> None:
     if torch.cuda.device_count() < 2:
         # Of torch, for tests: two ranks share the one GPU that there is.
         monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (str(Path(folder, "store")), 2), nprocs=2)
+        torch.multiprocessing.spawn(run, (str(Path(folder, "store")), 2), nprocs=2)

@@ -113,6 +113,19 @@ def test_a_rank_without_experts_and_transposed_tensors_are_watched() -> None:
     assert not watch.are_unchanged(parts)
 
 
+def test_parts_that_are_the_shard_are_told_by_their_versions() -> None:
+    parts = _parts()
+    watch = PartWatch(parts, [None, parts[1].clone(), None], [False, False, False])
+    assert watch.are_unchanged(parts)
+    parts[1].mul_(2)
+    assert not watch.are_unchanged(parts)
+    parts[1].div_(2)
+    assert watch.are_unchanged(parts)
+    parts[2].add_(0)
+    for _ in range(2):
+        assert not watch.are_unchanged(parts)
+
+
 @on_linux
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, len(SHAPES) - 1), st.data())

@@ -294,7 +294,7 @@ def test_experts_spread_over_the_ranks_of_a_group() -> None:
     ("arguments", "kind", "message"),
     [
         ({}, moepass.InputError, r"torch\.distributed, which is not initialised; launch with torchrun"),
-        ({"device": "meta"}, moepass.InputError, r"device is meta; home='peer' with transport='pull' works on cpu"),
+        ({"device": "meta"}, moepass.InputError, r"device is meta; transport='pull' brings .* to cpu and cuda only"),
         ({"home": "host", "group": "all"}, moepass.OptionError, r"a group goes with home='peer'"),
     ],
 )

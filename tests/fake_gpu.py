@@ -1,0 +1,97 @@
+"""Graphs as they are captured for a GPU, without one: fake CUDA tensors, and a device guard that does nothing.
+
+with pretended_gpu():                     CUDA tensors that are made in here are fake ones
+    put_on_gpu(model)                     its tensors become such, without values
+    graph = captured_graph(model, ...)    the first ATen graph of its forward
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.utils.cpp_extension import include_paths, library_paths
+
+from moepass.passes.lower import decompositions
+
+# Indexing asks for the guard of a tensor's device, fake or not, which a torch without CUDA does not have.
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+"""
+
+
+@contextlib.contextmanager
+def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """A GPU of that compute capability; 9.0 is an H100's."""
+    if not torch.cuda.is_available():
+        _load_guard()
+
+    def get_device_capability(device: torch.device | None = None) -> tuple[int, int]:
+        return capability
+
+    has_capability = mock.patch.object(torch.cuda, "get_device_capability", get_device_capability)
+    with has_capability, FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@functools.cache
+def _load_guard() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(_GUARD, encoding="utf-8")
+        paths = [*(f"-I{path}" for path in include_paths()), *(f"-L{path}" for path in library_paths())]
+        options = ["-std=c++20", "-shared", "-fPIC", *paths, "-lc10"]
+        subprocess.run([get_cpp_compiler(), str(source), "-o", str(library), *options], check=True)
+        return ctypes.CDLL(str(library))
+
+
+def on_gpu(value: torch.Tensor) -> torch.Tensor:
+    """A fake CUDA tensor like `value`."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+
+def put_on_gpu(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(on_gpu(parameter), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = on_gpu(buffer)
+
+
+class _GraphComplete(Exception):  # noqa: N818  no error
+    """There is a graph; it cannot be run."""
+
+
+def captured_graph(model: torch.nn.Module, *args: Any, lower: str = "eager", **kwargs: Any) -> GraphModule:
+    """The first ATen graph of `model(*args, **kwargs)`, as the backend gets it."""
+    found: list[GraphModule] = []
+
+    def keep(module: GraphModule, inputs: Sequence[Any]) -> Any:
+        found.append(module)
+
+        def run(values: list[Any]) -> Any:
+            raise _GraphComplete
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    backend = aot_autograd(fw_compiler=keep, inference_compiler=keep, decompositions=decompositions(lower))
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True), contextlib.suppress(_GraphComplete):
+        torch.compile(model, backend=backend)(*args, **kwargs)
+    return found[0]

@@ -1,0 +1,123 @@
+"""Expert parallelism taken out of graphs where shards lie in device memory, which other memory stands for here."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_memory import Segments
+from ranks import run_ranks
+from test_adoption import SMALL, _compile, _hidden, _stays_exact
+
+import moepass
+from moepass.models.moe_stack import build_stack
+from moepass.runtime import adopted_banks
+from moepass.runtime.adopted_banks import AdoptedHome
+from moepass.runtime.device_home import DevicePacker
+from moepass.runtime.peer_home import PeerPacker
+from moepass.runtime.peers import PeerGroup
+from moepass.runtime.transports import Transport
+
+
+@contextmanager
+def _in_device_memory() -> Iterator[list[weakref.ref[Segments]]]:
+    """Meetings put shards there; gives the memory of each of them."""
+    made: list[weakref.ref[Segments]] = []
+
+    def packer(device: torch.device, process_group: Any, group: PeerGroup, transport: Transport) -> PeerPacker:
+        memory = Segments()
+        made.append(weakref.ref(memory))
+        return DevicePacker(group, transport, memory)
+
+    with mock.patch.object(adopted_banks, "packer_on", packer):
+        yield made
+
+
+def _home() -> AdoptedHome:
+    (group,) = dist.distributed_c10d._world.pg_map
+    return adopted_banks.adopted_banks(group, torch.device("cpu")).home
+
+
+def _forms_stay_exact(form: str) -> None:
+    with _in_device_memory() as made:
+        _stays_exact(form, SMALL, [[16, 16], [7, 20], [0, 5]] if form != "all_reduce" else [[16, 16], [5, 5]])
+        assert len(made) == 1
+
+
+@pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
+def test_ranks_stay_exact(form: str) -> None:
+    run_ranks(2, _forms_stay_exact, form)
+
+
+def _moves_and_goes() -> None:
+    model: Any = build_stack(SMALL, "all_to_all")
+    before = [parameter.clone() for parameter in model.moe.parameters()]
+    with _in_device_memory() as made, torch.no_grad():
+        compiled: Any = _compile(model)
+        for step in range(2):
+            hidden = _hidden(SMALL, 16, step)
+            assert torch.equal(compiled(hidden), build_stack(SMALL)(hidden))
+        (memory,) = made
+        own = memory().late  # type: ignore[union-attr]
+        experts = [parameter for layer in model.moe for parameter in layer.experts.parameters()]
+        for parameter in experts:
+            assert 0 <= parameter.data_ptr() - own.data_ptr() < own.numel()
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert all(map(torch.equal, model.moe.parameters(), before))
+        assert _home().held_twice_bytes == 0
+        assert _home().shard_bytes == sum(parameter.nbytes for parameter in experts)
+        del own, parameter, experts
+        # Nothing but the model kept it.
+        del model, compiled
+        gc.collect()
+        assert memory() is None
+        assert _home().ring is not None
+        assert _home().ring() is None
+
+
+def test_parameters_lie_in_the_shard_and_go_with_the_model() -> None:
+    run_ranks(2, _moves_and_goes)
+
+
+def _is_written_to() -> None:
+    model, hidden = build_stack(SMALL, "all_to_all"), _hidden(SMALL, 16, 0)
+    with _in_device_memory(), torch.no_grad():
+        compiled = _compile(model)
+        expected = compiled(hidden)
+        assert torch.equal(compiled(hidden), expected)
+        model.moe[1].experts.down_proj.mul_(2)
+        for _ in range(2):
+            with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+                compiled(hidden)
+        # As the error advises.
+        model.load_state_dict(build_stack(SMALL, "all_to_all").state_dict(), assign=True)
+        assert torch.equal(compiled(hidden), expected)
+
+
+def test_what_is_written_into_the_parameters_later_is_an_error() -> None:
+    run_ranks(2, _is_written_to)
+
+
+def _is_kept_elsewhere() -> None:
+    """A parameter of which something else has the memory cannot move: it is copied, and watched as such."""
+    model, hidden = build_stack(SMALL, "all_to_all"), _hidden(SMALL, 16, 0)
+    view = model.moe[0].experts.down_proj.detach()
+    with _in_device_memory(), torch.no_grad():
+        compiled = _compile(model)
+        expected = compiled(hidden)
+        assert _home().held_twice_bytes == view.nbytes
+        assert torch.equal(compiled(hidden), expected)
+        view.numpy()[:] *= 2  # past the version counter
+        with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+            compiled(hidden)
+
+
+def test_what_cannot_move_is_watched_by_its_numbers() -> None:
+    run_ranks(2, _is_kept_elsewhere)

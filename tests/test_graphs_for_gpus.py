@@ -1,0 +1,103 @@
+"""Graphs that compute on a GPU become the plans that they become on a CPU. They are captured, and cannot be run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
+from simulated_ranks import pretend_rank
+from torch.fx import GraphModule
+
+from moepass.backend import _ring_device
+from moepass.models.errors import InputError
+from moepass.models.expert_parallel import EP_FORMS
+from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
+from moepass.passes.collectives import collectives_of
+from moepass.passes.graph import fake_value
+from moepass.passes.ir import Plan, acquire, prefetch, release
+from moepass.passes.pipeline import compile_graph
+from moepass.passes.protocol import Group, PassContext, PassResult
+from moepass.runtime.adoption import AdoptionOptions, adoption
+from moepass.runtime.transports import COLLECTIVE
+
+# Grouped products want bf16 on a GPU.
+CONFIG = StackConfig(layers=3, dtype=torch.bfloat16, max_tokens=12)
+DEVICE = torch.device("cuda", 0)
+FAST_FAMILIES = ("gpt_oss", "qwen3_moe")
+
+
+def _devices(module: GraphModule) -> set[torch.device]:
+    nodes = [node for graph in module.modules() if isinstance(graph, GraphModule) for node in graph.graph.nodes]
+    return {value.device for node in nodes if isinstance(value := fake_value(node), torch.Tensor)}
+
+
+def _with_parallel_experts(form: str, lower: str) -> tuple[GraphModule, PassResult]:
+    """The graph of one of two ranks, and what it becomes."""
+    with pretend_rank(1, 2) as group:
+        model = build_stack(CONFIG, form)
+        with pretended_gpu():
+            put_on_gpu(model)
+            captured = captured_graph(model, on_gpu(torch.empty(12, CONFIG.hidden, dtype=CONFIG.dtype)), lower=lower)
+    context = PassContext(slots=2, groups={group: Group(1, 2)})
+    return captured, compile_graph(captured, context)
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_expert_parallelism_leaves_the_graph(form: str, lower: str) -> None:
+    captured, result = _with_parallel_experts(form, lower)
+    assert len(list(collectives_of(captured.graph))) >= CONFIG.layers
+    assert result.plan.refusals == ()
+    assert [block.parallel for block in result.plan.blocks] == [form] * CONFIG.layers
+    targets = [node.target for node in result.module.graph.nodes]
+    for operation in (prefetch, acquire, release):
+        assert targets.count(operation) == CONFIG.layers
+    graphs = [graph for graph in result.module.modules() if isinstance(graph, GraphModule)]
+    assert not any(True for graph in graphs for _ in collectives_of(graph.graph))
+    assert _devices(result.module) == {DEVICE}
+
+
+def test_what_does_not_come_to_a_gpu_yet_is_an_error() -> None:
+    _, result = _with_parallel_experts("all_to_all", "eager")
+    assert adoption(result.plan, DEVICE, AdoptionOptions(), debug=False) is not None
+    with pytest.raises(InputError, match=r"transport='collective' brings .* to cpu only so far; use transport='pull'"):
+        adoption(result.plan, DEVICE, AdoptionOptions(transport=COLLECTIVE), debug=False)
+
+
+@pytest.mark.parametrize("device", [None, DEVICE])
+def test_the_ring_lies_where_the_graph_computes(device: torch.device | None) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, first: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            return first.sum() + hidden
+
+    with pretended_gpu():
+        on_cpu = torch.empty(3)
+        captured = captured_graph(Layer(), on_cpu, on_cpu if device is None else on_gpu(on_cpu))
+    assert _ring_device(captured) == (device or torch.device("cpu"))
+
+
+def _essence(plan: Plan) -> object:
+    """All but the names of nodes, and bytes: attention and counting come as other operators there."""
+    blocks = [dataclasses.replace(block, products=()) for block in plan.blocks]
+    steps = [(step.op, step.name, step.bank, step.slot, step.cost and step.cost.flops) for step in plan.steps]
+    return plan.strategy, plan.refusals, plan.residencies, blocks, steps
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize(
+    "family", [name if name in FAST_FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in TINY_FAMILIES]
+)
+def test_families_become_the_plans_that_they_become_on_a_cpu(family: str, capability: tuple[int, int]) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16)
+    inputs = tiny_inputs(model)
+    expected = compile_graph(captured_graph(model, **inputs), PassContext()).plan
+    torch._dynamo.reset()
+    with pretended_gpu(capability):
+        put_on_gpu(model)
+        captured = captured_graph(model, **{name: on_gpu(value) for name, value in inputs.items()})
+    plan = compile_graph(captured, PassContext()).plan
+    assert len(plan.blocks) > 0
+    assert _essence(plan) == _essence(expected)
