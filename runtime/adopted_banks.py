@@ -28,8 +28,8 @@ from moepass.runtime.executor import Memory, memory_of
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.homes import Home
 from moepass.runtime.link import Link
-from moepass.runtime.part_watch import PartWatch
-from moepass.runtime.peer_home import PeerHome, PeerPacker
+from moepass.runtime.part_watch import PartWatch, any_is_written
+from moepass.runtime.peer_home import PeerPacker
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.processes import ProcessWatch
 from moepass.runtime.rendezvous import PeerError
@@ -61,14 +61,11 @@ def _key(bank: BankSpec, parts: Sequence[torch.Tensor]) -> BankKey:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdoptedBank:
-    """A bank that ranks met for, and the home of all banks of that meeting, by which its sources stay.
-
-    `held_twice_bytes` of this rank's part lie in memory of their own beside the shard.
-    """
+    """A bank that ranks met for. `held_twice_bytes` of this rank's part lie in memory of their own beside the shard."""
 
     spec: BankSpec
     sources: tuple[Source, ...]
-    home: PeerHome
+    group: PeerGroup
     storages: tuple[StorageWeakRef, ...]
     watch: PartWatch
     held_twice_bytes: int
@@ -97,13 +94,18 @@ class AdoptedHome(Home):
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shards."""
-        return sum(shard_layout(bank.spec, bank.home.group.rank).nbytes for bank in list(self._banks.values()))
+        return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in list(self._banks.values()))
 
     def check(self) -> None:
-        """Raises PeerError where a rank is gone that a bank in use was brought together with."""
+        """Raises PeerError where a rank is gone that a bank in use was brought together with, InputError where somebody
+        wrote into parameters that are the shard itself.
+        """
+        banks = list(self._banks.values())
         if self.watch.gone():
-            for group in {bank.home.group for bank in list(self._banks.values())}:
+            for group in {bank.group for bank in banks}:
                 group.check_alive()
+        if any_is_written([bank.watch for bank in banks]):
+            raise InputError(_changed(" and ".join(bank.spec.name for bank in banks if any_is_written([bank.watch]))))
         if self._has_lost_banks and self.ring is not None and (ring := self.ring()) is not None:
             self._has_lost_banks = False
             ring.forget()
@@ -112,11 +114,7 @@ class AdoptedHome(Home):
         """The shards of all ranks. Raises InputError where this rank's part is not what the others were given."""
         adopted = self._banks[bank.index]
         if not adopted.watch.are_unchanged(shards):
-            raise InputError(
-                f"the expert weights of {bank.name} were changed after their first compiled run, but other ranks have "
-                "the old ones; load weights before that run, or later as new parameters, for which the ranks meet "
-                "again: model.load_state_dict(state, assign=True) on every rank"
-            )
+            raise InputError(_changed(bank.name))
         return adopted.sources
 
     def add(self, bank: AdoptedBank) -> None:
@@ -169,8 +167,12 @@ class AdoptedBanks:
 
         Where a bank, or a block that is `left` as it came, is seen for the first time, all ranks meet here. Raises
         PeerError where ranks are missing, gone, or bring other banks; SharedMemoryError where the machine has none;
-        InputError where the ring has other options.
+        InputError where the ring has other options, or experts lie on another device.
         """
+        for spec, tensors in zip(banks, parts, strict=True):
+            elsewhere = {str(tensor.device) for tensor in tensors} - {str(self.device)}
+            if elsewhere:
+                raise InputError(f"experts of {spec.name} lie on {min(elsewhere)}, but stream to {self.device}")
         with self._locked():
             if banks:
                 self._choose(group, options)
@@ -292,7 +294,7 @@ class AdoptedBanks:
                 # What ranks send to each other must not change under a write of one of them.
                 moved.append([False] * len(tensors))
                 continue
-            # Bank by bank, so that no more than one is there twice.
+            # Bank by bank, so that no more than one is there twice. (On CUDA memory for all was taken at once.)
             with peers.rendezvous.telling_failures():
                 moved.append(share_parts(packer, number, tensors, self._weakly(AdoptedBanks._drop_soon)))
         spread = packer.spread(shards)
@@ -303,7 +305,7 @@ class AdoptedBanks:
             AdoptedBank(
                 bank.spec,
                 spread[bank.spec.index],
-                packer.home,
+                peers,
                 tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors),
                 _watch(packer, bank.shard, number, tensors, lie_there),
                 sum(tensor.nbytes for tensor, lies_there in zip(tensors, lie_there, strict=True) if not lies_there),
@@ -315,7 +317,7 @@ class AdoptedBanks:
         held_twice_bytes = sum(bank.held_twice_bytes for bank in met)
         if held_twice_bytes:
             logger.info(
-                "%d of %d bytes of experts are held twice, in the model and in shared memory: they are not contiguous, "
+                "%d of %d bytes of experts are held twice, in the model and in the shards: they are not contiguous, "
                 "or something else uses their memory",
                 held_twice_bytes,
                 sum(bank.shard.numel() for bank in shards),
@@ -378,7 +380,15 @@ def _watch(
     kept = [place.view(shard) for place in packer.layout(number).tensors]
     if packer.is_copied_on_write:
         return PartWatch(parts, kept, lie_there)
-    return PartWatch(parts, [None if lies_there else it for it, lies_there in zip(kept, lie_there, strict=True)])
+    return PartWatch(parts, kept, are_shard=lie_there)
+
+
+def _changed(name: str) -> str:
+    return (
+        f"the expert weights of {name} were changed after their first compiled run, but other ranks have the old ones; "
+        "load weights before that run, or later as new parameters, for which the ranks meet again: "
+        "model.load_state_dict(state, assign=True) on every rank"
+    )
 
 
 def _name(name: str, uses_of_name: dict[str, int]) -> str:

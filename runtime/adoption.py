@@ -23,6 +23,7 @@ from moepass.runtime.decisions import Left
 from moepass.runtime.device_home import check_transport_to
 from moepass.runtime.dispatching import Dispatcher
 from moepass.runtime.executor import Adopt
+from moepass.runtime.link import check_link_to
 from moepass.runtime.ring import Ring
 
 
@@ -57,7 +58,7 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: 
     """What is done where the banks of `plan`, or blocks that it leaves as they came, come for the first time.
 
     None where the graph has no parameters that become banks, and leaves nothing that all ranks must leave. Raises
-    InputError for a device that banks of other ranks cannot stream to.
+    InputError for a device that banks of other ranks cannot stream to, OptionError for a link that is none there.
     """
     of_banks = {bank.group for bank in plan.banks if bank.group}
     left: dict[str, list[Left]] = defaultdict(list)
@@ -71,6 +72,7 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: 
         return None
     if of_banks:
         check_transport_to(device, options.transport)
+        check_link_to(device, options.link)
 
     def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring | None, list[BankSpec]]:
         ring, known = None, list(banks)

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.distributed import DistError, ProcessGroup
@@ -24,7 +24,7 @@ from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import shard_layout, shard_pieces
 from moepass.runtime.banks import Bank
-from moepass.runtime.peer_home import PeerHome, PeerPacker, packer_for
+from moepass.runtime.peer_home import PeerPacker, packer_for
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.shared_memory import PAGE_BYTES, SharedMemoryError, SharedSegment
@@ -44,10 +44,10 @@ class RankMemory(Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """This rank's, flat uint8. Raises SharedMemoryError where there is none."""
 
-    def exchange(self) -> Sequence[torch.Tensor]:
-        """That of all ranks by rank. All ranks come here.
+    def exchange(self) -> tuple[Sequence[torch.Tensor], object]:
+        """That of all ranks by rank, and what keeps that of others: without it they must not be read any more.
 
-        Raises PeerError where some do not, SharedMemoryError where their memory cannot be read.
+        All ranks come here. Raises PeerError where some do not, SharedMemoryError where their memory cannot be read.
         """
 
     def finish_writing(self) -> None:
@@ -63,10 +63,10 @@ class SymmetricMemory:
     device_type = "cuda"
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        self._group, self._device, self._timeout_s = group, device, timeout_s
+        self._device, self._timeout_s = device, timeout_s
         self._own: torch.Tensor | None = None
-        # Tensors of other ranks are valid for as long as this is there.
-        self._handle: Any = None
+        # Until the exchange: nothing that is kept longer may keep it.
+        self._group: ProcessGroup | None = group
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -74,7 +74,7 @@ class SymmetricMemory:
         backend = _SymmetricMemory.get_backend(self._device)
         if backend != "CUDA":
             raise SharedMemoryError(
-                f"torch's symmetric memory is that of {backend}, which home='peer' cannot use; unset TORCH_SYMMMEM"
+                f"torch's symmetric memory is that of {backend}, by which ranks pull no experts; unset TORCH_SYMMMEM"
             )
         # It does not come from torch's allocator, which may hold what is free.
         torch.cuda.empty_cache()
@@ -85,24 +85,29 @@ class SymmetricMemory:
             raise SharedMemoryError(f"{self._device} has no {nbytes} bytes for other GPUs to read: {error}") from error
         return self._own
 
-    def exchange(self) -> list[torch.Tensor]:
+    def exchange(self) -> tuple[list[torch.Tensor], object]:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        assert self._own is not None, "allocate comes first"
+        own, group = self._own, self._group
+        assert own is not None, "allocate comes first"
+        assert group is not None, "memory is exchanged once"
+        self._own, self._group = None, None
         try:
-            with _waiting_at_most(self._group, self._timeout_s), _without_multicast():
-                self._handle = symmetric_memory.rendezvous(self._own, self._group)
+            with _waiting_at_most(group, self._timeout_s), _without_multicast():
+                handle = symmetric_memory.rendezvous(own, group)
         except RuntimeError as error:
             if isinstance(error, DistError) or "imeout" in str(error):
                 raise PeerError(f"a rank did not come to share its GPU's memory: {error}") from error
             raise SharedMemoryError(
                 f"the GPUs of the ranks cannot read each other's memory: {error}; each rank needs a GPU of its own, "
                 "chosen by torch.cuda.set_device from GPUs that all ranks see (one CUDA_VISIBLE_DEVICES), on one "
-                "machine, with peer access to the others; without that use home='host'"
+                "machine, with peer access to the others; else experts can stream from host memory only (home='host')"
             ) from error
+        # Torch's tensors of what other ranks have keep nothing.
         return [
-            self._handle.get_remote_tensor(rank, self._own.shape, self._own.dtype) for rank in range(self._group.size())
-        ]
+            own if rank == group.rank() else handle.get_remote_tensor(rank, own.shape, own.dtype)
+            for rank in range(group.size())
+        ], handle
 
     def finish_writing(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -114,7 +119,10 @@ class SymmetricMemory:
 
 
 class _Exported:
-    """Memory of a GPU as libraries hand it to each other: whoever takes it keeps this object."""
+    """Memory of this rank's GPU, flat uint8, as libraries hand it to each other: whoever takes it keeps this object.
+
+    (Not for memory of other GPUs: torch would take it for a tensor on that GPU, or copy it.)
+    """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -148,14 +156,6 @@ def _without_multicast() -> Iterator[None]:
             os.environ[_NO_MULTICAST] = before
 
 
-class DeviceHome(PeerHome):
-    """Shards in `memory`, which is there for as long as this is."""
-
-    def __init__(self, group: PeerGroup, transport: Transport, memory: RankMemory) -> None:
-        super().__init__(group, transport)
-        self._memory = memory
-
-
 class DevicePacker(PeerPacker):
     """As `PeerPacker`, with shards in `memory`. The segment of shared memory is there for goodbyes alone."""
 
@@ -163,10 +163,10 @@ class DevicePacker(PeerPacker):
 
     def __init__(self, group: PeerGroup, transport: Transport, memory: RankMemory) -> None:
         super().__init__(group, transport)
-        self.home = DeviceHome(group, transport, memory)
         self.device_type = memory.device_type
         self._memory_of_ranks = memory
         self._all: Sequence[torch.Tensor] = ()
+        self._keeps: object = None
 
     def tensors_in_shard(
         self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
@@ -189,7 +189,7 @@ class DevicePacker(PeerPacker):
         size = self.group.size
         own = self._memory_of_ranks.allocate(max(self._places(rank)[-1] - PAGE_BYTES for rank in range(size)))
         self.group.check_alive()
-        self._all = self._memory_of_ranks.exchange() if size > 1 else [own]
+        self._all, self._keeps = self._memory_of_ranks.exchange() if size > 1 else ([own], None)
 
     def _memory(self, index: int) -> torch.Tensor:
         return self._shards(self.group.rank)[index]
@@ -198,7 +198,7 @@ class DevicePacker(PeerPacker):
         return self._shards(rank)
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
-        return MemorySource(shard, shard_pieces(spec, rank), over_link=rank != self.group.rank)
+        return MemorySource(shard, shard_pieces(spec, rank), rank != self.group.rank, keeps=self._keeps)
 
     def _shards(self, rank: int) -> list[torch.Tensor]:
         places = [place - PAGE_BYTES for place in self._places(rank)]

@@ -7,6 +7,8 @@ import math
 import threading
 import time
 
+import torch
+
 from moepass.models.errors import OptionError
 
 # [Empirical] How much later than asked for a thread wakes up, at most: a link that is used again so soon had no pause.
@@ -59,6 +61,12 @@ class BusyLink:
     def expected_seconds(self, nbytes: int) -> float:
         """What moving `nbytes` would take now, as far as the last transfers tell."""
         return max(self.link.seconds(nbytes), nbytes * self._seconds_per_byte)
+
+
+def check_link_to(device: torch.device, link: Link) -> None:
+    """Raises OptionError where `link` is none that copies to `device` can have."""
+    if link.is_emulated and device.type != "cpu":
+        raise OptionError(f"link is {link}, which exists for device cpu only; the device is {device}")
 
 
 def parse_link(text: str, option: str = "link") -> Link:

@@ -5,7 +5,9 @@ pages     of a parameter that lies in its shard: whatever writes there gets a pa
 sample    of any other: some numbers of every expert, along each dimension
 shard     all bytes are compared with it where one of these shows something: what did not change is no error
 
-A parameter that is the shard itself, as on a GPU, has nothing to be compared with: its versions alone tell.
+A parameter that is the shard itself, as on a GPU, has nothing to be compared with: whatever its version or its sample
+shows is a change. Its sample is compared once for each run (`any_is_written`), for all parameters at once, as the host
+waits for a GPU to tell.
 """
 
 from __future__ import annotations
@@ -26,13 +28,29 @@ class PartWatch:
     """Watches this rank's tensors of one bank, each [own experts, ...]."""
 
     def __init__(
-        self, parts: Sequence[torch.Tensor], shard: Sequence[torch.Tensor | None], moved: Sequence[bool] | None = None
+        self,
+        parts: Sequence[torch.Tensor],
+        shard: Sequence[torch.Tensor],
+        moved: Sequence[bool] | None = None,
+        are_shard: Sequence[bool] | None = None,
     ) -> None:
-        """`shard` is what `parts` are now, in memory that nobody writes to; None for one that is there itself. `moved`
-        tells which of the others lie in private pages of it.
+        """`shard` is what `parts` are now, in memory that nobody writes to. `moved` tells which of them lie in private
+        pages of it, `are_shard` which are that memory themselves.
         """
         self._shard = list(shard)
+        self._are_shard = [False] * len(parts) if are_shard is None else list(are_shard)
+        self._shard_samples = [
+            sample_of(kept) if is_shard else None for kept, is_shard in zip(shard, self._are_shard, strict=True)
+        ]
         self._remember(parts, [False] * len(parts) if moved is None else moved)
+
+    def written(self) -> list[torch.Tensor]:
+        """Whether somebody wrote into each part that is the shard itself, as its sample shows: bools on its device."""
+        return [
+            (_bits(_strided_sample(kept)) != _bits(sample)).any()
+            for kept, sample in zip(self._shard, self._shard_samples, strict=True)
+            if sample is not None
+        ]
 
     def are_unchanged(self, parts: Sequence[torch.Tensor]) -> bool:
         """Whether `parts`, the same tensors in the same order, hold the same bits, wherever they lie by now.
@@ -42,8 +60,11 @@ class PartWatch:
         versions = _versions(parts)
         if self._versions == versions and not any(map(self._is_touched, range(len(parts)), parts)):
             return True
-        for part, kept, version, before in zip(parts, self._shard, versions, self._versions, strict=True):
-            if version != before if kept is None else not _same_bits(part, kept):
+        for place, (part, kept) in enumerate(zip(parts, self._shard, strict=True)):
+            if self._are_shard[place]:
+                if versions[place] != self._versions[place]:
+                    return False
+            elif not _same_bits(part, kept):
                 return False
         addresses = [address for address, _ in self._versions]
         self._remember(
@@ -59,17 +80,23 @@ class PartWatch:
         self._versions = _versions(parts)
         # Pages that were written already tell nothing of the next write.
         self._samples = [
-            None if shard is None or (lies_in_shard and _has_written_pages(part) is False) else sample_of(part)
-            for part, shard, lies_in_shard in zip(parts, self._shard, moved, strict=True)
+            None if is_shard or (lies_in_shard and _has_written_pages(part) is False) else sample_of(part)
+            for part, is_shard, lies_in_shard in zip(parts, self._are_shard, moved, strict=True)
         ]
 
     def _is_touched(self, place: int, part: torch.Tensor) -> bool:
-        if self._shard[place] is None:
+        if self._are_shard[place]:
             return False
         kept = self._samples[place]
         if kept is not None:
             return not _same_bits(_strided_sample(part), kept)
         return _has_written_pages(part) is not False
+
+
+def any_is_written(watches: Sequence[PartWatch]) -> bool:
+    """Whether somebody wrote into a part that is the shard itself; waits for its device, if there is one."""
+    written = [flag for watch in watches for flag in watch.written()]
+    return bool(written) and bool(torch.stack(written).any())
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,9 +113,12 @@ def _strided_sample(tensor: torch.Tensor) -> torch.Tensor:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
-    # Not numbers, among which NaN differs from itself.
-    bits = _BITS[one.dtype.itemsize]
-    return torch.equal(one.detach().view(bits), other.detach().view(bits))
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Not numbers, among which NaN differs from itself."""
+    return tensor.detach().view(_BITS[tensor.dtype.itemsize])
 
 
 def _has_written_pages(part: torch.Tensor) -> bool | None:

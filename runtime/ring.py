@@ -20,7 +20,7 @@ from moepass.passes.timeline import COMPUTE
 from moepass.runtime.copying import PendingCopy
 from moepass.runtime.homes import Home
 from moepass.runtime.learned_order import Fetch, LearnedOrder
-from moepass.runtime.link import Link
+from moepass.runtime.link import Link, check_link_to
 from moepass.runtime.recording import current_recording
 from moepass.runtime.slot_pages import slot_memory
 from moepass.runtime.sources import MemorySource
@@ -359,8 +359,7 @@ class CudaRing(Ring):
         debug: bool = False,
         home: Home = _THIS_PROCESS,
     ) -> None:
-        if link.is_emulated:
-            raise OptionError(f"link is {link}, which exists for device cpu only; the device is {device}")
+        check_link_to(device, link)
         if not home.transport.is_one_sided:
             raise OptionError(
                 f"transport is {home.transport.name!r}, which exists for device cpu only so far; the device is {device}"

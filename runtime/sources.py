@@ -53,11 +53,12 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MemorySource(Source):
-    """Flat uint8 memory, of any device."""
+    """Flat uint8 memory, of any device. `keeps` is what must be there for as long as it is read."""
 
     memory: torch.Tensor
     pieces: tuple[Piece, ...]
     over_link: bool = True
+    keeps: object = dataclasses.field(default=None, kw_only=True)
 
     def check_bounds(self) -> None:
         if not self.memory.is_contiguous():

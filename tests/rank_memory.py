@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,30 +13,72 @@ import torch.distributed as dist
 
 from moepass.runtime.shared_memory import create_segment, open_segment
 
+# Memory of other ranks that must not be read any more.
+_poisoned: list[torch.Tensor] = []
+
+
+class _Handle:
+    """Keeps what other ranks have; whoever reads it afterwards reads NaN."""
+
+    def __init__(self) -> None:
+        self.mapped: list[torch.Tensor] = []
+        weakref.finalize(self, _poison, self.mapped).atexit = False
+
+
+def _poison(mapped: list[torch.Tensor]) -> None:
+    for memory in mapped:
+        memory.fill_(0xFF)
+    _poisoned.extend(mapped)
+
+
+@dataclasses.dataclass
+class Seen:
+    """What is left of `Segments` that are gone: where this rank's memory lies, and what keeps that of others."""
+
+    begin: int = 0
+    end: int = 0
+    handle: weakref.ref[_Handle] | None = None
+
 
 class Segments:
     """`RankMemory` that every process of this machine can have. Bytes arrive late, as those of a GPU do."""
 
     device_type = "cpu"
 
+    def __init__(self) -> None:
+        self.seen = Seen()
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         self.own = create_segment(nbytes, "test")
         self.late = torch.zeros(nbytes, dtype=torch.uint8)
+        self.seen.begin, self.seen.end = self.late.data_ptr(), self.late.data_ptr() + nbytes
         return self.late
 
-    def exchange(self) -> list[torch.Tensor]:
+    def exchange(self) -> tuple[list[torch.Tensor], object]:
         addresses: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(addresses, self.own.address())
         opened = [open_segment(address) for address in addresses]
         assert len({segment.nbytes for segment in opened}) == 1, "symmetric memory has one size on all ranks"
-        rank = dist.get_rank()
-        return [self.late if of == rank else segment.map(0, segment.nbytes) for of, segment in enumerate(opened)]
+        handle, rank = _Handle(), dist.get_rank()
+        self.seen.handle = weakref.ref(handle)
+        # Privately, so that the poison is ours alone.
+        others = [torch.frombuffer(segment.map_privately(0, segment.nbytes), dtype=torch.uint8) for segment in opened]
+        handle.mapped.extend(others)
+        return [self.late if of == rank else _unowned(memory) for of, memory in enumerate(others)], handle
 
     def finish_writing(self) -> None:
         self.own.map(0, self.own.nbytes).copy_(self.late)
 
     def with_own_storage(self, memory: torch.Tensor, when_freed: Callable[[], None]) -> torch.Tensor:
-        exported: Any = (ctypes.c_char * memory.numel()).from_address(memory.data_ptr())
+        exported = _exported(memory)
         exported.memory = memory
         weakref.finalize(exported, when_freed).atexit = False
         return torch.frombuffer(exported, dtype=torch.uint8)
+
+
+def _unowned(memory: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(_exported(memory), dtype=torch.uint8)
+
+
+def _exported(memory: torch.Tensor) -> Any:
+    return (ctypes.c_char * memory.numel()).from_address(memory.data_ptr())

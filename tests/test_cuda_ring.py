@@ -119,4 +119,4 @@ def test_an_interrupted_run_leaves_a_quiet_ring() -> None:
 
 def test_links_are_not_emulated_on_a_gpu() -> None:
     with pytest.raises(OptionError, match="exists for device cpu only"):
-        CudaRing(2, SLOT_BYTES, CPU, parse_link("emulate:1e9"))
+        CudaRing(2, SLOT_BYTES, torch.device("cuda", 0), parse_link("emulate:1e9"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_memory import Segments
+from rank_memory import Seen, Segments
 from ranks import run_ranks
 from test_adoption import SMALL, _compile, _hidden, _stays_exact
 
@@ -23,17 +22,18 @@ from moepass.runtime.adopted_banks import AdoptedHome
 from moepass.runtime.device_home import DevicePacker
 from moepass.runtime.peer_home import PeerPacker
 from moepass.runtime.peers import PeerGroup
+from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.transports import Transport
 
 
 @contextmanager
-def _in_device_memory() -> Iterator[list[weakref.ref[Segments]]]:
+def _in_device_memory() -> Iterator[list[Seen]]:
     """Meetings put shards there; gives the memory of each of them."""
-    made: list[weakref.ref[Segments]] = []
+    made: list[Seen] = []
 
     def packer(device: torch.device, process_group: Any, group: PeerGroup, transport: Transport) -> PeerPacker:
         memory = Segments()
-        made.append(weakref.ref(memory))
+        made.append(memory.seen)
         return DevicePacker(group, transport, memory)
 
     with mock.patch.object(adopted_banks, "packer_on", packer):
@@ -65,19 +65,19 @@ def _moves_and_goes() -> None:
             hidden = _hidden(SMALL, 16, step)
             assert torch.equal(compiled(hidden), build_stack(SMALL)(hidden))
         (memory,) = made
-        own = memory().late  # type: ignore[union-attr]
+        assert memory.handle is not None
+        assert memory.handle() is not None
         experts = [parameter for layer in model.moe for parameter in layer.experts.parameters()]
         for parameter in experts:
-            assert 0 <= parameter.data_ptr() - own.data_ptr() < own.numel()
+            assert memory.begin <= parameter.data_ptr() < memory.end
             assert parameter.untyped_storage().nbytes() == parameter.nbytes
         assert all(map(torch.equal, model.moe.parameters(), before))
         assert _home().held_twice_bytes == 0
         assert _home().shard_bytes == sum(parameter.nbytes for parameter in experts)
-        del own, parameter, experts
-        # Nothing but the model kept it.
-        del model, compiled
+        del model, compiled, parameter, experts
         gc.collect()
-        assert memory() is None
+        assert memory.handle() is None
+        assert _home().shard_bytes == 0
         assert _home().ring is not None
         assert _home().ring() is None
 
@@ -103,6 +103,71 @@ def _is_written_to() -> None:
 
 def test_what_is_written_into_the_parameters_later_is_an_error() -> None:
     run_ranks(2, _is_written_to)
+
+
+def _is_written_past_the_count() -> None:
+    """One rank writes as a weight sync does: it gets the error, whatever the others have read by then."""
+    model, hidden = build_stack(SMALL, "all_to_all"), _hidden(SMALL, 16, 0)
+    with _in_device_memory(), torch.no_grad():
+        compiled = _compile(model)
+        expected = compiled(hidden)
+        assert torch.equal(compiled(hidden), expected)
+        if dist.get_rank() == 1:
+            down = model.moe[1].experts.down_proj
+            down.data.copy_(down * 2)
+            for _ in range(2):
+                with pytest.raises(
+                    moepass.InputError, match=r"moe\.1\.experts were changed after their first compiled"
+                ):
+                    compiled(hidden)
+
+
+def test_what_is_written_past_torchs_count_is_an_error() -> None:
+    run_ranks(2, _is_written_past_the_count)
+
+
+def _other_rank_fails() -> None:
+    """The parameters have moved when the meeting fails: they keep the memory that they lie in."""
+    model: Any = build_stack(SMALL, "all_to_all")
+    before = [parameter.clone() for parameter in model.moe.parameters()]
+
+    def share(group: PeerGroup) -> None:
+        raise PeerError("a rank is gone")
+
+    with _in_device_memory() as made, torch.no_grad():
+        compiled: Any = _compile(model)
+        with mock.patch.object(PeerGroup, "share", share), pytest.raises(PeerError, match="a rank is gone"):
+            compiled(_hidden(SMALL, 16, 0))
+        del compiled
+        torch._dynamo.reset()
+        gc.collect()
+        assert made[0].handle is not None
+        assert made[0].handle() is None
+        assert all(map(torch.equal, model.moe.parameters(), before))
+
+
+def test_a_meeting_that_fails_leaves_the_parameters_whole() -> None:
+    run_ranks(2, _other_rank_fails)
+
+
+def _is_replaced_in_part() -> None:
+    model: Any = build_stack(SMALL, "all_to_all")
+    downs = [layer.experts.down_proj for layer in model.moe]
+    before = [down.clone() for down in downs]
+    with _in_device_memory() as made, torch.no_grad():
+        compiled, hidden = _compile(model), _hidden(SMALL, 16, 0)
+        expected = compiled(hidden)
+        for layer in model.moe:
+            layer.experts.gate_up_proj = torch.nn.Parameter(layer.experts.gate_up_proj.clone(), requires_grad=False)
+        gc.collect()
+        for _ in range(2):
+            assert torch.equal(compiled(hidden), expected)
+        assert len(made) == 2
+        assert all(map(torch.equal, downs, before))
+
+
+def test_replacing_some_of_the_experts_leaves_the_others_whole() -> None:
+    run_ranks(2, _is_replaced_in_part)
 
 
 def _is_kept_elsewhere() -> None:

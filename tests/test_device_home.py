@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -20,14 +21,16 @@ from torch.distributed import distributed_c10d as c10d
 import moepass
 from moepass.runtime import offload
 from moepass.runtime.device_home import DevicePacker, SymmetricMemory
+from moepass.runtime.offload import expert_parameters, find_expert_modules
 from moepass.runtime.peers import PeerGroup
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.shared_memory import SharedMemoryError
+from moepass.runtime.sources import read_range
 from moepass.runtime.transports import PULL, Transport
 
 
 class _Unreadable(Segments):
-    def exchange(self) -> list[torch.Tensor]:
+    def exchange(self) -> tuple[list[torch.Tensor], object]:
         raise SharedMemoryError("no peer access")
 
 
@@ -84,6 +87,24 @@ def test_memory_that_cannot_be_read_leaves_the_model_as_it_was() -> None:
     run_ranks(2, _cannot_read)
 
 
+def _sources_are_all_that_is_kept() -> None:
+    model = _stack()
+    (first, *_) = find_expert_modules(model).values()
+    expected = [parameter.detach().clone() for parameter in expert_parameters(first).values()]
+    report = _offload(model, Segments())
+    bank = report.store.banks[0].spec
+    sources = report.store.home.sources(bank, ())
+    del model, report
+    gc.collect()
+    whole = read_range(sources, 0, bank.nbytes, torch.device("cpu"))
+    for tensor, value in zip(bank.tensors, expected, strict=True):
+        assert torch.equal(tensor.view(whole), value)
+
+
+def test_what_is_read_later_keeps_the_memory_of_other_ranks() -> None:
+    run_ranks(2, _sources_are_all_that_is_kept)
+
+
 def _one_is_on_a_gpu() -> str:
     with pytest.raises(PeerError) as caught:
         _offload(_stack(), _OnGpu() if dist.get_rank() == 1 else Segments())
@@ -107,6 +128,35 @@ def _exchange(rendezvous: Callable[..., Any], backend: str = "CUDA") -> None:
     ):
         memory.allocate(4)
         memory.exchange()
+
+
+class _Handle:
+    """As torch's: what it shows of other ranks keeps nothing."""
+
+    def get_remote_tensor(self, rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, rank, dtype=dtype)
+
+
+def _keeps_others() -> None:
+    memory, allocator = SymmetricMemory(c10d._get_default_group(), torch.device("cuda", 0), timeout_s=50), mock.Mock()
+    allocator.get_backend.return_value = "CUDA"
+    allocator.empty_strided_p2p.return_value = own = torch.full((4,), 7, dtype=torch.uint8)
+    with (
+        mock.patch("torch._C._distributed_c10d._SymmetricMemory", allocator),
+        mock.patch.object(symmetric_memory, "rendezvous", return_value=_Handle()),
+    ):
+        assert memory.allocate(4) is own
+        tensors, keeps = memory.exchange()
+    rank = dist.get_rank()
+    assert tensors[rank] is own
+    assert tensors[1 - rank].tolist() == [1 - rank] * 4
+    assert isinstance(keeps, _Handle)
+    # No path leads from memory to the group, which may go.
+    assert c10d._get_default_group() not in vars(memory).values()
+
+
+def test_memory_of_other_ranks_comes_with_what_keeps_it() -> None:
+    run_ranks(2, _keeps_others)
 
 
 def _exchanges() -> None:

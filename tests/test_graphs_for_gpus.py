@@ -11,7 +11,7 @@ from simulated_ranks import pretend_rank
 from torch.fx import GraphModule
 
 from moepass.backend import _ring_device
-from moepass.models.errors import InputError
+from moepass.models.errors import InputError, OptionError
 from moepass.models.expert_parallel import EP_FORMS
 from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
@@ -21,6 +21,7 @@ from moepass.passes.ir import Plan, acquire, prefetch, release
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.protocol import Group, PassContext, PassResult
 from moepass.runtime.adoption import AdoptionOptions, adoption
+from moepass.runtime.link import Link
 from moepass.runtime.transports import COLLECTIVE
 
 # Grouped products want bf16 on a GPU.
@@ -65,6 +66,8 @@ def test_what_does_not_come_to_a_gpu_yet_is_an_error() -> None:
     assert adoption(result.plan, DEVICE, AdoptionOptions(), debug=False) is not None
     with pytest.raises(InputError, match=r"transport='collective' brings .* to cpu only so far; use transport='pull'"):
         adoption(result.plan, DEVICE, AdoptionOptions(transport=COLLECTIVE), debug=False)
+    with pytest.raises(OptionError, match="exists for device cpu only; the device is cuda:0"):
+        adoption(result.plan, DEVICE, AdoptionOptions(link=Link(1e9)), debug=False)
 
 
 @pytest.mark.parametrize("device", [None, DEVICE])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moepass.runtime import page_mapping
 from moepass.runtime.page_mapping import has_written_pages
-from moepass.runtime.part_watch import PartWatch
+from moepass.runtime.part_watch import PartWatch, any_is_written
 from moepass.runtime.shared_memory import PAGE_BYTES, create_segment
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="shards in shared memory need memfd_create")
@@ -113,14 +113,20 @@ def test_a_rank_without_experts_and_transposed_tensors_are_watched() -> None:
     assert not watch.are_unchanged(parts)
 
 
-def test_parts_that_are_the_shard_are_told_by_their_versions() -> None:
+def test_parts_that_are_the_shard_are_told_by_versions_and_samples() -> None:
     parts = _parts()
-    watch = PartWatch(parts, [None, parts[1].clone(), None], [False, False, False])
+    watch = PartWatch(parts, [parts[0], parts[1].clone(), parts[2]], are_shard=[True, False, True])
     assert watch.are_unchanged(parts)
+    assert not any_is_written([watch])
     parts[1].mul_(2)
     assert not watch.are_unchanged(parts)
     parts[1].div_(2)
     assert watch.are_unchanged(parts)
+    assert not any_is_written([watch])
+    parts[0].data[2].neg_()
+    assert watch.are_unchanged(parts)
+    for _ in range(2):
+        assert any_is_written([watch])
     parts[2].add_(0)
     for _ in range(2):
         assert not watch.are_unchanged(parts)
