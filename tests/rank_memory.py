@@ -58,6 +58,7 @@ class Segments:
         addresses: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(addresses, self.own.address())
         opened = [open_segment(address) for address in addresses]
+        dist.barrier()  # as torch's: what a rank has may go after it
         assert len({segment.nbytes for segment in opened}) == 1, "symmetric memory has one size on all ranks"
         handle, rank = _Handle(), dist.get_rank()
         self.seen.handle = weakref.ref(handle)
