@@ -1,4 +1,4 @@
-"""Home `peer` on GPUs: every rank keeps 1/N of each bank in its GPU's memory, from which the other GPUs copy.
+"""Shards on GPUs: every rank keeps 1/N of each bank in its GPU's memory, from which the other GPUs copy.
 
 torch's symmetric memory maps the memory of all ranks into the addresses of each GPU, so a copy from another rank is an
 ordinary copy on the ring's own stream: no rank takes part in what another one copies. By CUDA's rules for memory that
