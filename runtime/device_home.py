@@ -31,7 +31,6 @@ from moepass.runtime.shared_memory import PAGE_BYTES, SharedMemoryError, SharedS
 from moepass.runtime.sources import MemorySource, Source
 from moepass.runtime.transports import PULL, Transport
 
-_INSTEAD = f"; use transport={PULL!r} there"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -209,11 +208,9 @@ class DevicePacker(PeerPacker):
 
 
 def packer_on(device: torch.device, process_group: ProcessGroup, group: PeerGroup, transport: Transport) -> PeerPacker:
-    """Brings banks to the ranks of `group`, which are those of `process_group`, for copies by `transport` to `device`.
-
-    Raises InputError where there are none yet.
+    """Brings banks to the ranks of `group`, which are those of `process_group`, for copies by `transport` to `device`,
+    which `check_transport_to` lets pass.
     """
-    check_transport_to(device, transport.name)
     if device.type == "cpu":
         return packer_for(group, transport)
     memory = SymmetricMemory(process_group, device, group.rendezvous.timeout_s)
@@ -224,7 +221,8 @@ def check_transport_to(device: torch.device, transport: str) -> None:
     """Raises InputError where no experts of other ranks come to `device` by that transport yet."""
     kinds = ["cpu", "cuda"] if transport == PULL else ["cpu"]
     if device.type not in kinds:
+        instead = f"; use transport={PULL!r} there" if device.type == "cuda" else ""
         raise InputError(
             f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only "
-            f"so far{_INSTEAD if device.type == 'cuda' else ''}"
+            f"so far{instead}"
         )

@@ -116,18 +116,23 @@ def test_ranks_on_different_devices_are_one_error() -> None:
     assert text.startswith("ranks disagree on the kind of device: cpu on rank 0, cuda on rank 1")
 
 
-def _exchange(rendezvous: Callable[..., Any], backend: str = "CUDA") -> None:
-    """Exchange symmetric memory with a torch that does that when ranks meet for it."""
-    memory = SymmetricMemory(c10d._get_default_group(), torch.device("cuda", 0), timeout_s=0.5)
+def _exchange(
+    memory: SymmetricMemory, rendezvous: Callable[..., Any], backend: str = "CUDA"
+) -> tuple[torch.Tensor, list[torch.Tensor], object]:
+    """Exchange `memory` with a torch that does that when ranks meet for it; also gives what was allocated."""
     allocator = mock.Mock()
     allocator.get_backend.return_value = backend
-    allocator.empty_strided_p2p.return_value = torch.zeros(4, dtype=torch.uint8)
+    allocator.empty_strided_p2p.return_value = torch.full((4,), 7, dtype=torch.uint8)
     with (
         mock.patch("torch._C._distributed_c10d._SymmetricMemory", allocator),
         mock.patch.object(symmetric_memory, "rendezvous", rendezvous),
     ):
-        memory.allocate(4)
-        memory.exchange()
+        own = memory.allocate(4)
+        return own, *memory.exchange()
+
+
+def _memory(timeout_s: float) -> SymmetricMemory:
+    return SymmetricMemory(c10d._get_default_group(), torch.device("cuda", 0), timeout_s)
 
 
 class _Handle:
@@ -138,15 +143,8 @@ class _Handle:
 
 
 def _keeps_others() -> None:
-    memory, allocator = SymmetricMemory(c10d._get_default_group(), torch.device("cuda", 0), timeout_s=50), mock.Mock()
-    allocator.get_backend.return_value = "CUDA"
-    allocator.empty_strided_p2p.return_value = own = torch.full((4,), 7, dtype=torch.uint8)
-    with (
-        mock.patch("torch._C._distributed_c10d._SymmetricMemory", allocator),
-        mock.patch.object(symmetric_memory, "rendezvous", return_value=_Handle()),
-    ):
-        assert memory.allocate(4) is own
-        tensors, keeps = memory.exchange()
+    memory = _memory(timeout_s=50)
+    own, tensors, keeps = _exchange(memory, lambda memory, group: _Handle())
     rank = dist.get_rank()
     assert tensors[rank] is own
     assert tensors[1 - rank].tolist() == [1 - rank] * 4
@@ -173,15 +171,15 @@ def _exchanges() -> None:
 
     started = time.perf_counter()
     with pytest.raises(PeerError, match="a rank did not come to share its GPU's memory"):
-        _exchange(wait_in_vain)
+        _exchange(_memory(timeout_s=0.5), wait_in_vain)
     assert time.perf_counter() - started < 20
     assert seen == ["1"]
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
     with pytest.raises(SharedMemoryError, match=r"overlapping devices .*each rank needs a GPU of its own"):
-        _exchange(refuse)
+        _exchange(_memory(timeout_s=0.5), refuse)
     assert store.timeout == before
     with pytest.raises(SharedMemoryError, match=r"that of NVSHMEM.*unset TORCH_SYMMMEM"):
-        _exchange(refuse, backend="NVSHMEM")
+        _exchange(_memory(timeout_s=0.5), refuse, backend="NVSHMEM")
 
 
 def test_the_exchange_of_gpu_memory_ends_with_an_error_that_says_why() -> None:

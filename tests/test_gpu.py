@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from backend_helper import Stack, tokens
+from torch.distributed import distributed_c10d as c10d
 
 import moepass
 from moepass.models.moe_stack import StackConfig, build_stack

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
 from simulated_ranks import pretend_rank
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from moepass.backend import _ring_device
 from moepass.models.errors import InputError, OptionError
@@ -30,9 +30,14 @@ DEVICE = torch.device("cuda", 0)
 FAST_FAMILIES = ("gpt_oss", "qwen3_moe")
 
 
-def _devices(module: GraphModule) -> set[torch.device]:
-    nodes = [node for graph in module.modules() if isinstance(graph, GraphModule) for node in graph.graph.nodes]
-    return {value.device for node in nodes if isinstance(value := fake_value(node), torch.Tensor)}
+def _graphs(module: GraphModule) -> list[Graph]:
+    """Its own and those of its segments."""
+    return [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+
+
+def _devices(graphs: list[Graph]) -> set[torch.device]:
+    values = [fake_value(node) for graph in graphs for node in graph.nodes]
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
 
 
 def _with_parallel_experts(form: str, lower: str) -> tuple[GraphModule, PassResult]:
@@ -56,9 +61,9 @@ def test_expert_parallelism_leaves_the_graph(form: str, lower: str) -> None:
     targets = [node.target for node in result.module.graph.nodes]
     for operation in (prefetch, acquire, release):
         assert targets.count(operation) == CONFIG.layers
-    graphs = [graph for graph in result.module.modules() if isinstance(graph, GraphModule)]
-    assert not any(True for graph in graphs for _ in collectives_of(graph.graph))
-    assert _devices(result.module) == {DEVICE}
+    graphs = _graphs(result.module)
+    assert not any(True for graph in graphs for _ in collectives_of(graph))
+    assert _devices(graphs) == {DEVICE}
 
 
 def test_what_does_not_come_to_a_gpu_yet_is_an_error() -> None:
