@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from moepass.passes.cpu_products import multiply
 from moepass.passes.expert_program import ExpertProgram, NotByExpertError, Product, RowWork, read_program
 from moepass.passes.graph import copy_graph_module, fake_value, graph_inputs, map_nodes
+from moepass.passes.huge_pages import empty_in_huge_pages
 
 # [Empirical] Rows that go through an expert together. Their values stay in the cache (1 MB each at a width of 512 in
 # fp32), and products of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
@@ -74,7 +76,7 @@ class _RowsInAnyNumber:
 
 @dataclasses.dataclass
 class _Values:
-    """What one call works on: `outputs` and `row_inputs` with all rows, `fixed` with none, `scratch` with a chunk's.
+    """What one call works on: `outputs` and `row_inputs` with all rows, `fixed` with none.
 
     `tables` are the fixed values that row work reads, contiguous.
     """
@@ -83,7 +85,6 @@ class _Values:
     tables: dict[Node, torch.Tensor]
     row_inputs: dict[Node, torch.Tensor]
     outputs: dict[Node, torch.Tensor]
-    scratch: dict[Node, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -132,26 +133,21 @@ class ExpertLoop:
         outputs = {
             node: row_inputs[node] if node in row_inputs else _empty(node, rows) for node in self.program.outputs
         }
-        between = [step.node for step in self.program.steps if isinstance(step, Product) and step.node not in outputs]
-        scratch = {node: _empty(node, min(rows, CHUNK_ROWS)) for node in between}
         fixed = dict(zip(self.program.fixed, self._fixed(*inputs), strict=True))
         work = [step for step in self.program.steps if isinstance(step, RowWork)]
         tables = {node: fixed[node].contiguous() for step in work for node in step.inputs if node in fixed}
-        return _Values(fixed, tables, row_inputs, outputs, scratch)
+        return _Values(fixed, tables, row_inputs, outputs)
 
     def _run(self, values: _Values, expert: int | None, chunk: _Chunk) -> None:
         """`chunk`, whose rows are all of one expert; None: of no expert."""
         found = {**values.tables, **chunk.row_inputs}
         for step, work in self._steps:
             if isinstance(step, Product):
-                result = chunk.outputs.get(step.node)
-                if result is None:
-                    result = values.scratch[step.node].narrow(0, 0, chunk.rows)
+                out = chunk.outputs.get(step.node)
                 if expert is None:
-                    result.zero_()
+                    found[step.node] = _empty(step.node, chunk.rows).zero_() if out is None else out.zero_()
                 else:
-                    torch.mm(found[step.rows], values.fixed[step.weights][expert], out=result)
-                found[step.node] = result
+                    found[step.node] = multiply(found[step.rows], values.fixed[step.weights][expert], out)
                 continue
             # It was compiled for contiguous inputs; a half of a chunk that a product reads too is none, for example.
             assert work is not None
@@ -177,7 +173,7 @@ def _chunks(ends: Sequence[int], rows: int) -> Iterator[tuple[int | None, int]]:
 
 def _empty(node: Node, rows: int) -> torch.Tensor:
     value = fake_value(node)
-    return torch.empty((rows, *map(int, value.shape[1:])), dtype=value.dtype)
+    return empty_in_huge_pages((rows, *map(int, value.shape[1:])), value.dtype)
 
 
 def _graph_of_fixed(segment: GraphModule, program: ExpertProgram) -> GraphModule:

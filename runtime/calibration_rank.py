@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from moepass.passes.cpu_products import cpu_info
 from moepass.runtime.experiments import Sizes
 from moepass.runtime.measure_collectives import collective_experiments
 from moepass.runtime.measure_compute import compute_experiments
@@ -137,10 +138,7 @@ def _describe(device: torch.device) -> tuple[str, int]:
         properties = torch.cuda.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    name = "CPU"
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return name, memory
+    return cpu_info("model name") or "CPU", memory
 
 
 def run_rank(task: RankTask, report: Report) -> RankMeasurements:

@@ -1,0 +1,132 @@
+"""Products of an expert's rows on a CPU: the same numbers from either library, and the right library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moepass.passes import cpu_products, lower_experts
+from moepass.passes.cpu_products import cpu_info, multiply
+
+aten = torch.ops.aten
+WITH_ONEDNN = torch.ops.mkldnn._linear_pointwise.default
+
+
+class _Calls(TorchDispatchMode):
+    """Every operator called in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
+def held_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether MKL counts as held back, whatever machine this is."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch comes without oneDNN")
+    is_it = bool(request.param)
+    monkeypatch.setattr(cpu_products, "is_mkl_held_back", lambda: is_it)
+    return is_it
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+LAYOUTS = {
+    "[out, in]": lambda inner, out: drawn(out, inner).t(),
+    "[in, out]": lambda inner, out: drawn(inner, out),
+    "columns of [out, in]": lambda inner, out: drawn(out, 2 * inner)[:, :inner].t(),
+    "columns of [in, out]": lambda inner, out: drawn(inner, 2 * out)[:, out:],
+}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(0, 40),
+    inner=st.integers(1, 40),
+    out=st.integers(1, 40),
+    layout=st.sampled_from(list(LAYOUTS)),
+    has_gaps=st.booleans(),
+    is_given=st.booleans(),
+    is_held_back=st.booleans(),
+)
+def test_every_product_is_right(
+    rows: int, inner: int, out: int, layout: str, has_gaps: bool, is_given: bool, is_held_back: bool
+) -> None:
+    left = drawn(rows, 2 * inner)[:, :inner] if has_gaps else drawn(rows, inner)
+    weights = LAYOUTS[layout](inner, out)
+    into = torch.full((rows, out), torch.nan) if is_given else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_products, "is_mkl_held_back", lambda: is_held_back)
+        found = multiply(left, weights, into)
+    assert into is None or found is into
+    assert found.is_contiguous()
+    expected = (left.double() @ weights.double()).float()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "layout", "is_for_onednn"),
+    [
+        (8, torch.float32, "[out, in]", True),
+        (8, torch.float32, "[in, out]", True),
+        (7, torch.float32, "[out, in]", False),
+        (8, torch.float32, "columns of [out, in]", False),
+        (8, torch.bfloat16, "[out, in]", False),
+        (8, torch.float64, "[out, in]", False),
+    ],
+)
+def test_the_library(rows: int, dtype: torch.dtype, layout: str, is_for_onednn: bool, held_back: bool) -> None:
+    left, weights = drawn(rows, 16, dtype=dtype), LAYOUTS[layout](16, 32).to(dtype)
+    with _Calls() as calls:
+        multiply(left, weights, torch.empty(rows, 32, dtype=dtype))
+    assert (WITH_ONEDNN in calls.seen) == (is_for_onednn and held_back)
+    assert (aten.mm.out in calls.seen) != (is_for_onednn and held_back)
+
+
+def test_experts_use_it(held_back: bool) -> None:
+    """Rows of no expert are zeros with either library."""
+    left, weights = drawn(40, 16), drawn(3, 8, 16)
+    loop = lower_experts.product_loop(left, weights)
+    ends = torch.tensor([10, 12, 30])
+    with _Calls() as calls:
+        (found,) = loop([left, weights, ends])
+    expected = torch.cat([left[:10] @ weights[0].t(), left[10:12] @ weights[1].t(), left[12:30] @ weights[2].t()])
+    torch.testing.assert_close(found[:30], expected, rtol=1e-5, atol=1e-5)
+    assert not found[30:].any()
+    assert calls.seen.count(WITH_ONEDNN) == (2 if held_back else 0)
+    assert calls.seen.count(aten.mm.out) == (1 if held_back else 3)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "expected"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("HygonGenuine", "AVX512", True),
+        ("GenuineIntel", "AVX512", False),
+        ("AuthenticAMD", "AVX2", False),
+        (None, "AVX512", False),
+    ],
+)
+def test_where_mkl_is_held_back(
+    vendor: str | None, capability: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in (torch.backends.mkl, torch.backends.mkldnn):
+        monkeypatch.setattr(library, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(cpu_products, "cpu_info", lambda field: vendor)
+    assert cpu_products.is_mkl_held_back.__wrapped__() is expected
+
+
+def test_what_is_known_of_the_cpu() -> None:
+    assert cpu_info("no such field") is None
+    assert cpu_info("processor") in ("0", None)
