@@ -6,9 +6,13 @@ import contextlib
 import functools
 
 import torch
+from torch.nn import functional as F
 
-# [Empirical] From so many rows on oneDNN is faster than MKL where MKL is held back: at fewer, calling it costs more.
-_ONEDNN_ROWS = 8
+from moepass.passes.huge_pages import empty_in_huge_pages
+
+# [Empirical] Where MKL is held back, oneDNN is faster from so many rows and multiplications on (on Zen 5). With fewer,
+# calling it takes longer than the product.
+_LEAST_ROWS, _LEAST_MULTIPLICATIONS = 8, 2 << 20
 
 
 def cpu_info(field: str) -> str | None:
@@ -20,10 +24,9 @@ def cpu_info(field: str) -> str | None:
 
 @functools.cache
 def is_mkl_held_back() -> bool:
-    """Whether MKL leaves half of this CPU's vector width unused.
+    """Whether this CPU has AVX-512 and MKL does not use it, because it is none of Intel's.
 
-    MKL runs its AVX-512 kernels on Intel's processors only. oneDNN, which torch brings too, asks what the processor can
-    do: on AMD's Zen 5 it multiplies float32 more than twice as fast.
+    oneDNN, which torch brings too, asks what the processor can do: on AMD's Zen 5 it multiplies float32 twice as fast.
     """
     return (
         torch.backends.mkl.is_available()
@@ -36,21 +39,36 @@ def is_mkl_held_back() -> bool:
 def multiply(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`rows` [n, in] times `weights` [in, out], in `out` [n, out] where there is one.
 
-    The library depends on the machine, the type, the layout and on n; never on a measurement, so that every run of
-    the same rows gives the same numbers.
+    The library depends on the machine, the type, the layout and the sizes; never on a measurement, so that every run of
+    the same rows gives the same numbers. For compiled code, which autocast and autograd do not reach.
     """
-    if not (_is_for_onednn(rows, weights) and is_mkl_held_back()):
+    if not (_is_for_onednn(rows, weights) and is_mkl_held_back() and torch.backends.mkldnn.enabled):
+        if out is None:
+            out = empty_in_huge_pages((len(rows), weights.shape[1]), rows.dtype)
         return torch.mm(rows, weights, out=out)
-    # It takes rows with gaps too, a half of a wider product for example, but is a third slower with them.
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weights.t(), None, "none", [], "")
+    extra = _padded(len(rows)) - len(rows)
+    padded = F.pad(rows, (0, 0, 0, extra)) if extra else rows
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, weights.t(), None, "none", [], "")
+    result = result[: len(rows)]
     return result if out is None else out.copy_(result)
 
 
 def _is_for_onednn(rows: torch.Tensor, weights: torch.Tensor) -> bool:
-    # Weights with gaps would be multiplied by its reference code, a thousand times slower. Other types than float32
-    # are not MKL's in the first place.
+    # Weights with gaps would be multiplied by its reference code, a thousand times slower. Of the other types, bfloat16
+    # is oneDNN's in torch.mm too, and float64 is none that it has.
     return (
         rows.dtype == torch.float32
-        and len(rows) >= _ONEDNN_ROWS
+        and len(rows) >= _LEAST_ROWS
+        and len(rows) * weights.numel() >= _LEAST_MULTIPLICATIONS
         and (weights.is_contiguous() or weights.t().is_contiguous())
     )
+
+
+def _padded(rows: int) -> int:
+    """A number of rows, at least `rows`, of which there are few.
+
+    oneDNN generates code for every number of rows that it meets, 0.3 ms and 0.6 MB each, and keeps that of 1024
+    products. Routers give every number there is.
+    """
+    step = 8 if rows <= 64 else 32
+    return -(-rows // step) * step

@@ -25,8 +25,8 @@ def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
 def use_huge_pages(address: int, nbytes: int) -> None:
     """Let the system use huge pages inside of [address, address + nbytes) where it can.
 
-    Nothing outside is touched, so no memory is taken that would not have been. Where the system has no huge pages, or
-    none to give, pages stay small.
+    A byte that is touched there takes a whole huge page; memory outside is not concerned. Where the system has no huge
+    pages, or none to give, pages stay small.
     """
     size = _huge_page_bytes()
     if size is None or nbytes < size:

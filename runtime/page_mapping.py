@@ -10,8 +10,6 @@ import sys
 
 import torch
 
-from moepass.passes.huge_pages import use_huge_pages
-
 _READ_WRITE = getattr(mmap, "PROT_READ", 0) | getattr(mmap, "PROT_WRITE", 0)
 # Of Linux, which the mmap module has no names for.
 _MAP_FIXED, _MAP_FIXED_NOREPLACE, _PROT_NONE = 0x10, 0x100000, 0
@@ -39,9 +37,7 @@ def private_memory(nbytes: int) -> torch.Tensor:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, nbytes + TABLE_BYTES, flags, _READ_WRITE)
     begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % TABLE_BYTES
-    found = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=begin)
-    use_huge_pages(found.data_ptr(), nbytes)
-    return found
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=begin)
 
 
 def lay_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from moepass.passes.huge_pages import use_huge_pages
 from moepass.runtime.page_mapping import TABLE_BYTES, has_written_pages, move_pages, private_memory
 from moepass.runtime.shared_memory import SharedMemoryError, SharedSegment
 
@@ -69,6 +70,7 @@ _laid = WeakIdKeyDictionary()
 def slot_memory(nbytes: int) -> torch.Tensor:
     """Memory of a slot on a CPU, flat uint8, into which pages can be laid."""
     memory = private_memory(nbytes)
+    use_huge_pages(memory.data_ptr(), nbytes)
     _laid[memory] = []
     return memory
 
