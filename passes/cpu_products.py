@@ -65,10 +65,10 @@ def _is_for_onednn(rows: torch.Tensor, weights: torch.Tensor) -> bool:
 
 
 def _padded(rows: int) -> int:
-    """A number of rows, at least `rows`, of which there are few.
+    """A number of rows of which there are few, at least `rows` and at most an eighth more (from 32 on).
 
     oneDNN generates code for every number of rows that it meets, 0.3 ms and 0.6 MB each, and keeps that of 1024
     products. Routers give every number there is.
     """
-    step = 8 if rows <= 64 else 32
+    step = max(4, 1 << rows.bit_length() >> 4)
     return -(-rows // step) * step
