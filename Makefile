@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@echo "make demo        score real text with the embedded model, its experts streamed from host memory"
 	@echo "make test        ruff, mypy and the fast tests (7 to 15 minutes on 2 cores)"
-	@echo "make test-slow   the tests that take longer (19 to 55 minutes on 2 cores)"
+	@echo "make test-slow   the tests that take longer (17 to 55 minutes on 2 cores)"
 	@echo "make test-gpu    the tests that need a CUDA device, and a torch that knows it"
 	@echo "make benchmarks  every measurement of docs/results"
 

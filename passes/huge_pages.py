@@ -33,7 +33,15 @@ def use_huge_pages(address: int, nbytes: int) -> None:
         return
     begin, end = -(-address // size) * size, (address + nbytes) // size * size
     if begin < end:
-        _libc().madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
+        advise(begin, end - begin, mmap.MADV_HUGEPAGE)
+
+
+def advise(address: int, nbytes: int, advice: int) -> None:
+    """Tell Linux what comes of any memory of this process; the mmap module does so for its own only.
+
+    Advice that the kernel does not know changes nothing.
+    """
+    _libc().madvise(address, nbytes, advice)
 
 
 @functools.cache

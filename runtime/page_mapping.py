@@ -10,6 +10,8 @@ import sys
 
 import torch
 
+from moepass.passes.huge_pages import advise
+
 _READ_WRITE = getattr(mmap, "PROT_READ", 0) | getattr(mmap, "PROT_WRITE", 0)
 # Of Linux, which the mmap module has no names for.
 _MAP_FIXED, _MAP_FIXED_NOREPLACE, _PROT_NONE = 0x10, 0x100000, 0
@@ -48,7 +50,7 @@ def lay_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
     """
     _map_at(address, nbytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, offset)
     # All pages at once. Kernels before 5.14 do not know this, and bring them one by one as they are read.
-    _libc().madvise(address, nbytes, _MADV_POPULATE_READ)
+    advise(address, nbytes, _MADV_POPULATE_READ)
 
 
 def move_pages(address: int, nbytes: int, target: int) -> bool:
@@ -145,7 +147,6 @@ def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.mremap.restype = ctypes.c_void_p
     library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]

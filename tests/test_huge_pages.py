@@ -16,36 +16,25 @@ from moepass.passes.huge_pages import empty_in_huge_pages, use_huge_pages
 SIZE = 1 << 16
 
 
-class _Advice:
-    """Stands in for the C library: what it was told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int, int]] = []
-
-    def madvise(self, address: int, nbytes: int, advice: int) -> int:
-        self.told.append((address, nbytes, advice))
-        return 0
-
-
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux only")
 @given(address=st.integers(1, 8 * SIZE), nbytes=st.integers(0, 4 * SIZE))
 def test_whole_huge_pages_inside_and_all_of_them(address: int, nbytes: int) -> None:
-    advice = _Advice()
+    told: list[tuple[int, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huge_pages, "_huge_page_bytes", lambda: SIZE)
-        patch.setattr(huge_pages, "_libc", lambda: advice)
+        patch.setattr(huge_pages, "advise", lambda *advice: told.append(advice))
         use_huge_pages(address, nbytes)
     whole = [page for page in range(0, 16 * SIZE, SIZE) if address <= page and page + SIZE <= address + nbytes]
     expected = [(whole[0], len(whole) * SIZE, mmap.MADV_HUGEPAGE)] if whole else []
-    assert advice.told == expected
+    assert told == expected
 
 
 def test_systems_without_huge_pages_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    advice = _Advice()
+    told: list[tuple[int, ...]] = []
     monkeypatch.setattr(huge_pages, "_huge_page_bytes", lambda: None)
-    monkeypatch.setattr(huge_pages, "_libc", lambda: advice)
+    monkeypatch.setattr(huge_pages, "advise", lambda *advice: told.append(advice))
     use_huge_pages(SIZE, 4 * SIZE)
-    assert not advice.told
+    assert not told
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 5), (1 << 11, 1 << 10)])
