@@ -121,11 +121,11 @@ def build_experts(
     owned = ExpertPlacement(config.experts, group.size(), group.rank()).owned
     weights = _expert_weights(config, owned, layer)
     chosen = EP_FORMS[form]
-    if chosen is not CapacityAllToAllExperts:
+    if not issubclass(chosen, CapacityAllToAllExperts):
         return chosen(*weights, config.experts, group)
     if config.max_tokens is None:
         raise InputError(f"the form {form} needs max_tokens, the most tokens that any rank will bring; it is None")
-    return CapacityAllToAllExperts(
+    return chosen(
         *weights, config.experts, group, max_tokens=config.max_tokens, capacity_factor=config.capacity_factor
     )
 

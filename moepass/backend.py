@@ -24,10 +24,13 @@ from moepass.passes.hardware import Hardware, with_emulated_link
 from moepass.passes.ir import BANK_TENSOR, Plan
 from moepass.passes.lower import decompositions, lower_segments
 from moepass.passes.pipeline import compile_graph
+from moepass.passes.proposals import NO_BORDER
 from moepass.passes.protocol import PassContext
-from moepass.runtime.adoption import adoption, dispatching, process_groups
+from moepass.runtime.adoption import adoption, agreement_on_blocks, dispatching, process_groups, replica_check
 from moepass.runtime.banks import BankStore, find_store
+from moepass.runtime.dispatching import CapturedFallback
 from moepass.runtime.executor import Executor
+from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.vector_check import vector_check
 
 logger = logging.getLogger("moepass")
@@ -35,10 +38,13 @@ logger = logging.getLogger("moepass")
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One graph that the backend compiled: its plan, and the executor whose `graph_module` is the schedule."""
+    """One graph that the backend compiled: the executor, whose `graph_module` is the schedule, and its plan."""
 
-    plan: Plan
     executor: Executor
+
+    @property
+    def plan(self) -> Plan:
+        return self.executor.plan
 
 
 _recorded: contextvars.ContextVar[list[Compilation] | None] = contextvars.ContextVar("recorded", default=None)
@@ -81,7 +87,7 @@ def asyncep(
     is_for_cpu_compiler = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
     with vector_check() if is_for_cpu_compiler else contextlib.nullcontext() as wait_for_check:
 
-        def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Executor:
+        def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
             return _compile(captured, parsed, wait_for_check)
 
         compiled: Callable[..., Any] = aot_autograd(
@@ -97,7 +103,7 @@ def _is_on_cpu(example_inputs: Sequence[Any]) -> bool:
     return all(value.device.type == "cpu" for value in example_inputs if isinstance(value, torch.Tensor))
 
 
-def _compile(captured: GraphModule, options: Options, before_lowering: Callable[[], None] | None) -> Executor:
+def _compile(captured: GraphModule, options: Options, before_lowering: Callable[[], None] | None) -> Executor | _Raises:
     _refuse_random(captured)
     store = _store_of(captured)
     groups = process_groups(group_names(captured.graph))
@@ -113,7 +119,11 @@ def _compile(captured: GraphModule, options: Options, before_lowering: Callable[
         transport=options.adoption().transport,
     )
     dump = GraphDump(options.dump) if options.dump else None
-    result = compile_graph(captured, context, observe=dump)
+    agree = agreement_on_blocks(captured, groups, _border(options), options.adoption().timeout_s)
+    try:
+        result = compile_graph(captured, context, dump, agree)
+    except PeerError as error:
+        return _Raises(error)
     if dump:
         dump.write_plan(result.plan)
     if before_lowering is not None:
@@ -126,12 +136,36 @@ def _compile(captured: GraphModule, options: Options, before_lowering: Callable[
     device = _ring_device(captured)
     adopt = adoption(result.plan, device, options.adoption(), options.debug)
     dispatcher = dispatching(result.plan, captured, options.lower, device, options.adoption())
-    executor = Executor(lowered, result.plan, ring, adopt, dispatcher)
+    check = replica_check(result.plan, captured, options.adoption(), options.debug)
+    fallback = None if check is None else CapturedFallback(check, captured, options.lower)
+    executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback)
     recorded = _recorded.get()
     if recorded is not None:
-        recorded.append(Compilation(result.plan, executor))
+        recorded.append(Compilation(executor))
     _log(result.plan)
     return executor
+
+
+class _Raises:
+    """In the place of a compiled graph: what ranks could not agree on is raised where the graph would run.
+
+    There it is the error itself; what a backend raises, Dynamo hands on as a failure of the backend.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, error: PeerError) -> None:
+        self._error = error
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        raise self._error
+
+
+def _border(options: Options) -> str:
+    """Below how many tokens per rank runs are to be exchanged, in words that ranks compare."""
+    if options.all_to_all_below is not None:
+        return str(options.all_to_all_below)
+    return NO_BORDER if options.hardware is None else "estimated from a profile"
 
 
 def _as_linked(options: Options) -> Hardware | None:

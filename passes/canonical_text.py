@@ -28,9 +28,12 @@ class CanonicalText:
     def add_source(self, node: Node) -> None:
         self._add(node, self._describe_source(node))
 
-    def add(self, node: Node, *remarks: str) -> None:
-        """What `node` computes from what; sources that it reads come before it."""
-        arguments = map_nodes((node.args, node.kwargs), self._name)
+    def add(self, node: Node, *remarks: str, arguments: Any = None) -> None:
+        """What `node` computes from what; sources that it reads come before it.
+
+        `arguments` may stand for its (args, kwargs), where some of these should read otherwise.
+        """
+        arguments = map_nodes((node.args, node.kwargs) if arguments is None else arguments, self._name)
         self._add(node, " ".join((f"{node.target} {arguments}", *remarks)))
 
     def remark(self, *texts: str) -> None:
@@ -70,13 +73,14 @@ def describe_value(value: Any) -> str:
     return str(value)
 
 
-def describe_constant(value: object) -> str:
-    """A constant of a graph: its type, layout and numbers."""
+def describe_constant(value: object, is_placed: bool = True) -> str:
+    """A constant of a graph: its type, layout and numbers, and where it lies unless `is_placed` is False."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, torch._subclasses.FakeTensor):
             return f"fake {id(value)}"
         # A constant is a real tensor, although the graph is looked at in fake mode.
         with unset_fake_temporarily():
             raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return f"{describe_value(value)} {hashlib.sha256(raw).hexdigest()}"
+        layout = describe_value(value) if is_placed else f"{value.dtype} {tuple(value.shape)}"
+        return f"{layout} {hashlib.sha256(raw).hexdigest()}"
     return f"{type(value).__name__} {id(value)}"

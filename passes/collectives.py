@@ -20,6 +20,8 @@ KINDS = {
     _c10d.all_reduce.default: "all_reduce",
 }
 WAIT = _c10d.wait_tensor.default
+# Operators of these libraries exchange data between ranks, or address a process group.
+_LIBRARIES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,13 @@ def collective_of(node: Node) -> Collective | None:
         tuple(values.get("input_split_sizes", ())),
         values.get("reduce_op", ""),
     )
+
+
+def talks_to_ranks(node: Node) -> bool:
+    """True where `node` is a collective, or any other operator between ranks, known or unknown to moepass."""
+    if node.op != "call_function" or node.target is WAIT:
+        return False
+    return getattr(node.target, "namespace", None) in _LIBRARIES
 
 
 def collectives_of(graph: Graph) -> Iterator[Collective]:

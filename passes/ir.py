@@ -224,6 +224,27 @@ class Refusal:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalisedBlock:
+    """A block whose expert parallelism can be taken out, as far as this rank can tell.
+
+    The other ranks must say the same of it: `experts` is a digest of everything between a row and its expert's output.
+    Where its tokens, ids and weights must be the same on all ranks, `tokens` is a digest of how they are computed, and
+    `inputs` are the inputs of the graph that they are computed from; empty elsewhere.
+    """
+
+    name: str
+    form: str
+    group: str
+    experts: str
+    tokens: str = ""
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def signature(self) -> str:
+        return f"{self.experts} {self.tokens}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Residency:
     """One stay of a bank in a slot.
 
@@ -296,6 +317,7 @@ class Plan:
     reason: str = "not planned yet"
     blocks: tuple[MoEBlock, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    localised: tuple[LocalisedBlock, ...] = ()
     banks: tuple[BankSpec, ...] = ()
     slots: int = 0
     slot_bytes: int = 0

@@ -1,13 +1,16 @@
 """Take expert parallelism out of a graph: every rank runs its own tokens through all experts, whose weights come to it.
 
 Contract
-    in    a captured graph; `context.groups` tells this rank's place in every process group that the graph talks to
+    in    a captured graph; `context.groups` tells this rank's place in every process group that the graph talks to;
+          `context.leave` are blocks that other ranks leave, by name, and why
     out   every block of expert parallelism that was found and proved is local: its collectives, its host syncs, its
           sizes that only a run would tell, and the assertions on them are gone; its complete bank is gathered
           a block that fits no form, or whose local form does not compute the same, stays as it came: a refusal says why
+          `plan.localised` is what the other ranks must say too before any of this may run (passes/proposals.py)
 
 Pseudo-code
-    for each block of expert parallelism:
+    for each block of expert parallelism that other ranks do not leave:
+        where its tokens must be the same on all ranks, find out what they are computed from
         put a gather of the complete bank before the block's result, and the local form after that
         run both with mock peers, unless an equal block was; where they differ, take the local form out again and refuse
         let everything that read the block's result read the local one
@@ -18,7 +21,9 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,18 +32,23 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.block_text import block_text
 from moepass.passes.collectives import collective_of, collectives_of
 from moepass.passes.dispatch import TOKENS_KEY, routed_tokens
+from moepass.passes.experts_text import experts_text
 from moepass.passes.graph import copy_graph_module, fake_value, is_call, map_nodes, positions
-from moepass.passes.ir import BankSpec, Plan, Refusal, gather
+from moepass.passes.ir import BankSpec, LocalisedBlock, Plan, Refusal, gather
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.mock_ranks import ContractBroken, check_local_form
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock, find_parallel_blocks
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.replicated import Origin, ReplicatedValues
 from moepass.passes.shards import pack_layout
 
 aten = torch.ops.aten
 
+# Written on the gather of a block: what its digests are made of, for people to compare.
+EXPERTS_TEXT_KEY, SOURCES_KEY = "moepass_experts_text", "moepass_sources"
 
-@graph_pass(provides={"local"}, conflicts={"blocks"}, reorders_collectives=True)
+
+@graph_pass(provides={"local"}, conflicts={"blocks"}, reorders_collectives=True, is_agreed=True)
 def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every block of expert parallelism by its local form."""
     if not any(True for _ in collectives_of(module.graph)):
@@ -47,7 +57,7 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     blocks, refused = find_parallel_blocks(local.graph, context.groups)
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)
-    taken: list[str] = []
+    localised: list[LocalisedBlock] = []
     proved: set[str] = set()
     replaced: dict[Node, Node] = {}
     for found in blocks:
@@ -57,21 +67,51 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
         try:
             if banks and banks[0].group != block.group_name:
                 raise NotThisForm(f"it spreads over group {block.group_name!r}, other blocks over {banks[0].group!r}")
-            bank, replaced[block.sink] = _replace(local.graph, block, len(banks), proved)
+            if block.name in context.leave:
+                raise NotThisForm(context.leave[block.name])
+            origin = _origin_of_tokens(local.graph, block)
+            bank, gathered, replaced[block.sink] = _replace(local.graph, block, len(banks), proved)
             banks.append(bank)
         except (NotThisForm, ContractBroken) as error:
             reason = f"{error}; its collectives stay"
             refusals.append(Refusal(block.down.node.name, reason, block.name, block.group_name))
         else:
-            taken.append(f"{block.name} ({block.form})")
+            experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
+            parts = block.name, block.form, block.group_name, experts, origin.digest, origin.inputs
+            localised.append(LocalisedBlock(*parts))
     local.graph.lint()
     local.recompile()
-    plan = dataclasses.replace(plan, banks=tuple(banks), refusals=plan.refusals + tuple(refusals))
-    return PassResult(local, plan, matches=tuple(taken), refusals=tuple(refusals))
+    plan = dataclasses.replace(
+        plan, banks=tuple(banks), localised=tuple(localised), refusals=plan.refusals + tuple(refusals)
+    )
+    taken = tuple(f"{block.name} ({block.form})" for block in localised)
+    return PassResult(local, plan, matches=taken, refusals=tuple(refusals))
 
 
-def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -> tuple[BankSpec, Node]:
-    """Put the local form in the place of the block; gives its bank and its result.
+def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
+    """What the tokens, ids and weights of the block are computed from, where all ranks must have the same.
+
+    Raises NotThisForm where they cannot be the same.
+    """
+    if block.form != "all_reduce":
+        return Origin("", ())
+    return ReplicatedValues(graph, block.group_name).origin(list(block.sources.values()))
+
+
+def texts_of(module: GraphModule, block: LocalisedBlock) -> tuple[Sequence[str], Sequence[str]]:
+    """What the digests `experts` and `tokens` of `block`, which this pass took in `module`, are made of."""
+    for node in module.graph.find_nodes(op="call_function", target=gather):
+        if node.meta.get("moepass_block") == block.name:
+            if not block.tokens:
+                return node.meta[EXPERTS_TEXT_KEY], ()
+            nodes = {source.name: source for source in module.graph.nodes}
+            sources = [nodes[name] for name in node.meta[SOURCES_KEY]]
+            return node.meta[EXPERTS_TEXT_KEY], ReplicatedValues(module.graph, block.group).lines(sources)
+    raise KeyError(block.name)
+
+
+def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -> tuple[BankSpec, Node, Node]:
+    """Put the local form in the place of the block; gives its bank, the gather of that, and its result.
 
     `proved` are the texts of blocks for which that was proved right.
 
@@ -82,10 +122,12 @@ def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -
     before = set(graph.nodes)
     try:
         with graph.inserting_before(block.sink):
-            complete = _gather(graph, block, bank)
+            gathered, complete = _gather(graph, block, bank)
             local = LocalForm(graph, block, complete)
             result = local.write()
         _same_value(block, result)
+        gathered.meta[EXPERTS_TEXT_KEY] = experts_text(local)
+        gathered.meta[SOURCES_KEY] = tuple(source.name for source in block.sources.values())
         text = block_text(block, local, result)
         if text not in proved:
             check_local_form(block, local, result)
@@ -106,7 +148,7 @@ def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -
     assert not any(exchange.node in set(graph.nodes) for exchange in block.exchanges)
     if has_other_sizes:
         _describe_again(graph, result)
-    return bank, result
+    return bank, gathered, result
 
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
@@ -121,8 +163,8 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
     return BankSpec(index, block.name, "peer", layout.nbytes, layout.tensors, block.bounds, block.group_name)
 
 
-def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> dict[Node, Node]:
-    """The complete tensor of each local expert tensor of the block."""
+def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> tuple[Node, dict[Node, Node]]:
+    """A gather of the bank, and the complete tensor of each local expert tensor of the block."""
     shards = block.expert_tensors
     bank_node = graph.call_function(gather, (list(shards),), {"bank": bank.index})
     bank_node.meta["moepass_block"] = block.name
@@ -135,7 +177,7 @@ def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> dict[Node, No
         element = graph.call_function(operator.getitem, (bank_node, position))
         element.meta["val"] = values[position]
         complete[shard] = element
-    return complete
+    return bank_node, complete
 
 
 def _same_value(block: ParallelBlock, result: Node) -> None:

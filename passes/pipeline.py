@@ -11,7 +11,7 @@ from moepass.passes.ir import Plan
 from moepass.passes.localise import localise
 from moepass.passes.partition import partition
 from moepass.passes.plan import plan
-from moepass.passes.protocol import Observer, Pass, PassContext, PassResult, run_passes
+from moepass.passes.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
 from moepass.passes.rewrite import rewrite
 from moepass.passes.schedule import schedule
 from moepass.passes.sink_lookups import sink_lookups
@@ -31,6 +31,8 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
-def compile_graph(module: GraphModule, context: PassContext, observe: Observer | None = None) -> PassResult:
+def compile_graph(
+    module: GraphModule, context: PassContext, observe: Observer | None = None, agree: Agree | None = None
+) -> PassResult:
     """Run every pass over a captured graph: a top-level graph of segments and its plan."""
-    return run_passes(PASSES, module, Plan(), context, observe)
+    return run_passes(PASSES, module, Plan(), context, observe, agree)

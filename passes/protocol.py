@@ -42,6 +42,7 @@ class PassContext:
     `slots` is the size of the ring that the banks stream through; `groups` are the process groups that the graph talks
     to, by name, as this rank sees them. Runs of fewer than `all_to_all_below` tokens per rank are to keep their
     exchanges; None: as many as `hardware` makes worth it, and without a profile none. `transport` is what will gather.
+    `leave` are blocks of expert parallelism that not all ranks take alike, by name, and why.
     """
 
     slots: int = 2
@@ -50,16 +51,21 @@ class PassContext:
     all_to_all_below: int | None = None
     hardware: Hardware | None = None
     transport: str = "pull"
+    leave: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class PassContract:
-    """Tags that must be there before (`requires`), must not (`conflicts`), and are there afterwards (`provides`)."""
+    """Tags that must be there before (`requires`), must not (`conflicts`), and are there afterwards (`provides`).
+
+    What a pass that `is_agreed` does must be the same on all ranks: they agree on what to leave.
+    """
 
     requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset()
     conflicts: frozenset[str] = frozenset()
     reorders_collectives: bool = False
+    is_agreed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +89,11 @@ def graph_pass(
     provides: Iterable[str] = (),
     conflicts: Iterable[str] = (),
     reorders_collectives: bool = False,
+    is_agreed: bool = False,
 ) -> Callable[[Callable[[GraphModule, Plan, PassContext], PassResult]], Pass]:
     """Declare a function as a pass, with its contract. The function's name is the pass's only name."""
-    contract = PassContract(frozenset(requires), frozenset(provides), frozenset(conflicts), reorders_collectives)
+    tags = frozenset(requires), frozenset(provides), frozenset(conflicts)
+    contract = PassContract(*tags, reorders_collectives, is_agreed)
 
     def declare(function: Callable[[GraphModule, Plan, PassContext], PassResult]) -> Pass:
         function.contract = contract  # type: ignore[attr-defined]
@@ -95,6 +103,8 @@ def graph_pass(
 
 
 Observer = Callable[[str, GraphModule, Plan], None]
+# Compares the graph that a pass gave with those of the other ranks: the blocks to leave, by name, and why.
+Agree = Callable[[GraphModule, Plan], Mapping[str, str]]
 
 
 def check_order(passes: Sequence[Pass], disabled: frozenset[str]) -> None:
@@ -127,18 +137,29 @@ def run_passes(
     plan: Plan,
     context: PassContext,
     observe: Observer | None = None,
+    agree: Agree | None = None,
 ) -> PassResult:
-    """Run `passes` in order. Raises OptionError (wrong order), PlanError (no schedule), PassError (a broken graph)."""
+    """Run `passes` in order. Raises OptionError (wrong order), PlanError (no schedule), PassError (a broken graph).
+
+    Where a pass has to do the same on all ranks, `agree` is asked, and the pass run again without what has to be left,
+    until there is nothing more to leave.
+    """
     check_order(passes, context.disabled)
     result = PassResult(module, plan)
     matches: list[str] = []
     if observe:
         observe("captured", module, plan)
     for function in passes:
+        ask = agree if function.contract.is_agreed else None
         if function.__name__ in context.disabled:
+            if ask:
+                ask(result.module, result.plan)  # the others must hear that this rank takes nothing
             continue
-        before = result.module
-        result = function(before, result.plan, context)
+        before, plan_before = result.module, result.plan
+        result = function(before, plan_before, context)
+        while ask and (found := ask(result.module, result.plan)).keys() - context.leave.keys():
+            context = dataclasses.replace(context, leave={**context.leave, **found})
+            result = function(before, plan_before, context)
         matches.extend(f"{function.__name__}: {match}" for match in result.matches)
         check_graph(before, result.module, function.__name__, function.contract)
         if observe:

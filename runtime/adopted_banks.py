@@ -22,7 +22,7 @@ from moepass.models.errors import InputError
 from moepass.passes.ir import BankSpec
 from moepass.passes.shards import shard_layout
 from moepass.runtime.collective import make_transport
-from moepass.runtime.decisions import MEETING, NO_BORDER, Decisions, Left, check_decisions, exchange_decisions
+from moepass.runtime.decisions import MEETING
 from moepass.runtime.device_home import packer_on
 from moepass.runtime.executor import Memory, memory_of
 from moepass.runtime.forking import renew_after_fork
@@ -32,7 +32,6 @@ from moepass.runtime.part_watch import PartWatch, any_is_written
 from moepass.runtime.peer_home import PeerPacker
 from moepass.runtime.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.processes import ProcessWatch
-from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.ring import Ring, make_ring
 from moepass.runtime.shared_parameters import share_parts
 from moepass.runtime.sources import Source
@@ -139,14 +138,11 @@ class AdoptedBanks:
         self.home = AdoptedHome(make_transport(self.options.transport, self.options.link))
         self._ring: Ring | None = None
         self._known: dict[BankKey, AdoptedBank] = {}
-        # Banks of graphs with a dispatch, met for or not: what was decided about them was compared, and ranks agree on
-        # each of their runs. Their storages keep the keys unique.
+        # Banks of graphs with a dispatch, met for or not: ranks agree on each of their runs. Their storages keep the
+        # keys unique.
         self._dispatched: dict[BankKey, tuple[StorageWeakRef, ...]] = {}
         self._next_index = 0
         self._uses_of_name: dict[str, int] = {}
-        # Names of blocks that all ranks leave as they came; and whether others do not even say so.
-        self._left: set[str] = set()
-        self._is_alone = False
         self._is_drop_due = False
         self._lock = threading.Lock()
         renew_after_fork(self)
@@ -159,30 +155,26 @@ class AdoptedBanks:
         group: ProcessGroup,
         banks: Sequence[BankSpec],
         parts: Sequence[Sequence[torch.Tensor]],
-        left: Sequence[Left],
         options: AdoptionOptions,
         debug: bool = False,
-    ) -> tuple[Ring | None, list[BankSpec]]:
+    ) -> tuple[Ring, list[BankSpec]]:
         """The ring, and the banks as it numbers them. `parts` are this rank's tensors [own experts, ...] of each.
 
-        Where a bank, or a block that is `left` as it came, is seen for the first time, all ranks meet here. Raises
-        PeerError where ranks are missing, gone, or bring other banks; SharedMemoryError where the machine has none;
-        InputError where the ring has other options, or experts lie on another device.
+        Where a bank is seen for the first time, all ranks meet here. Raises PeerError where ranks are missing, gone, or
+        bring other banks; SharedMemoryError where the machine has none; InputError where the ring has other options, or
+        experts lie on another device.
         """
         for spec, tensors in zip(banks, parts, strict=True):
             elsewhere = {str(tensor.device) for tensor in tensors} - {str(self.device)}
             if elsewhere:
                 raise InputError(f"experts of {spec.name} lie on {min(elsewhere)}, but stream to {self.device}")
         with self._locked():
-            if banks:
-                self._choose(group, options)
+            self._choose(group, options)
             keys = [_key(bank, tensors) for bank, tensors in zip(banks, parts, strict=True)]
             # A layer that is applied twice brings its bank twice.
             fresh = {key: number for number, key in reversed(list(enumerate(keys))) if key not in self._known}
             found = {key: bank for key, bank in self._known.items() if key in keys}
             numbers = sorted(fresh.values())
-            undecided = [banks[number].name for number in numbers if keys[number] not in self._dispatched]
-            self._decide(group, undecided, left, options.timeout_s)
             if fresh:
                 met = self._meet(group, [banks[number] for number in numbers], [parts[number] for number in numbers])
                 found |= {keys[number]: bank for number, bank in zip(numbers, met, strict=True)}
@@ -192,27 +184,14 @@ class AdoptedBanks:
                     self._known[key] = bank
                     if self._dispatched.pop(keys[number], None) is not None:
                         self._dispatched[key] = bank.storages
-            return self._ring_for(debug) if banks else None, [found[key].spec for key in keys]
+            return self._ring_for(debug), [found[key].spec for key in keys]
 
-    def compare(
-        self,
-        group: ProcessGroup,
-        banks: Sequence[BankSpec],
-        parts: Sequence[Sequence[torch.Tensor]],
-        left: Sequence[Left],
-        timeout_s: float,
-        border: str,
-    ) -> None:
-        """Compare decisions with all ranks, as `adopt` does, for banks whose first run need not gather them.
-
-        They are adopted later, when a run does. Raises PeerError where ranks are missing or disagree.
-        """
+    def register_dispatched(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """From now on ranks agree on each run of these banks, which are adopted later, when a run gathers them."""
         with self._locked():
-            found = {_key(bank, tensors): (bank.name, tensors) for bank, tensors in zip(banks, parts, strict=True)}
-            fresh = [key for key in found if key not in self._known and key not in self._dispatched]
-            self._decide(group, [found[key][0] for key in fresh], left, timeout_s, border)
-            for key, (_, tensors) in found.items():
-                self._dispatched[key] = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+            for bank, tensors in zip(banks, parts, strict=True):
+                storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+                self._dispatched[_key(bank, tensors)] = storages
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -221,38 +200,6 @@ class AdoptedBanks:
             yield
         if self._is_drop_due:
             self._drop_soon()
-
-    def _decide(
-        self,
-        group: ProcessGroup,
-        fresh: Sequence[str],
-        left: Sequence[Left],
-        timeout_s: float,
-        border: str = NO_BORDER,
-    ) -> None:
-        """Compare decisions with all ranks where something comes for the first time: see `runtime/decisions.py`.
-
-        What all ranks left once they may leave again alone: a rank may compile for a shape that others do not have.
-        """
-        unknown = [block for block in left if block.name not in self._left]
-        if not fresh and (not unknown or self._is_alone):
-            return
-        try:
-            decisions = exchange_decisions(group, Decisions(tuple(fresh), tuple(left), border), timeout_s)
-        except PeerError as error:
-            adopted = [block for block in unknown if block.name in self._uses_of_name]
-            if fresh:
-                raise
-            if adopted:
-                raise PeerError(
-                    f"{error} (block {adopted[0].name}, which all ranks took before, stays as it came in this graph, "
-                    f"because {adopted[0].reason})"
-                ) from error
-            self._is_alone = True
-            logger.warning("blocks that run as they came could not be compared with the other ranks: %s", error)
-            return
-        check_decisions(decisions)
-        self._left |= {block.name for block in left}
 
     def _choose(self, group: ProcessGroup, options: AdoptionOptions) -> None:
         if self._known and options != self.options:

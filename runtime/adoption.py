@@ -7,8 +7,7 @@ pulls what it lacks whenever it wants, or all gather.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
@@ -16,14 +15,18 @@ from torch.distributed import distributed_c10d as c10d
 from torch.fx import GraphModule
 
 from moepass.models.errors import InputError
+from moepass.passes.graph import graph_inputs
 from moepass.passes.ir import BankSpec, Plan
-from moepass.passes.protocol import Group
+from moepass.passes.localise import texts_of
+from moepass.passes.proposals import Proposal, exchanges_by_group
+from moepass.passes.protocol import Agree, Group
 from moepass.runtime.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
-from moepass.runtime.decisions import Left
+from moepass.runtime.decisions import decisions_of, has_others
 from moepass.runtime.device_home import check_transport_to
 from moepass.runtime.dispatching import Dispatcher
 from moepass.runtime.executor import Adopt
 from moepass.runtime.link import check_link_to
+from moepass.runtime.replicas import ReplicaCheck
 from moepass.runtime.ring import Ring
 
 
@@ -31,6 +34,29 @@ def process_groups(names: Iterable[str]) -> dict[str, Group]:
     """This rank's place in each of the process groups with these names; those that do not exist here are left out."""
     known = {str(group.group_name): group for group in c10d._world.pg_map}
     return {name: Group(known[name].rank(), known[name].size()) for name in names if name in known}
+
+
+def agreement_on_blocks(captured: GraphModule, groups: Collection[str], border: str, timeout_s: float) -> Agree | None:
+    """How the ranks of `groups` agree on what is taken out of `captured`; None where no other rank has a say.
+
+    `border` says below how many tokens per rank runs are to be exchanged, in words.
+    """
+    exchanges = {
+        name: found
+        for name, found in exchanges_by_group(captured.graph).items()
+        if name in groups and has_others(_group(name))
+    }
+    if not exchanges:
+        return None
+
+    def agree(module: GraphModule, plan: Plan) -> dict[str, str]:
+        leave: dict[str, str] = {}
+        for name, found in exchanges.items():
+            own, group = Proposal.of(plan, name, found, border), _group(name)
+            leave |= decisions_of(group).decide(group, own, lambda block: texts_of(module, block), timeout_s)
+        return leave
+
+    return agree
 
 
 def dispatching(
@@ -44,48 +70,43 @@ def dispatching(
     if dispatch is None:
         return None
     (name,) = {bank.group for bank in plan.banks}
-    left = [Left(refusal.where, refusal.reason) for refusal in plan.refusals if refusal.group == name]
-    border = "estimated from a profile" if dispatch.is_estimated else str(dispatch.border_tokens)
 
-    def compare(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        group = _group(name)
-        adopted_banks(group, device).compare(group, banks, parts, left, options.timeout_s, border)
+    def register(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        adopted_banks(_group(name), device).register_dispatched(banks, parts)
 
-    return Dispatcher(dispatch, captured, lower, lambda: _group(name), compare, options.timeout_s)
+    return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s)
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: bool) -> Adopt | None:
-    """What is done where the banks of `plan`, or blocks that it leaves as they came, come for the first time.
+    """What is done where the banks of `plan` come for the first time; None where they are no parameters of the graph.
 
-    None where the graph has no parameters that become banks, and leaves nothing that all ranks must leave. Raises
-    InputError for a device that banks of other ranks cannot stream to, OptionError for a link that is none there.
+    Raises InputError for a device that banks of other ranks cannot stream to, OptionError for a link that is none
+    there.
     """
-    of_banks = {bank.group for bank in plan.banks if bank.group}
-    left: dict[str, list[Left]] = defaultdict(list)
-    for refusal in plan.refusals:
-        if refusal.group:
-            left[refusal.group].append(Left(refusal.where, refusal.reason))
-    if plan.residencies and not of_banks:  # banks of a model that was offloaded
-        return None
-    names = sorted(of_banks | set(left))
+    names = {bank.group for bank in plan.banks if bank.group}
     if not names:
         return None
-    if of_banks:
-        check_transport_to(device, options.transport)
-        check_link_to(device, options.link)
+    (name,) = names
+    check_transport_to(device, options.transport)
+    check_link_to(device, options.link)
 
-    def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring | None, list[BankSpec]]:
-        ring, known = None, list(banks)
-        for name in names:
-            group = _group(name)
-            adopted = adopted_banks(group, device)
-            if name in of_banks:
-                ring, known = adopted.adopt(group, banks, parts, left[name], options, debug)
-            else:
-                adopted.adopt(group, (), (), left[name], options)
-        return ring, known
+    def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring, list[BankSpec]]:
+        group = _group(name)
+        return adopted_banks(group, device).adopt(group, banks, parts, options, debug)
 
     return adopt
+
+
+def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, debug: bool) -> ReplicaCheck | None:
+    """What tells whether ranks hold the same tokens where the plan relies on it; None where it does not."""
+    relying = [block for block in plan.localised if block.tokens]
+    if not relying:
+        return None
+    (name,) = {block.group for block in relying}
+    places = {node.name: place for place, node in enumerate(graph_inputs(captured.graph))}
+    inputs = {places[used]: used for block in relying for used in block.inputs}
+    signature = " ".join(block.signature for block in relying)
+    return ReplicaCheck(lambda: _group(name), inputs, signature, options.timeout_s, debug)
 
 
 def _group(name: str) -> ProcessGroup:

@@ -1,78 +1,173 @@
-"""Ranks compare which blocks they take, before the first of them waits for another in vain.
+"""The ranks of a process group decide together which blocks of expert parallelism are taken out of their graphs.
 
-A block of expert parallelism that one rank takes and another leaves cannot run: one would wait at an AllToAll, the
-other at the meeting where banks are brought together. Both come here first, and both find out.
+A block that one rank takes and another leaves cannot run: one would wait at an AllToAll that the other never joins. A
+block that two ranks take with different experts would be wrong. So every rank that captured a graph with collectives
+comes here before anything is compiled, whatever it found in it, and all come out with the same decision.
+
+A decision holds for the life of the group. A rank that captures the same block again, for another shape, keeps it and
+waits for nobody.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from moepass.passes.ir import LocalisedBlock
+from moepass.passes.proposals import UNEXPLAINED, LeftBlock, Proposal, blocks_to_leave, explain_difference
+from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.rendezvous import PeerError, Rendezvous, skip_abandoned
 
-NO_BORDER = "none"
+logger = logging.getLogger("moepass")
 
 MEETING = (
-    "every rank of the group must run its compiled model once, and the same layers in the same order: a rank that "
-    "found no block to take, or does not compile, stays behind"
+    "every rank of the group must compile its model with backend='asyncep' and run it, the same layers in the same "
+    "order: a rank that runs a model or a part of it uncompiled stays behind"
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """A block that a rank leaves as it came."""
-
-    name: str
-    reason: str
+# What the digests `experts` and `tokens` of a block are made of.
+Texts = tuple[Sequence[str], Sequence[str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Decisions:
-    """The blocks of one graph that come for the first time on a rank, in its order.
+class BlockDecisions:
+    """What the ranks of one group decided so far, as one of them knows it."""
 
-    `border` says below how many tokens per rank runs are exchanged, in words.
-    """
+    def __init__(self) -> None:
+        # By name and signature of a block, which is empty for one that a rank cannot take: why it is left, or None.
+        self._decided: dict[tuple[str, str], str | None] = {}
+        self._is_alone = False
+        self._lock = threading.Lock()
+        renew_after_fork(self)
 
-    taken: tuple[str, ...]
-    left: tuple[Left, ...]
-    border: str = NO_BORDER
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
+    def decide(
+        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
+    ) -> dict[str, str]:
+        """Which blocks that `own` takes are left on all ranks, by name, and why: the same on every rank.
 
-def exchange_decisions(group: ProcessGroup, own: Decisions, timeout_s: float) -> list[Decisions]:
-    """Those of all ranks; of this rank alone where others waited for it in vain, and neither takes a block.
+        Waits for the other ranks where something of `own` was not decided yet. Raises PeerError naming ranks that do
+        not come within `timeout_s`, and where ranks differ in the number of tokens below which they exchange.
+        """
+        with self._lock:
+            keys = _keys(own)
+            unknown = [key for key in keys if key not in self._decided]
+            if unknown and not (self._is_alone and not own.takes):
+                self._meet(group, own, texts_of, timeout_s)
+            left = {name: self._decided.get((name, signature)) for name, signature in keys if signature}
+            return {name: reason for name, reason in left.items() if reason is not None}
 
-    Raises PeerError naming the ranks that did not come within `timeout_s`.
-    """
-    rank, size, store = group.rank(), group.size(), c10d._get_process_group_store(group)
-    if skip_abandoned(store, rank) and not own.taken:
-        return [own]
-    rendezvous = Rendezvous(store, rank, size, timeout_s, MEETING, is_dispensable=not own.taken)
-    rendezvous.publish("list of blocks", own)
-    found = dict(rendezvous.read_all("list of blocks", Decisions, check=lambda: None))
-    return [found.get(other, own) for other in range(size)]
-
-
-def check_decisions(decisions: Sequence[Decisions]) -> None:
-    """Raises PeerError where a block is taken on some ranks only: the same error on every rank."""
-    for taker, decided in enumerate(decisions):
-        for rank, other in enumerate(decisions):
-            stray = next((name for name in decided.taken if name not in other.taken), None)
-            if stray is not None:
-                left = {block.name: f"leaves it as it came, because {block.reason}" for block in other.left}
+    def _meet(
+        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
+    ) -> None:
+        rank, size, store = group.rank(), group.size(), c10d._get_process_group_store(group)
+        if skip_abandoned(store, rank) and not own.takes:
+            self._go_alone(own, "they came before this rank, and left")
+            return
+        try:
+            rendezvous = Rendezvous(store, rank, size, timeout_s, MEETING, is_dispensable=not own.takes)
+            rendezvous.publish("list of blocks", own)
+            found = dict(rendezvous.read_all("list of blocks", Proposal, check=lambda: None))
+        except PeerError as error:
+            taken_before = [block for block in own.leaves if self._was_taken(block.name)]
+            if taken_before:
                 raise PeerError(
-                    f"ranks disagree on block {stray}: rank {taker} takes it, rank {rank} "
-                    f"{left.get(stray, 'does not see it')}; run all ranks with the same code and inputs of one kind "
-                    "first, or leave expert parallelism on all of them with options={'disable': ['localise']}"
+                    f"{error} (block {taken_before[0].name}, which all ranks took before, stays as it came in this "
+                    f"graph, because {taken_before[0].reason})"
+                ) from error
+            if own.takes:
+                raise
+            self._go_alone(own, str(error))
+            return
+        proposals = [found.get(other, own) for other in range(size)]
+        _check_borders(proposals)
+        left = blocks_to_leave(proposals)
+        unexplained = [name for name, reason in left.items() if reason == UNEXPLAINED]
+        if unexplained:
+            left |= self._explain(rendezvous, own, unexplained, texts_of)
+        self._remember(proposals, left)
+
+    def _explain(
+        self,
+        rendezvous: Rendezvous,
+        own: Proposal,
+        names: Sequence[str],
+        texts_of: Callable[[LocalisedBlock], Texts],
+    ) -> dict[str, str]:
+        """Where the blocks with these names differ between ranks: every rank takes all of them."""
+        texts = {block.name: texts_of(block) for block in own.takes if block.name in names}
+        rendezvous.publish("description of blocks", texts)
+        kind = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+        found: dict[int, Mapping[str, Texts]] = {rendezvous.rank: texts}
+        found |= rendezvous.read_all("description of blocks", kind, check=lambda: None)
+        by_rank = [found[rank] for rank in sorted(found)]
+        reasons = {}
+        for name in names:
+            experts, tokens = ([texts[name][part] for texts in by_rank] for part in (0, 1))
+            reasons[name] = (
+                explain_difference(experts, "its experts compute differently: they")
+                or explain_difference(
+                    tokens, "its results are summed over ranks, so all must have the same tokens, but these"
                 )
-            if decided.taken and decided.border != other.border:
-                raise PeerError(
-                    f"ranks disagree on the tokens per rank below which runs are exchanged: {decided.border} on rank "
-                    f"{taker}, {other.border} on rank {rank}; give all ranks the same hardware or all_to_all_below"
-                )
+                or "it is applied differently often"
+            )
+        return reasons
+
+    def _remember(self, proposals: Sequence[Proposal], left: Mapping[str, str]) -> None:
+        for name, signature in {key for proposal in proposals for key in _keys(proposal)}:
+            self._decided[name, signature] = left.get(name, None if signature else "")
+        # A rank that cannot take such a block in another graph either need not ask again.
+        self._decided |= {(name, ""): reason for name, reason in left.items()}
+
+    def _was_taken(self, name: str) -> bool:
+        return any(known == name and reason is None for (known, _), reason in self._decided.items())
+
+    def _go_alone(self, own: Proposal, reason: str) -> None:
+        """Nothing that this rank does depends on the others: its graphs stay as they came."""
+        self._is_alone = True
+        logger.warning("blocks that run as they came could not be compared with the other ranks: %s", reason)
 
 
-__all__ = ["Decisions", "Left", "check_decisions", "exchange_decisions"]
+def _keys(proposal: Proposal) -> list[tuple[str, str]]:
+    """What of a proposal has to be decided, whatever shapes the graph was captured for."""
+    names = dict.fromkeys(block.name for block in proposal.takes)
+    keys = [(name, " ".join(proposal.signatures(name))) for name in names]
+    keys += [(block.name, "") for block in proposal.leaves if block.name not in names]
+    # Others may have found a block where this rank sees collectives alone.
+    return keys or [("\n".join(proposal.exchanges), "")]
+
+
+def _check_borders(proposals: Sequence[Proposal]) -> None:
+    """Raises PeerError, the same on every rank, where ranks would disagree on the form of a run."""
+    first = proposals[0]
+    for rank, proposal in enumerate(proposals):
+        if first.takes and proposal.takes and proposal.border != first.border:
+            raise PeerError(
+                f"ranks disagree on the tokens per rank below which runs are exchanged: {first.border} on rank 0, "
+                f"{proposal.border} on rank {rank}; give all ranks the same hardware or all_to_all_below"
+            )
+
+
+_decisions: weakref.WeakKeyDictionary[ProcessGroup, BlockDecisions] = weakref.WeakKeyDictionary()
+_decisions_lock = threading.Lock()
+
+
+def decisions_of(group: ProcessGroup) -> BlockDecisions:
+    """Those of `group`, which live as long as the group."""
+    with _decisions_lock:
+        return _decisions.setdefault(group, BlockDecisions())
+
+
+def has_others(group: ProcessGroup) -> bool:
+    """Whether there are other ranks to talk to: torch's fake groups only pretend."""
+    return group.size() > 1 and dist.get_backend(group) != "fake"
+
+
+__all__ = ["BlockDecisions", "LeftBlock", "decisions_of", "has_others"]

@@ -24,6 +24,7 @@ from moepass.passes.ir import BankSpec, Dispatch
 from moepass.passes.lower_later import LateGraph, lower_later
 from moepass.runtime.agreement import Presence, agreement_of
 from moepass.runtime.forking import renew_after_fork
+from moepass.runtime.replicas import ReplicaCheck
 
 logger = logging.getLogger("moepass")
 
@@ -76,6 +77,28 @@ class ExchangedForm:
             return self._compiled[-1]
 
 
+class CapturedFallback:
+    """Runs a graph as it was captured where ranks turn out not to have the same tokens, although the plan needs it."""
+
+    def __init__(self, check: ReplicaCheck, captured: GraphModule, lower: str) -> None:
+        self.statistics = FormStatistics()
+        self._check = check
+        self._sources = size_sources(captured.graph)
+        self._form = ExchangedForm(captured, lower, self.statistics)
+
+    def reason(self, arguments: Sequence[Any], parts: Sequence[Sequence[Any]], key: object) -> str | None:
+        """Why a run must not follow the schedule, in the same words on all ranks; None where it may.
+
+        `parts` are this rank's tensors of each bank, `key` tells their memory. Raises PeerError where ranks do not
+        come.
+        """
+        return self._check.difference(arguments, [part for of_bank in parts for part in of_bank], key)
+
+    def run(self, *arguments: Any) -> Any:
+        self.statistics.exchanged_runs += 1
+        return self._form.run(arguments, read_sizes(self._sources, arguments))
+
+
 class Dispatcher:
     """Chooses the form of every run of one compiled graph, with the other ranks, and runs the exchanged one."""
 
@@ -85,21 +108,20 @@ class Dispatcher:
         captured: GraphModule,
         lower: str,
         group: Callable[[], ProcessGroup],
-        compare: Callable[[Sequence[BankSpec], Sequence[Sequence[Any]]], None],
+        register: Callable[[Sequence[BankSpec], Sequence[Sequence[Any]]], None],
         timeout_s: float,
     ) -> None:
-        """`group` gives the process group of the graph's banks; `compare` takes banks and this rank's parts of each.
-
-        It compares with the other ranks what was decided about these banks, and is called where they come first.
+        """`group` gives the process group of the graph's banks; `register` takes banks and this rank's parts of each,
+        and is called where they come first.
         """
         self.statistics = FormStatistics()
         self._dispatch = dispatch
         self._sources = size_sources(captured.graph)
         self._exchanged = ExchangedForm(captured, lower, self.statistics)
         self._group = group
-        self._compare = compare
+        self._register = register
         self._timeout_s = timeout_s
-        self._compared: dict[object, tuple[StorageWeakRef, ...]] = {}
+        self._registered: dict[object, tuple[StorageWeakRef, ...]] = {}
 
     def is_exchanged(
         self, arguments: Sequence[Any], banks: Sequence[BankSpec], parts: Sequence[Sequence[Any]], key: object
@@ -111,9 +133,9 @@ class Dispatcher:
         Raises PeerError where ranks differ, are gone or do not come.
         """
         if not self._is_known(key):
-            self._compare(banks, parts)
+            self._register(banks, parts)
             storages = tuple(StorageWeakRef(part.untyped_storage()) for of_bank in parts for part in of_bank)
-            self._compared = {**self._living(), key: storages}
+            self._registered = {**self._living(), key: storages}
         tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
         names = tuple(bank.name for bank in banks)
         presence = Presence.of(self._dispatch, tokens, names)
@@ -125,8 +147,8 @@ class Dispatcher:
         return self._exchanged.run(arguments, read_sizes(self._sources, arguments))
 
     def _is_known(self, key: object) -> bool:
-        storages = self._compared.get(key)
+        storages = self._registered.get(key)
         return storages is not None and not any(storage.expired() for storage in storages)
 
     def _living(self) -> dict[object, tuple[StorageWeakRef, ...]]:
-        return {key: storages for key, storages in self._compared.items() if self._is_known(key)}
+        return {key: storages for key, storages in self._registered.items() if self._is_known(key)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import threading
 import time
 import weakref
@@ -17,14 +18,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moepass.models.errors import InputError, MoepassError
 from moepass.passes.detect import bank_arguments
 from moepass.passes.graph import copy_graph_module, graph_inputs, is_call
-from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, acquire, prefetch, release
+from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, Refusal, acquire, prefetch, release
 from moepass.passes.timeline import COMPUTE, HOST
 from moepass.runtime.banks import BankStore, find_bank, find_store
 from moepass.runtime.copying import CopyError
-from moepass.runtime.dispatching import Dispatcher, FormStatistics
+from moepass.runtime.dispatching import CapturedFallback, Dispatcher, FormStatistics
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.recording import current_recording
 from moepass.runtime.ring import Ring
+
+logger = logging.getLogger("moepass")
 
 
 class SegmentError(MoepassError, RuntimeError):
@@ -113,8 +116,7 @@ def alive(owned: weakref.ref[_T]) -> _T:
 
 
 # Takes the banks of a graph and this rank's tensors of each; gives their ring, and the banks as that ring knows them.
-# Without banks there is no ring.
-Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], tuple[Ring | None, list[BankSpec]]]
+Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], tuple[Ring, list[BankSpec]]]
 
 _executor_numbers = itertools.count()
 _BINDINGS: dict[Any, type[RingOperation]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
@@ -179,10 +181,12 @@ class Executor:
         ring: Ring | None,
         adopt: Adopt | None = None,
         dispatcher: Dispatcher | None = None,
+        fallback: CapturedFallback | None = None,
     ) -> None:
         """Where banks are this rank's parameters, `adopt` completes them when they come first, and has their ring.
 
-        `dispatcher` runs what does not follow the schedule; only for such banks, which it reads as they are.
+        `dispatcher` and `fallback` run what does not follow the schedule, because ranks agreed on it or have different
+        tokens; only for such banks, which they read as they are.
         """
         self.plan = plan
         self._gathers = plan.gathers()
@@ -191,6 +195,8 @@ class Executor:
         self._adopt = adopt
         self._dispatcher = dispatcher
         self._exchanged = None if dispatcher is None else Located(dispatcher.run_exchanged, "the captured graph", "")
+        self._fallback = fallback
+        self._captured = None if fallback is None else Located(fallback.run, "the captured graph", "")
         self._top = top
         self._is_debug = ring is not None and ring.debug
         names = [node.name for node in graph_inputs(top.graph)]
@@ -240,11 +246,28 @@ class Executor:
             if self._dispatcher.is_exchanged(arguments, banks, parts, self._memories(arguments)):
                 return self._exchanged(*arguments)
             self._dispatcher.statistics.gathered_runs += 1
+        if self._fallback is not None and self._captured is not None:
+            reason = self._fallback.reason(arguments, self._parts_among(arguments), self._memories(arguments))
+            if reason is not None:
+                self._refuse_blocks(reason)
+                return self._captured(*arguments)
         schedule = self._schedule_for(arguments) if self._adopt is None else self._adopted_schedule(arguments)
         if schedule.ring is None:
             return schedule.graph_module(*arguments)
         with alive(schedule.ring).run(self._number, self._gathers):
             return schedule.graph_module(*arguments)
+
+    def _refuse_blocks(self, reason: str) -> None:
+        """Let the plan say that its blocks run as they came, because of `reason`."""
+        blocks = [block for block in self.plan.localised if block.tokens]
+        refusals = [
+            Refusal("the run", f"{reason}; the graph runs as it was captured", block.name, block.group)
+            for block in blocks
+        ]
+        fresh = tuple(refusal for refusal in refusals if refusal not in self.plan.refusals)
+        if fresh:
+            self.plan = dataclasses.replace(self.plan, refusals=self.plan.refusals + fresh)
+            logger.warning("refused %s: %s", ", ".join(refusal.where for refusal in fresh), fresh[0].reason)
 
     def _schedule_for(self, arguments: Sequence[Any]) -> Schedule:
         found = [find_bank(arguments[place]) for place in self._shards if place < len(arguments)]

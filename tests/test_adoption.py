@@ -269,9 +269,11 @@ def _one_comes_too_late() -> list[str]:
 
 def test_ranks_that_missed_each_other_say_so_from_then_on_without_waiting() -> None:
     (first, again), (late,) = run_ranks(2, _one_comes_too_late)
-    assert first.startswith("rank 1 did not publish a list of blocks within 0.5 s; every rank of the group must run")
-    assert again == late
-    assert again == (
+    assert first.startswith(
+        "rank 1 did not publish a list of blocks within 0.5 s; every rank of the group must compile"
+    )
+    assert again == first
+    assert late == (
         f"the ranks of this group missed each other before, and cannot meet any more: {first}; start all ranks again, "
         "or let all of them use a new process group"
     )
@@ -288,16 +290,22 @@ def test_a_rank_that_never_runs_is_named() -> None:
         run_ranks(2, _one_rank_does_not_come)
 
 
-def _ranks_bring_other_models() -> None:
+def _ranks_bring_other_models() -> list[str]:
+    """Experts of 32 features on one rank and of 48 on the other: odd, but it runs."""
     config = dataclasses.replace(SMALL, width=32 if dist.get_rank() == 0 else 48)
-    with torch.no_grad():
-        _compile(build_stack(config, "all_to_all"))(_hidden(config, 8, 0))
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        model, hidden = build_stack(config, "all_to_all"), _hidden(SMALL, 8, dist.get_rank())
+        assert torch.equal(_compile(model)(hidden), model(hidden))
+    return [refusal.reason for refusal in compilations[0].plan.refusals]
 
 
-def test_ranks_with_other_shapes_get_one_error() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, _ranks_bring_other_models)
-    assert str(caught.value).count("ranks disagree on the tensors of bank moe.0.experts") >= 1
+def test_ranks_with_other_shapes_keep_their_exchanges() -> None:
+    for reasons in run_ranks(2, _ranks_bring_other_models):
+        assert len(reasons) == 2
+        for reason in reasons:
+            assert "compute differently" in reason
+            assert "64, 64] on cpu` on rank 0" in reason
+            assert "96, 64] on cpu` on rank 1" in reason
 
 
 def _refused_blocks_still_run(form: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that decide differently about a block of expert parallelism find out at once; equal ones wait for nobody."""
+"""Ranks decide together which blocks of expert parallelism they take: all of them the same, and in the same run."""
 
 from __future__ import annotations
 
@@ -13,27 +13,48 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_adoption import SMALL, _compile, _hidden
+from torch.nn import functional as F
 
 import moepass
+from moepass.models.expert_parallel import EP_FORMS, ShardedExperts
+from moepass.models.grouped_experts import grouped_product
 from moepass.models.moe_stack import build_stack
 from moepass.passes import localise
+from moepass.passes.ir import LocalisedBlock
 from moepass.passes.mock_ranks import ContractBroken
-from moepass.runtime.decisions import Decisions, Left, check_decisions
+from moepass.passes.proposals import UNEXPLAINED, LeftBlock, Proposal, blocks_to_leave, explain_difference
 from moepass.runtime.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
 
-def test_what_ranks_do_not_agree_on_is_named() -> None:
-    both = Decisions(("a", "b"), ())
-    check_decisions([both, both])
-    check_decisions([Decisions((), (Left("a", "of this"),)), Decisions((), (Left("a", "of that"),)), Decisions((), ())])
-    for ranks in ([both, Decisions(("a",), (Left("b", "it is odd"),))], [both, Decisions(("a",), ())]):
-        reason = "leaves it as it came, because it is odd" if ranks[1].left else "does not see it"
-        with pytest.raises(PeerError, match=f"disagree on block b: rank 0 takes it, rank 1 {reason}; run all ranks"):
-            check_decisions(ranks)
-        with pytest.raises(PeerError, match=f"disagree on block b: rank 1 takes it, rank 0 {reason}; run all ranks"):
-            check_decisions(ranks[::-1])
+def _proposal(
+    *names: str, leaves: tuple[str, ...] = (), experts: str = "1", exchanges: tuple[str, ...] = ()
+) -> Proposal:
+    takes = tuple(LocalisedBlock(name, "all_to_all", "0", experts) for name in names)
+    return Proposal(takes, tuple(LeftBlock(name, "it is odd") for name in leaves), exchanges)
+
+
+def test_only_what_all_ranks_take_alike_is_taken() -> None:
+    both = _proposal("a", "b")
+    assert blocks_to_leave([both, both, both]) == {}
+    assert blocks_to_leave([_proposal(leaves=("a",)), _proposal(leaves=("a",)), _proposal()]) == {}
+    assert blocks_to_leave([both, _proposal("a", leaves=("b",))]) == {"b": "rank 1 cannot take it: it is odd"}
+    assert blocks_to_leave([_proposal("a"), both]) == {"b": "rank 0 does not see it in the graph that it runs here"}
+    assert blocks_to_leave([both, _proposal("a", experts="2")]).keys() == {"a", "b"}
+    assert blocks_to_leave([both, _proposal("a", "b", experts="2")]) == {"a": UNEXPLAINED, "b": UNEXPLAINED}
+    # A layer that is applied twice is taken twice or not at all.
+    assert blocks_to_leave([_proposal("a", "a"), _proposal("a")]) == {"a": UNEXPLAINED}
+    (reason,) = blocks_to_leave([_proposal("a", exchanges=("x", "y")), _proposal("a", exchanges=("y", "x"))]).values()
+    assert reason == "ranks talk to each other in different orders: `x` on rank 0, `y` on rank 1"
+
+
+def test_the_first_difference_of_texts_is_named() -> None:
+    assert explain_difference([["x", "y"], ["x", "y"]], "they") is None
+    assert explain_difference([["x", "y"], ["x", "y"], ["x", "z"]], "they") == (
+        "they differ between ranks: `y` on rank 0, `z` on rank 2"
+    )
+    assert "1 operations on rank 0, 2 on rank 1" in str(explain_difference([["x"], ["x", "y"]], "they"))
 
 
 @contextmanager
@@ -56,22 +77,103 @@ def _refusing(*names: str) -> Iterator[None]:
 BLOCKS = ("moe.0.experts", "moe.1.experts")
 
 
-def _one_refuses(names: tuple[str, ...]) -> tuple[str, float]:
-    with torch.no_grad(), _refusing(*(names if dist.get_rank() == 1 else ())):
+def _refusals(compilations: list[moepass.Compilation]) -> dict[str, str]:
+    return {refusal.where: refusal.reason for one in compilations for refusal in one.plan.refusals}
+
+
+def _one_refuses(names: tuple[str, ...]) -> dict[str, str]:
+    hidden, full = _hidden(SMALL, 8, dist.get_rank()), build_stack(SMALL)
+    refused = names if dist.get_rank() == 1 else ()
+    with torch.no_grad(), _refusing(*refused), moepass.record_compilations() as compilations:
         compiled = _compile(build_stack(SMALL, "all_to_all"))
-        started = time.perf_counter()
-        with pytest.raises(PeerError) as caught:
-            compiled(_hidden(SMALL, 8, 0))
-        return str(caught.value), time.perf_counter() - started
+        for _ in range(2):
+            torch.testing.assert_close(compiled(hidden), full(hidden))
+    assert len(compilations[0].plan.banks) == len(BLOCKS) - len(names)
+    return _refusals(compilations)
 
 
 @pytest.mark.parametrize("names", [BLOCKS[1:], pytest.param(BLOCKS, marks=pytest.mark.slow)])
-def test_a_block_that_one_rank_refuses_is_an_error_on_all_at_once(names: tuple[str, ...]) -> None:
-    (message, first), (other, second) = run_ranks(2, _one_refuses, names)
-    assert message == other
-    reason = "rank 1 leaves it as it came, because it fails by hand; its collectives stay"
-    assert f"ranks disagree on block {names[0]}: rank 0 takes it, {reason}" in message
-    assert max(first, second) < 30  # of the 50 that they may wait
+def test_a_block_that_one_rank_refuses_is_left_by_all_in_the_same_run(names: tuple[str, ...]) -> None:
+    other, own = run_ranks(2, _one_refuses, names)
+    assert own.keys() == other.keys() == set(names)
+    for name in names:
+        assert own[name].startswith("with tokens anywhere, it fails by hand") or own[name].startswith(
+            "it fails by hand"
+        )
+        assert other[name].startswith("rank 1 cannot take it: ")
+        assert "it fails by hand" in other[name]
+
+
+def _one_disables_the_pass() -> dict[str, str]:
+    hidden, full = _hidden(SMALL, 8, dist.get_rank()), build_stack(SMALL)
+    disable = ["localise"] if dist.get_rank() == 1 else []
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = _compile(build_stack(SMALL, "all_to_all"), disable=disable)
+        torch.testing.assert_close(compiled(hidden), full(hidden))
+    return _refusals(compilations)
+
+
+def test_a_rank_that_found_no_block_is_heard_too() -> None:
+    refusals, _ = run_ranks(2, _one_disables_the_pass)
+    assert refusals.keys() == set(BLOCKS)
+    assert all(reason.startswith("rank 1 does not see it in the graph") for reason in refusals.values())
+
+
+def _activate(what: str, rank: int, rows: torch.Tensor) -> torch.Tensor:
+    """An activation function that rank 1 has otherwise, in the way that `what` says."""
+    if rank == 1 and what == "function":
+        return F.gelu(rows).clamp(max=7.0)
+    limit = 0.5 if rank == 1 and what == "limit" else 7.0
+    active = F.silu(rows).clamp(max=limit)
+    if rank == 1 and what == "factor":
+        return 1.5 * active
+    return active + torch.tensor([0.25 if rank == 1 and what == "constant" else 0.0])
+
+
+def _with_own_activation(form: str, what: str) -> type[ShardedExperts]:
+    class Experts(EP_FORMS[form]):  # type: ignore[misc]
+        def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+            active = _activate(what, self.placement.rank, gate) * up
+            return grouped_product(active, self.down_proj.transpose(1, 2), ends)
+
+    return Experts
+
+
+def _activations_differ(form: str, what: str) -> dict[str, str]:
+    hidden = _hidden(SMALL, 8, 0 if form == "all_reduce" else dist.get_rank())
+    EP_FORMS[form], original = _with_own_activation(form, what), EP_FORMS[form]
+    try:
+        model = build_stack(SMALL, form)
+    finally:
+        EP_FORMS[form] = original
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(hidden)
+        torch.testing.assert_close(_compile(model)(hidden), expected)
+    assert bool(compilations[0].plan.banks) == (what == "nothing")
+    return _refusals(compilations)
+
+
+QUICK = {("all_to_all", "function"), ("all_gather", "constant"), ("all_reduce", "nothing")}
+WHATS = {"function": "gelu", "limit": "0.5", "factor": "aten.mul.Tensor", "constant": "constant torch.float32"}
+
+
+@pytest.mark.parametrize(
+    ("form", "what"),
+    [
+        pytest.param(form, what, marks=() if (form, what) in QUICK else pytest.mark.slow)
+        for form in EP_FORMS
+        for what in (*WHATS, "nothing")
+    ],
+)
+def test_experts_that_differ_by_rank_are_refused_on_all_with_the_difference(form: str, what: str) -> None:
+    first, second = run_ranks(2, _activations_differ, form, what)
+    assert first == second
+    assert first.keys() == (set() if what == "nothing" else set(BLOCKS))
+    for reason in first.values():
+        assert "its experts compute differently: they differ between ranks: " in reason
+        assert WHATS[what] in reason
 
 
 def _all_refuse(counts: list[list[int]]) -> None:

@@ -1,0 +1,127 @@
+"""Whether all ranks run a graph on the same tokens, where a plan relies on it.
+
+Results of masked experts may be added up over ranks only if every rank has the same tokens, experts and weights. The
+ranks compared how these are computed when they compiled. What they are computed from, parameters, buffers and inputs,
+they compare here: by checksums, in the first run of a graph, and in every run under `debug`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moepass.passes.proposals import explain_difference
+from moepass.runtime.decisions import MEETING
+from moepass.runtime.forking import renew_after_fork
+from moepass.runtime.rendezvous import Rendezvous
+
+logger = logging.getLogger("moepass")
+
+# Words of 8 bytes that are added up at a time.
+_CHUNK_WORDS = 2**20
+_MODULUS = 2**64
+# Odd, so that no chunk loses bits.
+_CHUNK_FACTOR = 0x9E3779B97F4A7C15
+
+
+class ReplicaCheck:
+    """Compares the inputs of one graph that its replicated tokens are computed from.
+
+    `inputs` are their places among the graph's inputs, with words for each; `signature` tells graphs apart.
+    """
+
+    def __init__(
+        self,
+        group: Callable[[], ProcessGroup],
+        inputs: Mapping[int, str],
+        signature: str,
+        timeout_s: float,
+        debug: bool,
+    ) -> None:
+        self._group = group
+        self._inputs = dict(sorted(inputs.items()))
+        self._signature = signature
+        self._timeout_s = timeout_s
+        self._debug = debug
+        # By the memory of the graph's own experts: what kept ranks from having the same tokens, or None.
+        self._found: dict[object, tuple[str | None, tuple[StorageWeakRef, ...]]] = {}
+        self._lock = threading.Lock()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor], key: object) -> str | None:
+        """What differs between ranks, in the same words on all; None where nothing does.
+
+        `experts` are this rank's tensors of the banks, and `key` tells their memory. Waits for the other ranks in the
+        first run with it, and under `debug` in every one until something differed. Raises PeerError where ranks do not
+        come within the timeout.
+        """
+        with self._lock:
+            known = self._found.get(key)
+            if known is not None and any(storage.expired() for storage in known[1]):
+                known = None
+            if known is not None and (known[0] is not None or not self._debug):
+                return known[0]
+            found = self._compare(arguments)
+            storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in experts)
+            living = {
+                other: value for other, value in self._found.items() if not any(item.expired() for item in value[1])
+            }
+            self._found = {**living, key: (found, storages)}
+            return found
+
+    def _compare(self, arguments: Sequence[Any]) -> str | None:
+        group = self._group()
+        own = [self._signature] + [f"{words}: {describe(arguments[place])}" for place, words in self._inputs.items()]
+        rendezvous = Rendezvous(
+            c10d._get_process_group_store(group), group.rank(), group.size(), self._timeout_s, MEETING
+        )
+        rendezvous.publish("checksums of inputs", own)
+        found = dict(rendezvous.read_all("checksums of inputs", list[str], check=lambda: None))
+        found[group.rank()] = own
+        return explain_difference([found[rank] for rank in sorted(found)], "the inputs that it is computed from")
+
+
+def describe(value: Any) -> str:
+    """What is equal for equal inputs of a graph: type, shape and checksum of a tensor, or the number itself."""
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return f"{value.dtype} {tuple(value.shape)}, checksum {checksum(value):016x}"
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number of 64 bits from all bits of `tensor`, computed on its device.
+
+    The weighted sum of its words modulo 2^64, with a factor of its own for each place: single differences always
+    show, and others by all likelihood. No protection against somebody who looks for equal checksums.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    octets = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
+    whole = octets.numel() // 8 * 8
+    # Memory of a view need not begin where an integer of 8 bytes may.
+    aligned = octets[:whole] if octets.storage_offset() % 8 == 0 else octets[:whole].clone()
+    words = aligned.view(torch.int64)
+    rest = int.from_bytes(bytes(octets[whole:].tolist()), "little")
+    factors = _factors(words[:_CHUNK_WORDS])
+    total = octets.numel()
+    for start in range(0, words.numel(), _CHUNK_WORDS):
+        chunk = words[start : start + _CHUNK_WORDS]
+        total = (total * _CHUNK_FACTOR + int((chunk * factors[: chunk.numel()]).sum())) % _MODULUS
+    return (total * _CHUNK_FACTOR + rest) % _MODULUS
+
+
+def _factors(chunk: torch.Tensor) -> torch.Tensor:
+    """An odd factor for each word: so a difference in one word always changes the sum."""
+    places = torch.arange(chunk.numel(), device=chunk.device, dtype=torch.int64)
+    mixed = (places + 1) * -7046029254386353131
+    return (mixed ^ (mixed >> 29)) | 1
