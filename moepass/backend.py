@@ -29,6 +29,7 @@ from moepass.passes.protocol import PassContext
 from moepass.runtime.adoption import adoption, agreement_on_blocks, dispatching, process_groups, replica_check
 from moepass.runtime.banks import BankStore, find_store
 from moepass.runtime.dispatching import CapturedFallback
+from moepass.runtime.eager_watch import eager_watch
 from moepass.runtime.executor import Executor
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.vector_check import vector_check
@@ -135,6 +136,7 @@ def _compile(captured: GraphModule, options: Options, before_lowering: Callable[
             ring = store.ring(options.debug)
     device = _ring_device(captured)
     adopt = adoption(result.plan, device, options.adoption(), options.debug)
+    eager_watch.watch({bank.group for bank in result.plan.banks if bank.group})
     dispatcher = dispatching(result.plan, captured, options.lower, device, options.adoption())
     check = replica_check(result.plan, captured, options.adoption(), options.debug)
     fallback = None if check is None else CapturedFallback(check, captured, options.lower)

@@ -8,6 +8,7 @@ ranks proposed, so it is the same on all of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -100,8 +101,7 @@ def _first_difference(texts: Sequence[Sequence[str]]) -> str | None:
     for rank, text in enumerate(texts):
         if list(text) == list(texts[0]):
             continue
-        for first, other in zip(texts[0], text, strict=False):
+        for first, other in itertools.zip_longest(texts[0], text, fillvalue="nothing more"):
             if first != other:
                 return f"`{first}` on rank 0, `{other}` on rank {rank}"
-        return f"{len(texts[0])} operations on rank 0, {len(text)} on rank {rank}"
     return None

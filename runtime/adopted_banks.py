@@ -24,6 +24,7 @@ from moepass.passes.shards import shard_layout
 from moepass.runtime.collective import make_transport
 from moepass.runtime.decisions import MEETING
 from moepass.runtime.device_home import packer_on
+from moepass.runtime.eager_watch import FailureLook
 from moepass.runtime.executor import Memory, memory_of
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.homes import Home
@@ -78,8 +79,9 @@ class AdoptedBank:
 class AdoptedHome(Home):
     """Shards on all ranks, brought together meeting by meeting; a shard that changed afterwards is an error."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, failures: FailureLook) -> None:
         self.transport = transport
+        self._failures = failures
         self.watch = ProcessWatch()
         self.ring: weakref.ref[Ring] | None = None
         self._banks: dict[int, AdoptedBank] = {}
@@ -96,9 +98,10 @@ class AdoptedHome(Home):
         return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in list(self._banks.values()))
 
     def check(self) -> None:
-        """Raises PeerError where a rank is gone that a bank in use was brought together with, InputError where somebody
-        wrote into parameters that are the shard itself.
+        """Raises PeerError where a rank is gone that a bank in use was brought together with, or failed for good;
+        InputError where somebody wrote into parameters that are the shard itself.
         """
+        self._failures.check()
         banks = list(self._banks.values())
         if self.watch.gone():
             for group in {bank.group for bank in banks}:
@@ -132,10 +135,11 @@ class AdoptedBanks:
     When the last bank is gone, so is the ring, and other options may be used.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, failures: FailureLook) -> None:
         self.device = device
         self.options = AdoptionOptions()
-        self.home = AdoptedHome(make_transport(self.options.transport, self.options.link))
+        self._failures = failures
+        self.home = AdoptedHome(make_transport(self.options.transport, self.options.link), failures)
         self._ring: Ring | None = None
         self._known: dict[BankKey, AdoptedBank] = {}
         # Banks of graphs with a dispatch, met for or not: ranks agree on each of their runs. Their storages keep the
@@ -209,7 +213,7 @@ class AdoptedBanks:
             )
         if options != self.options:
             self.options = options
-            self.home = AdoptedHome(make_transport(options.transport, options.link))
+            self.home = AdoptedHome(make_transport(options.transport, options.link), self._failures)
 
     def _ring_for(self, debug: bool) -> Ring:
         slots = min(self.options.slots, len(self._known))
@@ -353,7 +357,7 @@ def adopted_banks(group: ProcessGroup, device: torch.device) -> AdoptedBanks:
     with _adopted_lock:
         of_group = _adopted.setdefault(group, {})
         if device not in of_group:
-            of_group[device] = AdoptedBanks(device)
+            of_group[device] = AdoptedBanks(device, FailureLook(group))
         return of_group[device]
 
 

@@ -54,7 +54,7 @@ def test_the_first_difference_of_texts_is_named() -> None:
     assert explain_difference([["x", "y"], ["x", "y"], ["x", "z"]], "they") == (
         "they differ between ranks: `y` on rank 0, `z` on rank 2"
     )
-    assert "1 operations on rank 0, 2 on rank 1" in str(explain_difference([["x"], ["x", "y"]], "they"))
+    assert "`nothing more` on rank 0, `y` on rank 1" in str(explain_difference([["x"], ["x", "y"]], "they"))
 
 
 @contextmanager

@@ -1,0 +1,51 @@
+"""The private parts of torch that the runtime cannot do without, in one place to look at for a new version."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._dynamo import convert_frame
+from torch._dynamo.cache_size import exceeds_recompile_limit
+from torch._dynamo.utils import register_hook_for_recompile_user_context
+
+
+def compiled_code() -> CodeType | None:
+    """The Python function that Dynamo compiles at this moment; None where it compiles none."""
+    found: CodeType | None = _compilation().get("code")
+    return found
+
+
+def exceeded_recompile_limit() -> str | None:
+    """The limit by which Dynamo leaves a function to eager mode, as `recompile_limit=8`; None where it compiles it.
+
+    For functions called by `on_recompilation`, which Dynamo does right before it decides.
+    """
+    found = _compilation()
+    if "cache_size" not in found:
+        return None
+    is_exceeded, name = exceeds_recompile_limit(found["cache_size"], found["compile_id"])
+    return f"{name}={getattr(torch._dynamo.config, name)}" if is_exceeded else None
+
+
+def on_recompilation(function: Callable[[], None]) -> None:
+    """Call `function` whenever Dynamo is about to compile a function again. What it raises goes to the user."""
+
+    def hook() -> str:
+        function()
+        return ""
+
+    register_hook_for_recompile_user_context(hook)
+
+
+def _compilation() -> dict[str, Any]:
+    """The variables of the function in which Dynamo compiles at this moment."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_code.co_filename == convert_frame.__file__:
+            return frame.f_locals
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}

@@ -1,0 +1,191 @@
+"""Results that ranks add up are taken out only where all ranks have the same tokens, experts and weights."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from simulated_ranks import capture
+from test_adoption import SMALL, _compile, _hidden
+from torch import nn
+
+import moepass
+from moepass.models.collectives import gather_rows, scatter_sums, sum_over_ranks
+from moepass.models.moe_stack import MoELayer, build_stack
+from moepass.passes.ir import Plan
+from moepass.passes.localise import localise
+from moepass.passes.protocol import PassContext, run_passes
+from moepass.runtime.replicas import checksum
+
+on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
+
+
+class OddLayer(MoELayer):
+    """A layer whose tokens, experts or weights on rank 1 are other ones than on rank 0, in the way that `what` says."""
+
+    def __init__(self, layer: MoELayer, what: str) -> None:
+        super().__init__(layer.router, layer.experts)
+        self.what = what
+        self.is_odd = dist.get_rank() == 1
+        self.register_buffer("bias", torch.full((SMALL.experts,), 1.0))
+        if self.is_odd and what == "buffer":
+            self.bias[2] += 3.0
+        if self.is_odd and what == "router":
+            self.router.weight = nn.Parameter(self.router.weight + 0.5, requires_grad=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.what == "scaled by rank" and self.is_odd:
+            hidden_states = hidden_states * 2.0
+        ids, weights = self.router(hidden_states)
+        if self.what == "buffer":
+            weights = weights * self.bias[ids]
+        if self.what == "weights of a rank" and self.is_odd:
+            weights = weights.clamp(min=0.2)
+        if self.what == "experts of a rank" and self.is_odd:
+            ids = SMALL.experts - 1 - ids
+        output: torch.Tensor = self.experts(hidden_states, ids, weights)
+        return output
+
+
+def _tokens_differ(what: str) -> tuple[list[str], int]:
+    hidden = _hidden(SMALL, 8, dist.get_rank() if what == "inputs" else 0)
+    model = build_stack(SMALL, "all_reduce")
+    model.moe[1] = OddLayer(model.moe[1], what)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(hidden)
+        compiled = _compile(model, debug=False)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(hidden), expected, rtol=1e-5, atol=1e-5)
+    (compilation,) = compilations
+    return [f"{refusal.where}: {refusal.reason}" for refusal in compilation.plan.refusals], len(compilation.plan.banks)
+
+
+IN_THE_GRAPH = {
+    "scaled by rank": "aten.mul.Tensor",
+    "weights of a rank": "aten.clamp",
+    "experts of a rank": "aten.rsub.Scalar",
+}
+IN_THE_VALUES = ("buffer", "router", "inputs")
+
+
+@on_ranks
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow if what[0] == "w" else ()) for what in IN_THE_GRAPH]
+)
+def test_tokens_that_are_computed_otherwise_on_a_rank_keep_their_all_reduce(what: str) -> None:
+    first, second = run_ranks(2, _tokens_differ, what)
+    assert first == second
+    (refusal,), banks = first
+    assert banks == 1, "the layer before is taken"
+    assert refusal.startswith("moe.1.experts: its results are summed over ranks, so all must have the same tokens, but")
+    assert IN_THE_GRAPH[what] in refusal
+
+
+@on_ranks
+@pytest.mark.parametrize("what", IN_THE_VALUES)
+def test_tokens_of_other_parameters_or_inputs_keep_their_all_reduce_in_the_same_run(what: str) -> None:
+    first, second = run_ranks(2, _tokens_differ, what)
+    assert first == second
+    assert len(first[0]) == 2, "one refusal for each layer of the graph"
+    assert all("the inputs that it is computed from differ between ranks: `" in refusal for refusal in first[0])
+    assert all("the graph runs as it was captured" in refusal for refusal in first[0])
+
+
+@on_ranks
+def test_equal_tokens_are_taken_whatever_else_is_special() -> None:
+    for refusals, banks in run_ranks(2, _tokens_differ, "nothing"):
+        assert not refusals
+        assert banks == 2
+
+
+def _inputs_differ_later(debug: bool) -> list[str]:
+    model = build_stack(SMALL, "all_reduce")
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = _compile(model, debug=debug)
+        for seed in (0, 1, 1 + dist.get_rank() if debug else 2):
+            hidden = _hidden(SMALL, 8, seed)
+            torch.testing.assert_close(compiled(hidden), model(hidden), rtol=1e-5, atol=1e-5)
+    return [refusal.reason for refusal in compilations[0].plan.refusals]
+
+
+@on_ranks
+def test_under_debug_every_run_is_compared() -> None:
+    first, second = run_ranks(2, _inputs_differ_later, True)
+    assert first == second
+    assert len(first) == 2
+    assert run_ranks(2, _inputs_differ_later, False) == [[], []]
+
+
+class _AfterAnExchange(nn.Module):
+    """Tokens that come out of a collective: summed ones are the same on all ranks, scattered ones are not."""
+
+    def __init__(self, layer: nn.Module, group_name: str, kind: str) -> None:
+        super().__init__()
+        self.layer, self.group_name, self.kind = layer, group_name, kind
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.kind == "summed":
+            hidden_states = sum_over_ranks(hidden_states, self.group_name)
+        elif self.kind == "gathered":
+            hidden_states = gather_rows(hidden_states, 2, self.group_name)
+        else:
+            hidden_states = scatter_sums(hidden_states, 2, self.group_name)
+        output: torch.Tensor = self.layer(hidden_states)
+        return output
+
+
+@pytest.mark.parametrize(("kind", "is_taken"), [("summed", True), ("gathered", True), ("scattered", False)])
+def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import simulated_ranks
+
+    def build(config: Any, form: str) -> nn.Module:
+        stack = build_stack(config, form)
+        stack.moe[0] = _AfterAnExchange(stack.moe[0], dist.group.WORLD.group_name, kind)  # type: ignore[union-attr]
+        return stack
+
+    monkeypatch.setattr(simulated_ranks, "build_stack", build)
+    signatures = []
+    for rank in range(2):
+        captured = capture(SMALL, "all_reduce", rank, 2, 8, moe_alone=True, dynamic=False)
+        result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+        assert len(result.plan.localised) == is_taken
+        signatures.append([block.signature for block in result.plan.localised])
+        assert all("results differ by rank" in refusal.reason for refusal in result.refusals)
+        # Only the router's parameters are left to compare: the tokens are equal whatever they were made of.
+        assert all(len(block.inputs) == 2 for block in result.plan.localised)
+    assert signatures[0] == signatures[1]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.complex64]
+
+
+@given(st.sampled_from(DTYPES), st.integers(1, 40), st.integers(1, 7), st.integers(0, 2**32), st.booleans())
+def test_any_single_difference_changes_a_checksum(
+    dtype: torch.dtype, rows: int, columns: int, seed: int, is_transposed: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (rows, columns * dtype.itemsize), generator=generator)
+    values = raw.to(torch.uint8).view(dtype)
+    shown = values.t() if is_transposed else values
+    assert checksum(shown) == checksum(shown.clone())
+    place = int(torch.randint(0, raw.numel(), (1,), generator=generator))
+    changed = raw.to(torch.uint8).clone()
+    changed.view(-1)[place] ^= 1
+    other = changed.view(dtype)
+    assert checksum(other.t() if is_transposed else other) != checksum(shown)
+
+
+def test_a_checksum_sees_every_part_of_large_tensors_and_their_order() -> None:
+    values = torch.zeros(3 * 2**20 + 5, dtype=torch.int64)
+    found = {checksum(values)}
+    for place in (0, 2**20, 2**21 + 1, values.numel() - 1):
+        values[place] = 1
+        found.add(checksum(values))
+        values[place] = 0
+    assert len(found) == 5
