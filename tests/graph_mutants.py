@@ -52,3 +52,60 @@ def mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
         return None
     changed.recompile()
     return changed
+
+
+def _insert(module: GraphModule, node: torch.fx.Node, target: object, *arguments: object) -> None:
+    """Let everything that read `node` read target(node, *arguments) instead."""
+    users = list(node.users)
+    with module.graph.inserting_after(node):
+        fresh = module.graph.call_function(target, (node, *arguments))  # type: ignore[arg-type]
+    fresh.meta = {key: node.meta[key] for key in ("val", "nn_module_stack", "stack_trace") if key in node.meta}
+    for user in users:
+        user.replace_input_with(node, fresh)
+
+
+# What a rank may do otherwise than the others with a value of floating type, or with whole numbers.
+FLOAT_CHANGES = {
+    "scale": (torch.ops.aten.mul.Tensor, 1.25),
+    "shift": (torch.ops.aten.add.Tensor, 0.125),
+    "limit": (torch.ops.aten.clamp_max.default, 0.3),
+    "threshold": (torch.ops.aten.threshold.default, 0.2, 0.0),
+    "gelu": (torch.ops.aten.gelu.default,),
+    "negate": (torch.ops.aten.neg.default,),
+}
+INT_CHANGES = {
+    "one more": (torch.ops.aten.add.Tensor, 1),
+    "modulo": (torch.ops.aten.remainder.Scalar, 3),
+    "at most": (torch.ops.aten.clamp_max.default, 2),
+}
+
+
+def mutate_values(module: GraphModule, place: int, how: str) -> GraphModule | None:
+    """The graph with the value of one node changed on its way; None where this change does not apply to that node.
+
+    `how` is a key of FLOAT_CHANGES or INT_CHANGES, "flag": a truth among its arguments is turned, or "constant": a
+    number with a point among them.
+    """
+    changed = copy_graph_module(module)
+    nodes = [node for node in changed.graph.nodes if node.op == "call_function"]
+    node = nodes[place % len(nodes)]
+    value = fake_value(node)
+    if how in FLOAT_CHANGES or how in INT_CHANGES:
+        wants_float = how in FLOAT_CHANGES
+        is_number = isinstance(value, torch.Tensor) and value.dtype is not torch.bool and node.users
+        if not is_number or value.is_floating_point() != wants_float:
+            return None
+        target, *arguments = (FLOAT_CHANGES if wants_float else INT_CHANGES)[how]
+        _insert(changed, node, target, *arguments)
+    else:
+        kind, change = (bool, lambda old: not old) if how == "flag" else (float, lambda old: old * 1.5 + 0.1)
+        places = [index for index, argument in enumerate(node.args) if type(argument) is kind]
+        names = [name for name, argument in node.kwargs.items() if type(argument) is kind]
+        if places:
+            node.update_arg(places[0], change(node.args[places[0]]))
+        elif names:
+            node.update_kwarg(names[0], change(node.kwargs[names[0]]))
+        else:
+            return None
+    changed.recompile()
+    return changed
