@@ -24,7 +24,7 @@ UNEXPLAINED = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftBlock:
+class RefusedBlock:
     """A block that a rank leaves as it came."""
 
     name: str
@@ -40,7 +40,7 @@ class Proposal:
     """
 
     takes: tuple[LocalisedBlock, ...] = ()
-    leaves: tuple[LeftBlock, ...] = ()
+    leaves: tuple[RefusedBlock, ...] = ()
     exchanges: tuple[str, ...] = ()
     border: str = NO_BORDER
 
@@ -48,7 +48,7 @@ class Proposal:
     def of(plan: Plan, group: str, exchanges: Sequence[str], border: str) -> Proposal:
         """That of the rank whose `plan` it is."""
         takes = tuple(block for block in plan.localised if block.group == group)
-        leaves = tuple(LeftBlock(item.where, item.reason) for item in plan.refusals if item.group == group)
+        leaves = tuple(RefusedBlock(item.where, item.reason) for item in plan.refusals if item.group == group)
         return Proposal(takes, leaves, tuple(exchanges), border)
 
     def signatures(self, name: str) -> tuple[str, ...]:

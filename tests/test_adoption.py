@@ -28,8 +28,11 @@ FORBIDDEN = ("_c10d_functional", "aten._local_scalar_dense", "aten._assert_scala
 
 def _compile(model: torch.nn.Module, **options: Any) -> Callable[..., Any]:
     torch._dynamo.config.capture_scalar_outputs = True
+    dynamic = options.pop("dynamic", None)
     chosen = {"lower": "eager", "debug": True, "timeout_s": 50, **options}
-    compiled: Callable[..., Any] = torch.compile(model, backend="asyncep", options=chosen, fullgraph=True)
+    compiled: Callable[..., Any] = torch.compile(
+        model, backend="asyncep", options=chosen, fullgraph=True, dynamic=dynamic
+    )
     return compiled
 
 

@@ -22,7 +22,7 @@ from moepass.models.moe_stack import build_stack
 from moepass.passes import localise
 from moepass.passes.ir import LocalisedBlock
 from moepass.passes.mock_ranks import ContractBroken
-from moepass.passes.proposals import UNEXPLAINED, LeftBlock, Proposal, blocks_to_leave, explain_difference
+from moepass.passes.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
 from moepass.runtime.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
@@ -32,7 +32,7 @@ def _proposal(
     *names: str, leaves: tuple[str, ...] = (), experts: str = "1", exchanges: tuple[str, ...] = ()
 ) -> Proposal:
     takes = tuple(LocalisedBlock(name, "all_to_all", "0", experts) for name in names)
-    return Proposal(takes, tuple(LeftBlock(name, "it is odd") for name in leaves), exchanges)
+    return Proposal(takes, tuple(RefusedBlock(name, "it is odd") for name in leaves), exchanges)
 
 
 def test_only_what_all_ranks_take_alike_is_taken() -> None:
@@ -174,6 +174,38 @@ def test_experts_that_differ_by_rank_are_refused_on_all_with_the_difference(form
     for reason in first.values():
         assert "its experts compute differently: they differ between ranks: " in reason
         assert WHATS[what] in reason
+
+
+def _recompiles_alone(form: str, what: str) -> int:
+    """Rank 0 compiles again for other shapes, rank 1 does not: what was decided stays, and nobody waits."""
+    EP_FORMS[form], original = _with_own_activation(form, what), EP_FORMS[form]
+    try:
+        model = build_stack(SMALL, form)
+    finally:
+        EP_FORMS[form] = original
+    started = time.perf_counter()
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = _compile(model, dynamic=False)
+        for step, tokens in enumerate((8, 5, 0, 1) if dist.get_rank() == 0 else (8, 8, 8, 8)):
+            hidden = _hidden(SMALL, tokens, step)
+            expected = model(hidden)
+            torch.testing.assert_close(compiled(hidden), expected)
+    assert time.perf_counter() - started < 40  # of the 50 s that a rank may wait
+    assert len({len(one.plan.banks) for one in compilations}) == 1
+    return len(compilations)
+
+
+@pytest.mark.parametrize(
+    ("form", "what"),
+    [
+        ("all_to_all", "nothing"),
+        ("all_to_all", "limit"),
+        pytest.param("all_to_all_capacity", "nothing", marks=pytest.mark.slow),
+        pytest.param("all_to_all_capacity", "limit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_compiles_again_alone_keeps_what_was_decided(form: str, what: str) -> None:
+    assert run_ranks(2, _recompiles_alone, form, what) == [4, 1]
 
 
 def _all_refuse(counts: list[list[int]]) -> None:
