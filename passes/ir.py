@@ -228,8 +228,8 @@ class LocalisedBlock:
     """A block whose expert parallelism can be taken out, as far as this rank can tell.
 
     The other ranks must say the same of it: `experts` is a digest of everything between a row and its expert's output.
-    Where its tokens, ids and weights must be the same on all ranks, `tokens` is a digest of how they are computed, and
-    `inputs` are the inputs of the graph that they are computed from; empty elsewhere.
+    Where its tokens, ids and weights must be the same on all ranks, `tokens` is a digest of how they are computed; empty
+    elsewhere.
     """
 
     name: str
@@ -237,7 +237,6 @@ class LocalisedBlock:
     group: str
     experts: str
     tokens: str = ""
-    inputs: tuple[str, ...] = ()
 
     @property
     def signature(self) -> str:
@@ -309,7 +308,7 @@ class Plan:
 
     `cost` is that of the whole graph, in its sizes; `sizes` are these by name, with the values at capture. Operators
     in `uncosted` count with their memory traffic only, because nobody knows what they compute. Without `dispatch` every
-    run follows the schedule.
+    run follows the schedule. `replicated` are inputs of the graph that must hold the same on all ranks.
     """
 
     schema: str = PLAN_SCHEMA
@@ -318,6 +317,7 @@ class Plan:
     blocks: tuple[MoEBlock, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     localised: tuple[LocalisedBlock, ...] = ()
+    replicated: tuple[str, ...] = ()
     banks: tuple[BankSpec, ...] = ()
     slots: int = 0
     slot_bytes: int = 0

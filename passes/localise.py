@@ -58,6 +58,7 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)
     localised: list[LocalisedBlock] = []
+    replicated: dict[str, None] = dict.fromkeys(plan.replicated)
     proved: set[str] = set()
     replaced: dict[Node, Node] = {}
     for found in blocks:
@@ -77,12 +78,16 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
             refusals.append(Refusal(block.down.node.name, reason, block.name, block.group_name))
         else:
             experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
-            parts = block.name, block.form, block.group_name, experts, origin.digest, origin.inputs
-            localised.append(LocalisedBlock(*parts))
+            localised.append(LocalisedBlock(block.name, block.form, block.group_name, experts, origin.digest))
+            replicated.update(dict.fromkeys(origin.inputs))
     local.graph.lint()
     local.recompile()
     plan = dataclasses.replace(
-        plan, banks=tuple(banks), localised=tuple(localised), refusals=plan.refusals + tuple(refusals)
+        plan,
+        banks=tuple(banks),
+        localised=tuple(localised),
+        replicated=tuple(replicated),
+        refusals=plan.refusals + tuple(refusals),
     )
     taken = tuple(f"{block.name} ({block.form})" for block in localised)
     return PassResult(local, plan, matches=taken, refusals=tuple(refusals))

@@ -102,11 +102,11 @@ def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, d
     relying = [block for block in plan.localised if block.tokens]
     if not relying:
         return None
-    (name,) = {block.group for block in relying}
+    (group_name,) = {block.group for block in relying}
     places = {node.name: place for place, node in enumerate(graph_inputs(captured.graph))}
-    inputs = {places[used]: used for block in relying for used in block.inputs}
+    inputs = {places[name]: name for name in plan.replicated}
     signature = " ".join(block.signature for block in relying)
-    return ReplicaCheck(lambda: _group(name), inputs, signature, options.timeout_s, debug)
+    return ReplicaCheck(lambda: _group(group_name), inputs, signature, options.timeout_s, debug)
 
 
 def _group(name: str) -> ProcessGroup:

@@ -74,7 +74,7 @@ def _have_equal_tokens(results: Sequence[PassResult], inputs: Sequence[Sequence[
     by_rank = []
     for result, values in zip(results, inputs, strict=True):
         names = {node.name: value for node, value in zip(graph_inputs(result.module.graph), values, strict=True)}
-        needed = [names[name] for block in result.plan.localised for name in block.inputs]
+        needed = [names[name] for name in result.plan.replicated]
         by_rank.append([checksum(value) if isinstance(value, torch.Tensor) else value for value in needed])
     return by_rank[0] == by_rank[1]
 
