@@ -228,8 +228,8 @@ class LocalisedBlock:
     """A block whose expert parallelism can be taken out, as far as this rank can tell.
 
     The other ranks must say the same of it: `experts` is a digest of everything between a row and its expert's output.
-    Where its tokens, ids and weights must be the same on all ranks, `tokens` is a digest of how they are computed; empty
-    elsewhere.
+    Where its tokens, ids and weights must be the same on all ranks, `tokens` is a digest of how they are computed, else
+    empty.
     """
 
     name: str
