@@ -442,7 +442,7 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
     import torch
     from transformers import PreTrainedModel
 
-    from moepass.models.checkpoints import load_model, load_prompt, load_tokenizer, resolve_model
+    from moepass.models.checkpoints import load_config, load_model, load_prompt, load_tokenizer, resolve_model
     from moepass.runtime.link import parse_link
     from moepass.runtime.offload import check_device, find_expert_modules, offload_experts
     from moepass.runtime.scoring import Forward, Scorer
@@ -453,6 +453,7 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
         raise InputError("device is 'meta', which computes nothing; it must be cpu, cuda or cuda:INDEX")
     if parse_link(link).is_emulated and compute_device.type != "cpu":
         raise OptionError(f"link is {link!r}, which exists for device cpu only; the device is {device}")
+    load_config(folder)  # its checks come before the tokenizer's loader reads it too
     tokenizer, prompt = load_tokenizer(folder), load_prompt(folder)
     loaded: PreTrainedModel = load_model(folder)
     if stream:
