@@ -251,7 +251,10 @@ def _compiler_view(found: ExplainedModel, slots: int, lower: str) -> CompilerPar
     except (RuntimeError, NotImplementedError) as error:  # torch's, about shapes that do not fit together, or values
         if isinstance(error, MoepassError):
             raise
-        told = " ".join(str(error).split())[:300]
+        told = " ".join(str(error).split())
+        # Dynamo tells of the call with all of its arguments first, then of what it gave.
+        told = told.partition(": got ")[2] or told
+        told = told.partition(" Hint: ")[0][:300]
         raise CheckpointError(
             f"{found.name} cannot be captured, so that its config may not fit together: {told}"
         ) from error

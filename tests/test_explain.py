@@ -213,8 +213,8 @@ def test_any_number_of_reports_in_one_process() -> None:
         ({"hidden_size": 0}, "hidden_size of olmoe is 0; it must be 1 or more"),
         ({"num_hidden_layers": -1}, "num_hidden_layers of olmoe is -1"),
         ({"num_attention_heads": 0}, "num_attention_heads of olmoe is 0"),
-        ({"num_experts_per_tok": 100}, "olmoe cannot be captured, so that its config may not fit together: .*topk"),
-        ({"num_key_value_heads": 3}, "olmoe cannot be captured"),
+        ({"num_experts_per_tok": 100}, "num_experts_per_tok is 100, but num_experts is 64; a token meets"),
+        ({"num_key_value_heads": 3}, "olmoe cannot be captured, so that its config may not fit together: .*896"),
     ],
 )
 def test_configs_that_make_no_model_are_errors_that_say_so(changes: dict[str, int], message: str) -> None:
