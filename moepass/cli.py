@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import enum
 import gc
+import math
 import os
 import re
 import sys
@@ -470,7 +471,7 @@ def parse_bytes(text: str | None) -> float | None:
         number = float(found[1]) if found else 0.0
     except ValueError:
         number = 0.0
-    if not found or number <= 0:
+    if not found or not 0 < number < math.inf:
         raise InputError(f"memory budget {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB")
     power = " kMGT".index(found[2]) if found[2] else 0
     scale: int = (1024 if found[3] else 1000) ** power

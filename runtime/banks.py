@@ -213,6 +213,8 @@ def _is_called_by_compiled_model() -> bool:
 def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Some bytes of each tensor, by which a write to all of it shows, as that of an adapter or of other weights."""
     with torch.no_grad():
+        if any(value.is_meta for value in tensors):
+            return torch.empty(0)  # there is nothing to write to
         numbers = [value.flatten()[:: max(1, value.numel() // _SAMPLED_NUMBERS)] for value in tensors]
         # As bytes: NaN is not equal to itself.
         return torch.cat([some.contiguous().view(torch.uint8) for some in numbers])
