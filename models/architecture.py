@@ -6,6 +6,7 @@ Equal layers are equal records, so that what a layer costs is computed once per 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -137,16 +138,16 @@ class Architecture:
     tied_embeddings: bool = False
     other_parameters: int = 0
 
-    @property
+    @functools.cached_property
     def layer_counts(self) -> dict[Layer, int]:
         """How often each kind of layer occurs, in the order of first occurrence."""
         return dict(Counter(self.layers))
 
-    @property
+    @functools.cached_property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(index for index, layer in enumerate(self.layers) if layer.experts is not None)
 
-    @property
+    @functools.cached_property
     def typical_moe_layer(self) -> Layer:
         """The most frequent kind of layer with experts. Raises InputError where there is none."""
         kinds = [layer for layer in self.layer_counts if layer.experts is not None]

@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from moepass.models.errors import CheckpointError
+from moepass.models.config_checks import check_config, check_raw_config
+from moepass.models.errors import CheckpointError, InputError
 from moepass.models.file_stamp import FileStamps
+from moepass.models.limits import (
+    MOST_INDEX_BYTES,
+    MOST_JSON_BYTES,
+    MOST_TOKENIZER_BYTES,
+    TooLargeError,
+    check_limit,
+    decode_json,
+    read_limited,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +38,8 @@ INDEX_FILE = "model.safetensors.index.json"
 PROMPT_FILE = "prompt.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _TEXT_MARK = "{text}"
+# [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
+_MADE_UP_NUMBERS = 1 << 26
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +89,7 @@ def load_config(path: Path) -> PreTrainedConfig:
 
     file = path / CONFIG_FILE if path.is_dir() else path
     values = _read_json(file, dict)
+    check_raw_config(values, str(file))
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(f"{file} names no model_type; it must be one that transformers knows, as qwen3_moe")
@@ -93,6 +107,7 @@ def load_config(path: Path) -> PreTrainedConfig:
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # whatever a family's checks raise about values of this file
         raise CheckpointError(f"{file} does not fit model_type {model_type!r}: {_one_line(error)}") from error
+    check_config(config, str(file))
     _switch_cache_off(config)
     return config
 
@@ -105,13 +120,15 @@ def load_model(
     `dtype` None keeps what the config says. `experts_implementation` has no effect on families without experts.
 
     Raises CheckpointError where files are missing, truncated or not safetensors, and where weights are missing, left
-    over, or of shapes that the config does not have, and where a file changes before all is read.
+    over, or of shapes that the config does not have, where a file changes before all is read, and where weights stay
+    in a type that nothing here computes in, such as float8.
     """
     stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
     config = load_config(folder)
+    check_type(f"{folder / CONFIG_FILE}: dtype", config.dtype)
     for file in _weight_files(folder):
         stamps.check(file)
-    _check_weight_files(folder)
+    check_numbers(folder, _check_weight_files(folder), experts_implementation)
     model_class = _model_class(config)
     options = _options(model_class, experts_implementation)
     try:
@@ -121,6 +138,7 @@ def load_model(
                 config=config,
                 dtype="auto" if dtype is None else dtype,
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,
                 # Mismatches then come as records, and are refused below in one line.
                 ignore_mismatched_sizes=True,
@@ -137,6 +155,8 @@ def load_model(
     _check_loading(folder, info)
     stamps.check_all()
     loaded: PreTrainedModel = model
+    for name, value in loaded.named_parameters():
+        check_type(f"{folder}: {name}", value.dtype)
     loaded.requires_grad_(False)
     return loaded.eval()
 
@@ -158,6 +178,8 @@ def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: s
     try:
         with quiet_transformers(), torch.device("meta"):
             dtype = config.dtype or torch.float32
+            if dtype.itemsize == 1:
+                dtype = torch.bfloat16  # in which fp8 weights would be computed with; torch makes no model of fp8
             model: PreTrainedModel = build(config, dtype=dtype, **_options(model_class, experts_implementation))
     except Exception as error:  # whatever the family's constructor raises about numbers of the config
         raise CheckpointError(f"{name} makes no {model_class.__name__}: {_one_line(error)}") from error
@@ -166,14 +188,23 @@ def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: s
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint folder. Raises CheckpointError where it is missing or cannot be read."""
+    """The tokenizer of a checkpoint folder. Raises CheckpointError where it is missing or cannot be read.
+
+    Read the config first: transformers reads it too, and with fewer checks.
+    """
     from transformers import AutoTokenizer
 
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        advice = "give the tokenizer that the model was trained with"
+        check_limit(f"the size of {file}", file.stat().st_size, MOST_TOKENIZER_BYTES, advice)
     try:
         with quiet_transformers():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # the kinds differ with the file that is broken
-        if not (folder / "tokenizer.json").is_file():
+        if not file.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json, which scoring text needs") from error
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {_one_line(error)}") from error
     if not tokenizer.is_fast:
@@ -231,18 +262,43 @@ def _switch_cache_off(config: PreTrainedConfig) -> None:
             _switch_cache_off(part)
 
 
-def _check_weight_files(folder: Path) -> None:
-    """Every weight file is there and complete: safetensors say in their header how long they are."""
+def _check_weight_files(folder: Path) -> int:
+    """Every weight file is there and complete: safetensors say in their header how long they are.
+
+    Gives how many numbers they hold together.
+    """
     from safetensors import SafetensorError, safe_open
 
+    numbers = 0
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
-                opened.keys()
+                numbers += sum(math.prod(opened.get_slice(key).get_shape()) for key in opened.keys())  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {_one_line(error)}"
             ) from error
+    return numbers
+
+
+def check_numbers(folder: Path, held: int, experts_implementation: str) -> None:
+    """Raises CheckpointError where much of the model is missing, which transformers would make up in memory."""
+    asked = sum(value.numel() for value in meta_model(folder, experts_implementation).parameters())
+    if held + _MADE_UP_NUMBERS < asked:
+        raise CheckpointError(
+            f"{folder} lacks weights that the config asks for: its files hold {held} numbers, but the model has {asked}"
+        )
+
+
+def check_type(what: str, dtype: torch.dtype | None) -> None:
+    """Raises CheckpointError where weights in `dtype` would be nothing that can be computed with as it is."""
+    import torch
+
+    if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointError(
+            f"{what} is {dtype}, in which moepass computes nothing; dequantise the weights, to bfloat16 for example, "
+            "and save them as a checkpoint of their own"
+        )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -250,7 +306,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if whole.is_file():
         return [whole]
     if index.is_file():
-        weight_map = _read_json(index, dict).get("weight_map")
+        weight_map = _read_json(index, dict, MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map that says which file holds which weight")
         names = sorted({str(name) for name in weight_map.values()})
@@ -287,12 +343,14 @@ def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder} cannot be loaded: {_one_line(info['error_msgs'])}")
 
 
-def _read_json(file: Path, kind: type[Any]) -> Any:
+def _read_json(file: Path, kind: type[Any], most_bytes: int = MOST_JSON_BYTES) -> Any:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
+        return decode_json(read_limited(file, most_bytes), kind)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except TooLargeError as error:
+        raise CheckpointError(str(error)) from error
+    except InputError as error:
         raise CheckpointError(f"{file} is malformed: {error}") from error
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from moepass.models.errors import CheckpointError
+from moepass.models.errors import CheckpointError, InputError
+from moepass.models.limits import decode_json
 
 # The length of the header, before it, and the most that the format allows.
 _LENGTH_BYTES = 8
@@ -57,10 +58,10 @@ def read_header(descriptor: int, file: Path) -> FileHeader:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     try:
-        entries: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+        entries: dict[str, Any] = decode_json(text, dict[str, Any])
         metadata = msgspec.convert(entries.pop(_METADATA, {}), dict[str, str])
         tensors = msgspec.convert(entries, dict[str, _Entry])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (InputError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{file} is truncated or no safetensors file: {error}") from error
     begin = _LENGTH_BYTES + length
     extents = {

@@ -9,11 +9,12 @@ import contextlib
 import dataclasses
 import enum
 import gc
+import math
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import msgspec
 import typer
@@ -21,7 +22,23 @@ from typer.core import TyperGroup
 
 from moepass import __version__
 from moepass.models.errors import InputError, MoepassError, OptionError
-from moepass.streams import READER_LEFT, check_output, check_standard_output, open_output, process_streams
+from moepass.models.limits import (
+    MOST_INPUT_BYTES,
+    MOST_LINE_BYTES,
+    MOST_LINES,
+    MOST_THREADS,
+    TooLargeError,
+    check_limit,
+    decode_json,
+)
+from moepass.streams import (
+    READER_LEFT,
+    check_compiler_cache,
+    check_output,
+    check_standard_output,
+    open_output,
+    process_streams,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -31,6 +48,7 @@ if TYPE_CHECKING:
 
 # What `score` writes itself; where an input line has a key of that name, it comes back as `input_KEY`.
 _ANSWER_KEYS = ("label", "probabilities", "mass")
+_LONGEST_ERROR = 1000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -80,8 +98,16 @@ class _Commands(TyperGroup):
             ours = _on_purpose(error)
             if ours is None:
                 raise
-            typer.echo(f"moepass: error: {' '.join(str(ours).split())}", err=True)
+            typer.echo(f"moepass: error: {_shortened(' '.join(str(ours).split()))}", err=True)
             raise SystemExit(2 if isinstance(ours, OptionError) else 1) from error
+
+
+def _shortened(text: str) -> str:
+    """Errors quote what was wrong, however long that is; what would be right stands behind it."""
+    if len(text) <= _LONGEST_ERROR:
+        return text
+    half = _LONGEST_ERROR // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
 
 
 def _on_purpose(error: BaseException) -> MoepassError | None:
@@ -177,6 +203,7 @@ def score(
     target = check_output(output)
     candidates = parse_labels(labels)
     _set_threads(threads)
+    check_compiler_cache()
 
     from moepass.backend import record_compilations
 
@@ -186,7 +213,8 @@ def score(
         )
         prepared = scorer.labels(candidates if candidates is not None else scorer.prompt.labels)
         prompts = [scorer.encode(line.text, prepared, f"line {line.number}") for line in lines]
-        results = zip(lines, scorer.score_prompts(prompts, prepared, batch_size), strict=True)
+        names = [f"line {line.number}" for line in lines]
+        results = zip(lines, scorer.score_prompts(prompts, prepared, batch_size, names), strict=True)
         with open_output(output, target) as sink:
             for line, result in _progress(results, len(lines)):
                 sink.write(msgspec.json.encode(_answer(line, result)) + b"\n")
@@ -258,6 +286,7 @@ def explain(
 
     target = check_output(output)
     budget = parse_bytes(memory_budget)
+    check_compiler_cache()
     with Console(stderr=True).status("planning ..."), _no_garbage_collection():
         from moepass.explaining import explain as explain_it
         from moepass.report_text import print_report
@@ -345,6 +374,7 @@ def demo(
     """Compile the embedded model, stream its experts, and compare every prediction with plain PyTorch."""
     check_standard_output()
     _set_threads(threads)
+    check_compiler_cache()
     from moepass.demo import run_demo
 
     if not run_demo(texts, lower.value):
@@ -370,11 +400,24 @@ def read_lines(source: str) -> list[Line]:
     """
     try:
         if source == "-":
-            return parse_lines(sys.stdin.buffer, "standard input")
+            return parse_lines(limited_lines(sys.stdin.buffer, "standard input"), "standard input")
         with open(source, "rb") as opened:
-            return parse_lines(opened, source)
+            return parse_lines(limited_lines(opened, source), source)
     except OSError as error:
         raise InputError(f"input {source!r} cannot be read: {error.strerror}") from error
+
+
+def limited_lines(source: BinaryIO, name: str) -> Iterator[bytes]:
+    """The lines of `source`, of which none is read beyond the limits. Raises TooLargeError; `name` stands in it."""
+    number = nbytes = 0
+    while raw := source.readline(MOST_LINE_BYTES + 1):
+        number += 1
+        nbytes += len(raw)
+        if len(raw) > MOST_LINE_BYTES:
+            raise TooLargeError(f"line {number} of {name} is longer than {MOST_LINE_BYTES} bytes, the limit; split it")
+        check_limit(f"the number of lines of {name}", number, MOST_LINES, "split it into several files")
+        check_limit(f"the size of {name} in bytes", nbytes, MOST_INPUT_BYTES, "split it into several files")
+        yield raw
 
 
 def parse_lines(source: Iterable[bytes], name: str) -> list[Line]:
@@ -387,8 +430,8 @@ def parse_lines(source: Iterable[bytes], name: str) -> list[Line]:
             continue
         where = f"line {number}"
         try:
-            record = msgspec.json.decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            record = decode_json(raw)
+        except InputError as error:
             raise InputError(f"{where} of {name} is no JSON: {error}") from error
         if not isinstance(record, dict):
             raise InputError(f'{where} of {name} is {_kind(record)}; it must be an object such as {{"text": "..."}}')
@@ -413,8 +456,9 @@ def parse_labels(text: str | None) -> list[str] | None:
     if not text.startswith("["):
         return text.split(",")
     try:
-        return msgspec.json.decode(text, type=list[str])
-    except msgspec.MsgspecError as error:
+        labels: list[str] = decode_json(text, list[str])
+        return labels
+    except InputError as error:
         raise InputError(f"labels {text!r} are no JSON list of strings: {error}") from error
 
 
@@ -427,7 +471,7 @@ def parse_bytes(text: str | None) -> float | None:
         number = float(found[1]) if found else 0.0
     except ValueError:
         number = 0.0
-    if not found or number <= 0:
+    if not found or not 0 < number < math.inf:
         raise InputError(f"memory budget {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB")
     power = " kMGT".index(found[2]) if found[2] else 0
     scale: int = (1024 if found[3] else 1000) ** power
@@ -442,7 +486,7 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
     import torch
     from transformers import PreTrainedModel
 
-    from moepass.models.checkpoints import load_model, load_prompt, load_tokenizer, resolve_model
+    from moepass.models.checkpoints import load_config, load_model, load_prompt, load_tokenizer, resolve_model
     from moepass.runtime.link import parse_link
     from moepass.runtime.offload import check_device, find_expert_modules, offload_experts
     from moepass.runtime.scoring import Forward, Scorer
@@ -453,6 +497,7 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
         raise InputError("device is 'meta', which computes nothing; it must be cpu, cuda or cuda:INDEX")
     if parse_link(link).is_emulated and compute_device.type != "cpu":
         raise OptionError(f"link is {link!r}, which exists for device cpu only; the device is {device}")
+    load_config(folder)  # its checks come before the tokenizer's loader reads it too
     tokenizer, prompt = load_tokenizer(folder), load_prompt(folder)
     loaded: PreTrainedModel = load_model(folder)
     if stream:
@@ -522,6 +567,7 @@ def _note_refusals(compilations: Sequence[Compilation]) -> None:
 
 def _set_threads(threads: int | None) -> None:
     if threads is not None:
+        check_limit("threads", threads, MOST_THREADS, "more than there are cores make nothing faster")
         import torch
 
         torch.set_num_threads(threads)

@@ -6,10 +6,12 @@ shown comes from the plans that the passes made.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +124,7 @@ def capture_plans(
     unlimited = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     stopped = None
     try:
-        with torch.no_grad(), unlimited:
+        with torch.no_grad(), unlimited, _quiet_shapes():
             compiled(input_ids=torch.zeros((batch, seq), dtype=torch.int64, device="meta"), use_cache=False)
     except MoepassError:
         raise
@@ -131,6 +133,18 @@ def capture_plans(
             raise
         stopped = " ".join(str(error).split())[:160]
     return tuple(plans), stopped
+
+
+@contextlib.contextmanager
+def _quiet_shapes() -> Iterator[None]:
+    """No log of a failed operator, which torch writes with a traceback: the error that follows says it again."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _compile_apart(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

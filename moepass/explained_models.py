@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepass.models.architecture import Architecture, from_config
 from moepass.models.checkpoints import DEMO, load_config, resolve_model
+from moepass.models.config_checks import check_config, check_raw_config
 from moepass.models.errors import CheckpointError, InputError, one_of
 from moepass.models.presets import preset_config, preset_names, presets_source
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
 # Fields that make no model of any family where they are less than 1.
@@ -43,7 +47,8 @@ def explained_model(model: Any, dtype: str | None = None) -> ExplainedModel:
     if isinstance(model, (str, os.PathLike)):
         return _by_name(os.fspath(model), dtype)
     config = _config_of(model)
-    return _explained(config, None, dtype, f"the {type(config).__name__} that was given")
+    source = f"the {type(config).__name__} that was given"
+    return _explained(_with_dtype(config, _weights_dtype(model)), None, dtype, source)
 
 
 def _by_name(text: str, dtype: str | None) -> ExplainedModel:
@@ -79,13 +84,53 @@ def _config_of(model: Any) -> PreTrainedConfig:
     return config
 
 
+def _weights_dtype(model: Any) -> torch.dtype | None:
+    """What most of the weights of `model` are, by bytes; None of a configuration, which has none.
+
+    A configuration says what a checkpoint was saved in, if anything: a model may have been converted since.
+    """
+    import torch
+
+    from moepass.runtime.offload import BankedParameter
+
+    original = getattr(model, "_orig_mod", model)
+    if not isinstance(original, torch.nn.Module):
+        return None
+    nbytes: Counter[torch.dtype] = Counter()
+    for value in original.parameters():
+        if value.is_floating_point():
+            nbytes[value.dtype] += value.nbytes
+    for module in original.modules():
+        if isinstance(module, BankedParameter):
+            nbytes[module.spec.torch_dtype] += module.spec.nbytes
+    return nbytes.most_common(1)[0][0] if nbytes else None
+
+
+def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedConfig:
+    """A copy of `config` that says `dtype`; `config` itself where there is nothing else to say."""
+    parts = [config, config.get_text_config()]
+    if dtype is None or all(part.dtype == dtype for part in parts):
+        return config
+    changed = copy.deepcopy(config)
+    for part in (changed, changed.get_text_config()):
+        part.dtype = dtype
+    return changed
+
+
 def _explained(config: PreTrainedConfig, name: str | None, dtype: str | None, source: str) -> ExplainedModel:
+    import torch
+
     name = name or str(config.model_type)
     text = config.get_text_config()
     for field in _POSITIVE:
         value = getattr(text, field, None)
         if isinstance(value, int) and value < 1:
             raise InputError(f"{field} of {name} is {value}; it must be 1 or more")
+    check_raw_config(config.to_dict(), name)
+    check_config(config, name)
+    if config.dtype is None:
+        # Published weights are bf16 nearly always; what is captured has to be what the numbers are of.
+        config = _with_dtype(config, text.dtype or torch.bfloat16)
     try:
         architecture = from_config(config, name=name, dtype=dtype)
     except InputError as error:

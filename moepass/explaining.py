@@ -24,7 +24,9 @@ from moepass.models.cut_configs import cut_config
 from moepass.models.errors import CheckpointError, InputError, MoepassError
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
-from moepass.passes.forecast import MOST_SLOTS, Forecast, crossover_tokens, curve_point, forecast
+from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
+from moepass.passes.forecast import MOST_SLOTS as USEFUL_SLOTS
+from moepass.passes.forecast import Forecast, crossover_tokens, curve_point, forecast
 from moepass.passes.hardware import Hardware, with_ranks
 from moepass.passes.layer_times import Texts, texts_of
 from moepass.passes.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting, homes_of
@@ -94,10 +96,8 @@ def explain(
         InputError: an unknown model, machine, home or dtype, a link or rate that the machine lacks, a number that is
             out of range. CheckpointError: a folder or config that makes no model.
     """
+    _check_numbers(batch, seq, tokens, slots, ranks)
     batch, seq = (1, tokens) if tokens is not None else (batch, seq)
-    for name, value in (("batch", batch), ("seq", seq), ("slots", 1 if slots is None else slots)):
-        if value < 1:
-            raise InputError(f"{name} is {value}; it must be 1 or more")
     if home is not None and home not in HOMES:
         raise InputError(f"home is {home!r}; it must be one of {', '.join(HOMES)}")
     if dtype is not None:
@@ -118,7 +118,7 @@ def explain(
         return _without_numbers(found, machine, workload, budget, slots, lower, assumptions)
 
     setting = Setting(found.architecture, machine, Texts(batch, seq), found.architecture.dtype, budget)
-    most_slots = MOST_SLOTS if slots is None else slots
+    most_slots = USEFUL_SLOTS if slots is None else slots
     best, tried = _best_home(setting, home, most_slots)
     shown = forecast(setting, "device") if best.chosen == RESIDENT and best.home != "device" else best
     compiler = _compiler_view(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
@@ -170,6 +170,21 @@ def explain(
         sources=_sources(found, machine),
         compiler=compiler,
     )
+
+
+def _check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:
+    """Raises InputError for what is no whole number from 1 on, or beyond what is planned for."""
+    numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InputError(f"{name} is {value!r}; it must be a whole number from 1 on")
+    per_step = batch * seq if tokens is None else tokens
+    what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
+    check_limit(what, per_step, MOST_TOKENS, "share the texts out over several steps")
+    if slots is not None:
+        check_limit("slots", slots, MOST_SLOTS, "a ring of a few slots hides as much as one of many")
+    if ranks is not None:
+        check_limit("ranks", ranks, MOST_RANKS, "no plan is made for more devices than that")
 
 
 def _machine(hardware: str | os.PathLike[str] | Hardware, ranks: int | None) -> Hardware:
@@ -236,7 +251,10 @@ def _compiler_view(found: ExplainedModel, slots: int, lower: str) -> CompilerPar
     except (RuntimeError, NotImplementedError) as error:  # torch's, about shapes that do not fit together, or values
         if isinstance(error, MoepassError):
             raise
-        told = " ".join(str(error).split())[:300]
+        told = " ".join(str(error).split())
+        # Dynamo tells of the call with all of its arguments first, then of what it gave.
+        told = told.partition(": got ")[2] or told
+        told = told.partition(" Hint: ")[0][:300]
         raise CheckpointError(
             f"{found.name} cannot be captured, so that its config may not fit together: {told}"
         ) from error
@@ -260,7 +278,7 @@ def _without_numbers(
     plan = explanation.plans[0]
     first = next((block for one in explanation.plans for block in one.blocks), None)
     text: Any = found.config.get_text_config()
-    dtype = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
+    dtype = str(found.config.dtype).removeprefix("torch.")
     return Report(
         schema=REPORT_SCHEMA,
         version=__version__,

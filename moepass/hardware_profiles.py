@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from moepass.models.errors import InputError, one_of
+from moepass.models.limits import MOST_JSON_BYTES, TooLargeError, decode_json, read_limited
 from moepass.passes.hardware import (
     EMPIRICAL_COLLECTIVE_LATENCY,
     EMPIRICAL_EFFICIENCY,
@@ -32,7 +33,7 @@ from moepass.passes.hardware import (
     TransferLink,
 )
 
-_PRESET = re.compile(r"(?:(\d+)x)?([a-z][a-z0-9-]*)")
+_PRESET = re.compile(r"(?:(\d{1,18})x)?([a-z][a-z0-9-]*)")
 # A file that extends itself, in however many steps, would never end.
 _MOST_EXTENSIONS = 8
 
@@ -133,10 +134,12 @@ def _hardware_of(name: str, raw: dict[str, Any], ranks: int) -> Hardware:
 def _read_raw(path: Path, extensions_left: int) -> dict[str, Any]:
     what = f"profile {str(path)!r}"
     try:
-        raw = msgspec.json.decode(path.read_bytes())
+        raw = decode_json(read_limited(path, MOST_JSON_BYTES))
     except OSError as error:
         raise InputError(f"{what} cannot be read: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except TooLargeError:
+        raise
+    except InputError as error:
         raise InputError(f"{what} is no JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InputError(f'{what} is no JSON object; it must be one, with "schema": "{HARDWARE_SCHEMA}" or "extends"')

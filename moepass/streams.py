@@ -19,6 +19,7 @@ from moepass.models.errors import InputError
 
 # What a shell reports of other tools, which SIGPIPE (13) ends: 128 and the signal's number.
 READER_LEFT = 128 + 13
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class _Output(io.FileIO):
@@ -101,6 +102,9 @@ def check_output(output: str) -> Path | None:
         return None
     try:
         target = Path(output).resolve()  # a link is written through, not replaced
+    except (ValueError, RuntimeError) as error:  # a null byte, a loop of links
+        raise InputError(f"output {output!r} is no name of a file: {error}") from error
+    try:
         if target.is_dir():
             raise InputError(f"output {output!r} is a folder; give the name of a file")
         if not target.parent.is_dir():
@@ -116,9 +120,26 @@ def check_output(output: str) -> Path | None:
             os.unlink(name)
     except OSError as error:
         raise cannot_write(f"output {output!r}", error) from error
-    except ValueError as error:  # a null byte
-        raise InputError(f"output {output!r} is no name of a file: {error}") from error
     return target
+
+
+def check_compiler_cache() -> None:
+    """Raises InputError where torch's compiler has no folder that it can write compiled code to.
+
+    torch asks for that folder when parts of it are imported, and its error then names no remedy.
+    """
+    given = os.environ.get(_CACHE_VARIABLE)
+    try:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        number, name = tempfile.mkstemp(dir=cache_dir(), prefix=".moepass-")
+        os.close(number)
+        os.unlink(name)
+    except OSError as error:
+        where = f"{_CACHE_VARIABLE} is {given!r}, which" if given else "the folder of torch's compiled code"
+        raise InputError(
+            f"{where} cannot be written to: {error.strerror}; set {_CACHE_VARIABLE} to a folder that can"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 from moepass.models.errors import InputError, one_of
 from moepass.models.formulas.memory import ELEMENT_BYTES
+from moepass.models.limits import MOST_RANKS, check_limit
 from moepass.passes.seconds_table import SecondsTable, Source
 
 HARDWARE_SCHEMA = "moepass.hardware/1"
@@ -177,6 +178,7 @@ class Hardware:
             raise InputError(f"the schema of a profile is {self.schema!r}; this version reads {HARDWARE_SCHEMA!r}")
         if self.ranks < 1:
             raise InputError(f"profile {self.name!r} has {self.ranks} ranks; it must have 1 or more")
+        check_limit("ranks", self.ranks, MOST_RANKS, "no plan is made for more devices than that")
         if not self.flops:
             raise InputError(f"profile {self.name!r} has no flops; give FLOP/s for one dtype or more, such as bf16")
         for dtype in self.flops:

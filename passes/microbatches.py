@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from moepass.passes.layer_times import Texts
 
 # As many micro-batches are simulated as this, for each that is under way at once.
 _ROUNDS = 24
+# Of a micro-batch through a stage. Beyond so many fewer rounds are simulated, but so many at least.
+_MOST_STEPS = 4_000_000
+_FEWEST_ROUNDS = 3
 
 
 def micro_batches(sequence: int, tokens: int) -> tuple[Texts, ...]:
@@ -39,7 +43,11 @@ def pipeline_seconds(stage_seconds: Sequence[float], stages: int) -> float:
     As many are under way as there are stages: the next enters once the first has left, because only then is it known
     what comes next. So a long micro-batch holds up short ones behind and before it.
     """
+    if min(stage_seconds) == max(stage_seconds):
+        return math.fsum(stage_seconds)  # every stage is always busy
     rounds = max(_ROUNDS, -(-_ROUNDS * stages // len(stage_seconds)))
+    # Long texts on many stages: the mean of fewer rounds has to do.
+    rounds = max(_FEWEST_ROUNDS, min(rounds, _MOST_STEPS // (2 * len(stage_seconds) * stages)))
     ends = [0.0] * stages
     left: list[float] = []
     for number in range(2 * rounds * len(stage_seconds)):

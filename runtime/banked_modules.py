@@ -110,6 +110,48 @@ class BankedParameter(nn.Module):
         return self
 
 
+class _OneBank(ParametrizationList):
+    """The parametrizations of one parameter: its bank, and nothing that would change what the model reads of it.
+
+    Adapters (peft's `target_parameters`) add theirs in every forward and take it away afterwards. What takes it away
+    does not expect a bank beneath: peft leaves some behind, so that the next forward would add them twice, and torch
+    takes away the bank with them. A graph would keep those of the forward in which it was captured.
+    """
+
+    def __init__(self, name: str, bank: BankedParameter, nothing: nn.Parameter) -> None:
+        super().__init__([bank], nothing, unsafe=True)
+        self.name = name
+
+    @property
+    def is_tensor(self) -> bool:
+        """What torch asks before it removes parametrizations, and puts back a parameter that is no more."""
+        if "name" not in vars(self):
+            return True  # while this is made
+        raise InputError(
+            f"the parametrization of `{self.name}` is the bank that it was offloaded to, and cannot be removed; load "
+            "the model anew to have it without"
+        )
+
+    @is_tensor.setter
+    def is_tensor(self, value: bool) -> None:
+        """Set by torch, which tells by it how many tensors a parameter is made of."""
+
+    def append(self, module: nn.Module) -> NoReturn:
+        raise InputError(adapter_refusal(self.name, type(module).__name__))
+
+    def forward(self) -> torch.Tensor:
+        tensor: torch.Tensor = self[0](self.original)
+        return tensor
+
+
+def adapter_refusal(name: str, what: str) -> str:
+    """What to do about `what`, which changes the expert parameter `name` in each forward."""
+    return (
+        f"{what} changes the expert weights `{name}` while the model runs, but these rest in a bank, which stays as it "
+        "is; merge adapters into the model before offload_experts (in peft: model = model.merge_and_unload())"
+    )
+
+
 def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) -> None:
     """Let `module` read the parameters with these names from their bank.
 
@@ -119,7 +161,7 @@ def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) ->
     for name, parametrization in banked.items():
         parameter = getattr(module, name)
         nothing = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False)
-        lists[name] = ParametrizationList([parametrization], nothing, unsafe=True).train(module.training)
+        lists[name] = _OneBank(name, parametrization, nothing).train(module.training)
     for name in banked:
         del module._parameters[name]
     if "parametrizations" not in module._modules:
@@ -137,8 +179,23 @@ def _banked_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
     known: dict[tuple[str, ...], type[nn.Module]] = vars(base)[_CLASSES]
     if names not in known:
         members: dict[str, Any] = {name: _bank_property(name) for name in names}
-        known[names] = type(f"Parametrized{base.__name__}", (base,), {"__module__": base.__module__, **members})
+        members |= {"__module__": base.__module__, "__reduce_ex__": _refuse_pickle, "__copy__": _shallow_copy}
+        known[names] = type(f"Parametrized{base.__name__}", (base,), members)
     return known[names]
+
+
+def _refuse_pickle(self: nn.Module, protocol: object) -> NoReturn:
+    raise InputError(
+        "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; copy "
+        "or save the model before offload_experts"
+    )
+
+
+def _shallow_copy(self: nn.Module) -> nn.Module:
+    """Another module with the same banks, as `copy.copy` makes it where no `__reduce_ex__` is in the way."""
+    twin = type(self).__new__(type(self))
+    twin.__setstate__(dict(vars(self)))
+    return twin
 
 
 def _bank_property(name: str) -> property:

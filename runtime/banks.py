@@ -20,6 +20,9 @@ from moepass.runtime.homes import Home
 from moepass.runtime.link import Link
 from moepass.runtime.ring import Ring, make_ring
 
+# Of each tensor that eager code reads; enough to see that all of it was changed.
+_SAMPLED_NUMBERS = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Bank:
@@ -91,7 +94,7 @@ class BankStore:
         self.banks: list[Bank] = []
         self._ring: Ring | None = None
         self._lock = threading.RLock()
-        self._eager: tuple[object, tuple[torch.Tensor, ...]] | None = None
+        self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
         self._has_warned = False
         self._addresses: list[int] = []
         _stores[self.number] = self
@@ -148,18 +151,25 @@ class BankStore:
     def gather_now(self, bank: int) -> tuple[torch.Tensor, ...]:
         """The complete bank on the compute device, in memory of its own: the synchronous gather of eager mode.
 
-        Raises PeerError where a rank that holds a part of it is gone.
+        Raises PeerError where a rank that holds a part of it is gone, and InputError where somebody wrote into what
+        the last call gave.
         """
         shard = self.banks[bank].shard
         key = None if shard.is_inference() else (bank, shard.data_ptr(), shard._version)
         last = self._eager
+        if last is not None and not torch.equal(_sample(last[1]), last[2]):
+            self._eager = None
+            raise InputError(
+                "expert weights that were offloaded have been written to (merged adapters, perhaps), which changes a "
+                "copy of them and not the bank that the model reads; change or merge weights before offload_experts"
+            )
         if last is not None and last[0] == key is not None:
             return last[1]
         self._warn_of_uncompiled_code(bank)
         self._eager = last = None  # before the copy, so that at most one bank is held
         with torch.inference_mode(False):  # what is held serves calls with gradients too
             tensors = self.banks[bank].views(self._read(bank, 0, self.banks[bank].spec.nbytes))
-        self._eager = (key, tensors)
+        self._eager = (key, tensors, _sample(tensors))
         return tensors
 
     def forget_gathered(self) -> None:
@@ -198,6 +208,16 @@ class BankStore:
 def _is_called_by_compiled_model() -> bool:
     """True in code that Dynamo looked at and left as it is; false in a call of the model that was not compiled."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Some bytes of each tensor, by which a write to all of it shows, as that of an adapter or of other weights."""
+    with torch.no_grad():
+        if any(value.is_meta for value in tensors):
+            return torch.empty(0)  # there is nothing to write to
+        numbers = [value.flatten()[:: max(1, value.numel() // _SAMPLED_NUMBERS)] for value in tensors]
+        # As bytes: NaN is not equal to itself.
+        return torch.cat([some.contiguous().view(torch.uint8) for some in numbers])
 
 
 def has_address(shard: torch.Tensor) -> bool:

@@ -21,7 +21,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moepass.models.checkpoints import Prompt
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError
+from moepass.models.limits import MOST_BATCH_SIZE, MOST_LABELS, check_limit
 
 # Texts that are sorted by length together, in batches. [Empirical] Padding hardly falls further beyond this.
 WINDOW_BATCHES = 16
@@ -57,9 +58,10 @@ class LabelSet:
     """Candidate labels as tokens, and the contexts (label tokens that follow the prompt) that their logits need."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str]) -> None:
-        """Raises InputError for no labels, a label without tokens, and two labels that are the same."""
+        """Raises InputError for no labels or too many, a label without tokens, and two labels that are the same."""
         if not labels:
             raise InputError("no labels are given; name at least one candidate answer")
+        check_limit("the number of labels", len(labels), MOST_LABELS, "compare them in several passes")
         self.labels = tuple(labels)
         self.tokens: list[tuple[int, ...]] = []
         for label in self.labels:
@@ -163,23 +165,33 @@ class Scorer:
         """The score of each text, in the order of `texts`.
 
         `batch_size` is in rows: a text takes one, or one for each different beginning of its labels of several tokens.
-        Raises InputError before the first score where a text or label cannot be scored.
+        Raises InputError before the first score where a text or label cannot be scored, and CheckpointError where the
+        model gives no probabilities for a text: its logits hold NaN.
         """
         prepared = self.labels(labels)
         prompts = [self.encode(text, prepared, f"text {number}") for number, text in enumerate(texts, 1)]
         return self.score_prompts(prompts, prepared, batch_size)
 
     def score_prompts(
-        self, prompts: Sequence[tuple[int, ...]], labels: LabelSet, batch_size: int = 32
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        labels: LabelSet,
+        batch_size: int = 32,
+        names: Sequence[str] | None = None,
     ) -> Iterator[Score]:
-        """As `score`, for prompts that `encode` gave."""
+        """As `score`, for prompts that `encode` gave; `names` are what errors call them."""
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}; it must be 1 or more")
+        check_limit("batch_size", batch_size, MOST_BATCH_SIZE, "no batch of more rows computes faster")
+        names = [f"text {number + 1}" for number in range(len(prompts))] if names is None else names
         window = max(1, WINDOW_BATCHES * batch_size // len(labels.contexts))
         for start in range(0, len(prompts), window):
-            yield from self._score_window(prompts[start : start + window], labels, batch_size)
+            some = slice(start, start + window)
+            yield from self._score_window(prompts[some], labels, batch_size, names[some])
 
-    def _score_window(self, prompts: Sequence[tuple[int, ...]], labels: LabelSet, batch_size: int) -> Iterator[Score]:
+    def _score_window(
+        self, prompts: Sequence[tuple[int, ...]], labels: LabelSet, batch_size: int, names: Sequence[str]
+    ) -> Iterator[Score]:
         rows = [
             Row(text, number, prompt + context, len(prompt) - 1)
             for text, prompt in enumerate(prompts)
@@ -192,8 +204,8 @@ class Scorer:
             batch = rows[start : start + batch_size]
             for row, log_probs in zip(batch, self._run(batch, labels), strict=False):
                 found[row.text, row.context] = log_probs
-        for text in range(len(prompts)):
-            yield _decide(labels, [found[text, number] for number in range(len(labels.contexts))])
+        for text, name in enumerate(names):
+            yield _decide(labels, [found[text, number] for number in range(len(labels.contexts))], name)
 
     def _run(self, rows: Sequence[Row], labels: LabelSet) -> Iterator[torch.Tensor]:
         """For each row the log-probs [reads, len(labels.vocabulary)], in fp32 on the CPU.
@@ -232,14 +244,31 @@ class Scorer:
         return text if len(offsets) <= limit else text[: int(offsets[limit][0])]
 
 
-def _decide(labels: LabelSet, per_context: Sequence[torch.Tensor]) -> Score:
+def _decide(labels: LabelSet, per_context: Sequence[torch.Tensor], name: str) -> Score:
+    """The answer for the text that `name` names. Raises CheckpointError where the model gives no probabilities."""
     log_probs = labels.log_probabilities(per_context)
     highest = max(log_probs)
+    # A label may be impossible, but not all of them. NaN compares as it likes, so it is looked for one by one.
+    if any(map(math.isnan, log_probs)):
+        raise CheckpointError(
+            f"{name}: the log-probabilities of the labels are {_some(log_probs)}, so the model's logits are no numbers "
+            "there; its weights are damaged, or too large for their type (load the model in float32 to tell which)"
+        )
+    if math.isinf(highest):
+        raise CheckpointError(
+            f"{name}: the model gives all labels the probability 0, so that they cannot be compared; give labels that "
+            "it can say"
+        )
     weights = [math.exp(value - highest) for value in log_probs]
     total = math.fsum(weights)
     probabilities = {label: weight / total for label, weight in zip(labels.labels, weights, strict=True)}
     own = (value for value, extends in zip(log_probs, labels.is_extension, strict=True) if not extends)
     return Score(labels.labels[log_probs.index(highest)], probabilities, math.fsum(map(math.exp, own)))
+
+
+def _some(values: Sequence[float]) -> str:
+    shown = ", ".join(f"{value:g}" for value in values[:3])
+    return f"{shown} and {len(values) - 3} more" if len(values) > 3 else shown
 
 
 def _begins(longer: tuple[int, ...], shorter: tuple[int, ...]) -> bool:

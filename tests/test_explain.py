@@ -213,8 +213,8 @@ def test_any_number_of_reports_in_one_process() -> None:
         ({"hidden_size": 0}, "hidden_size of olmoe is 0; it must be 1 or more"),
         ({"num_hidden_layers": -1}, "num_hidden_layers of olmoe is -1"),
         ({"num_attention_heads": 0}, "num_attention_heads of olmoe is 0"),
-        ({"num_experts_per_tok": 100}, "olmoe cannot be captured, so that its config may not fit together: .*topk"),
-        ({"num_key_value_heads": 3}, "olmoe cannot be captured"),
+        ({"num_experts_per_tok": 100}, "num_experts_per_tok is 100, but num_experts is 64; a token meets"),
+        ({"num_key_value_heads": 3}, "olmoe cannot be captured, so that its config may not fit together: RuntimeError"),
     ],
 )
 def test_configs_that_make_no_model_are_errors_that_say_so(changes: dict[str, int], message: str) -> None:
@@ -227,6 +227,32 @@ def test_configs_that_make_no_model_are_errors_that_say_so(changes: dict[str, in
 
 def _meta_demo() -> torch.nn.Module:
     return meta_model(resolve_model("demo", config_alone=True))
+
+
+@pytest.mark.parametrize("named", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dtype", "short"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_a_model_is_explained_in_the_dtype_of_its_weights(
+    named: torch.dtype | None, dtype: torch.dtype, short: str
+) -> None:
+    model = original_model().to(dtype)
+    nbytes = sum(value.nbytes for value in model.parameters())
+    model.config.dtype = named  # what a checkpoint was saved in, if anything
+    report = moepass.explain(model)
+    assert report.model.dtype == short
+    assert report.model.expert_bytes + report.model.other_bytes == nbytes
+    assert dtype is getattr(torch, report.compiler.explanation.plans[0].blocks[0].dtype)
+    assert model.config.dtype is named
+    moepass.offload_experts(model)
+    assert explained_model(model).architecture == explained_model(original_model().to(dtype)).architecture
+    assert moepass.explain(model, dtype="fp8").model.dtype == "fp8"
+
+
+def test_a_configuration_without_a_dtype_is_explained_as_bf16() -> None:
+    config = original_model().config
+    config.dtype = None
+    report = moepass.explain(config)
+    assert report.model.dtype == "bf16"
+    assert report.compiler.explanation.plans[0].blocks[0].dtype == "bfloat16"
 
 
 def test_models_and_configurations_are_explained_too() -> None:

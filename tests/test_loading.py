@@ -394,7 +394,7 @@ def test_broken_checkpoints_are_one_clear_line(whole: Path, tmp_path: Path, how:
 
 
 def test_a_model_of_another_size_is_not_made_up(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_MADE_UP_NUMBERS", 0)
+    monkeypatch.setattr(checkpoints, "_MADE_UP_NUMBERS", 0)
     folder = broken_copy(whole, tmp_path / "large", edit_config(num_local_experts=10_000, num_experts=10_000))
     with pytest.raises(moepass.CheckpointError, match=r"its files hold \d+ numbers, but the model has \d+"):
         moepass.load_pretrained(folder)

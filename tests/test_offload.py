@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -187,6 +188,12 @@ def test_copying_or_pickling_is_refused_with_the_way_out() -> None:
         copy.deepcopy(model)
     with pytest.raises(moepass.InputError, match=r"cannot be copied or pickled"):
         pickle.dumps(model.blocks[0].parametrizations["up"][0])
+    for whole in (model, model.blocks, model.blocks[0], model.blocks[0].parametrizations):
+        for save in (pickle.dumps, lambda part: torch.save(part, io.BytesIO()), copy.deepcopy):
+            with pytest.raises(moepass.InputError, match="cannot be copied or pickled"):
+                save(whole)
+    # A shallow copy is no second model: it reads the same banks.
+    assert torch.equal(copy.copy(model.blocks[0]).up, model.blocks[0].up)
     moepass.offload_experts(twin)
     assert torch.equal(twin(tokens()), model(tokens()))
 

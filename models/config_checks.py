@@ -1,0 +1,63 @@
+"""What is checked of a model's configuration before a library builds anything of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from moepass.models.errors import CheckpointError
+from moepass.models.limits import MOST_EXPERTS, MOST_LAYERS, TooLargeError, check_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# How families call the number of experts of a layer, and how many of them a token meets.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts", "moe_topk")
+
+
+def check_raw_config(values: Mapping[Any, Any], name: str) -> None:
+    """Raises CheckpointError where the JSON of a configuration asks for unbounded work, or for code from elsewhere.
+
+    `name` stands in errors.
+    """
+    for key, value in ((str(key), value) for key, value in values.items()):
+        if isinstance(value, Mapping):
+            check_raw_config(value, f"{name}: {key}")
+        elif isinstance(value, int):
+            _check_count(name, key, value)
+        elif isinstance(value, str) and key.endswith("_implementation") and "/" in value:
+            raise CheckpointError(
+                f"{name}: {key} is {value!r}, a kernel of the Hugging Face hub, whose code would run; moepass runs no "
+                "code of a checkpoint, so remove it"
+            )
+
+
+def check_config(config: PreTrainedConfig, name: str) -> None:
+    """Raises CheckpointError where tokens would meet more experts than a layer has; `name` stands in errors."""
+    for part in (config, config.get_text_config()):
+        count, top_k = _first(part, _COUNTS), _first(part, _TOP_K)
+        # Some families have no experts in layers that the config still gives a top_k.
+        if count is not None and top_k is not None and count[1] > 0 and not 1 <= top_k[1] <= count[1]:
+            raise CheckpointError(
+                f"{name}: {top_k[0]} is {top_k[1]}, but {count[0]} is {count[1]}; a token meets 1 to {count[1]} of them"
+            )
+
+
+def _check_count(name: str, key: str, value: int) -> None:
+    """What is repeated, told by its name, as `num_hidden_layers` and `n_routed_experts`: families have dozens."""
+    limits = {"layers": MOST_LAYERS, "n_layer": MOST_LAYERS, "experts": MOST_EXPERTS}
+    for ending, most in limits.items():
+        if key.endswith(ending):
+            try:
+                check_limit(f"{name}: {key}", value, most, "no model of that size is known; correct the config")
+            except TooLargeError as error:
+                raise CheckpointError(str(error)) from error
+
+
+def _first(config: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return name, value
+    return None

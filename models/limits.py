@@ -1,0 +1,85 @@
+"""How large what comes from outside may be: one place for all limits, so that no input makes unbounded work.
+
+Each is far beyond what is known to be in use and small enough for a machine of 16 GB, so that beyond it a number is a
+mistake, or somebody's attack. An error names the limit, the value, and what to do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moepass.models.errors import InputError
+
+# Devices of one plan. The largest expert-parallel deployments that are published have 320.
+MOST_RANKS = 512
+# Tokens of one rank and step, over all of its texts.
+MOST_TOKENS = 1 << 24
+# Slots of a planned ring, each as large as a layer's experts.
+MOST_SLOTS = 256
+# Layers and experts per layer, as a configuration says. The deepest published models have some hundred layers, and
+# those with the most experts some hundred in a layer.
+MOST_LAYERS = 1024
+MOST_EXPERTS = 1 << 14
+# CPU threads, of one process.
+MOST_THREADS = 1024
+
+# What `score` reads. A text takes up to 300 times its bytes while it becomes tokens.
+MOST_LINE_BYTES = 4 << 20
+MOST_LINES = 1_000_000
+MOST_INPUT_BYTES = 256 << 20
+MOST_LABELS = 1024
+MOST_BATCH_SIZE = 1 << 16
+
+# JSON that people or their tools write, such as a config.json or a profile; the index of a checkpoint's weights, which
+# has a line for each of them; the tokenizer's vocabulary. Of anything nested deeper than that, libraries that walk
+# through it recursively fail in ways of their own.
+MOST_JSON_BYTES = 8 << 20
+MOST_INDEX_BYTES = 64 << 20
+MOST_TOKENIZER_BYTES = 256 << 20
+MOST_JSON_DEPTH = 64
+
+
+class TooLargeError(InputError):
+    """Something from outside is beyond a limit of `moepass.models.limits`."""
+
+
+def check_limit(name: str, value: int, most: int, advice: str) -> None:
+    """Raise TooLargeError, which gives `advice`, where `value` is beyond `most`."""
+    if value > most:
+        raise TooLargeError(f"{name} is {value}; the limit is {most}: {advice}")
+
+
+def read_limited(file: Path, most_bytes: int) -> bytes:
+    """The bytes of `file`. Raises TooLargeError where there are more than `most_bytes`, OSError as reading does."""
+    with file.open("rb") as opened:
+        data = opened.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise TooLargeError(f"{file} has {file.stat().st_size} bytes; the limit is {most_bytes} for a file of its kind")
+    return data
+
+
+def decode_json(data: bytes | str, kind: Any = Any) -> Any:
+    """`data` as a value of `kind`. Raises InputError with the reason alone: the caller knows what `data` is of."""
+    try:
+        value = msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise InputError(f"it is nested deeper than {MOST_JSON_DEPTH} levels") from None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise InputError(str(error)) from error
+    opening = data.count(b"[") + data.count(b"{") if isinstance(data, bytes) else data.count("[") + data.count("{")
+    if opening > MOST_JSON_DEPTH:  # which most JSON has not
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    """Level by level: recursion is what must not be needed."""
+    level, depth = [value], 0
+    while level := [outer for outer in level if isinstance(outer, (dict, list, tuple))]:
+        depth += 1
+        if depth > MOST_JSON_DEPTH:
+            raise InputError(f"it is nested deeper than {MOST_JSON_DEPTH} levels")
+        level = [part for outer in level for part in (outer.values() if isinstance(outer, dict) else outer)]

@@ -1,0 +1,217 @@
+"""What comes from outside has limits, which errors name: numbers, nesting, lengths of files, lines and input."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoint import broken_copy, edit_config, save_tiny_checkpoint
+
+import moepass
+from moepass.cli import limited_lines, parse_bytes, parse_labels, parse_lines
+from moepass.hardware_profiles import load_hardware, read_profile
+from moepass.models import limits
+from moepass.models.checkpoints import load_config, load_model, load_prompt, load_tokenizer
+from moepass.models.errors import CheckpointError, InputError
+from moepass.models.limits import MOST_JSON_DEPTH, TooLargeError, decode_json, read_limited
+from moepass.models.presets import preset_config
+from moepass.passes.microbatches import pipeline_seconds
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("brackets", ["[]", "{}"])
+def test_json_is_nested_up_to_the_limit_and_no_deeper(brackets: str) -> None:
+    def text(depth: int) -> str:
+        if brackets == "[]":
+            return nested(depth)
+        return '{"a":' * depth + "1" + "}" * depth
+
+    for kind in (str, str.encode):
+        assert decode_json(kind(text(MOST_JSON_DEPTH)))
+        for depth in (MOST_JSON_DEPTH + 1, 900, 100_000):
+            with pytest.raises(InputError, match="nested deeper than 64 levels"):
+                decode_json(kind(text(depth)))
+
+
+def test_wide_json_is_not_deep() -> None:
+    assert len(decode_json("[" + "[1]," * 5000 + "[]]")) == 5001
+
+
+DEEP = nested(100_000)
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_deep_json_is_refused_wherever_it_is_read(depth: int, checkpoint: Path, tmp_path: Path) -> None:
+    deep = nested(depth)
+    with pytest.raises(InputError, match="line 2 of x is no JSON: it is nested deeper"):
+        parse_lines([b'{"text": "a"}\n', f'{{"text": "a", "more": {deep}}}\n'.encode()], "x")
+    with pytest.raises(InputError, match="no JSON list of strings"):
+        parse_labels(deep)
+    profile = tmp_path / "profile.json"
+    profile.write_text(f'{{"extends": "h100", "remarks": {deep}}}')
+    with pytest.raises(InputError, match="is no JSON: it is nested deeper"):
+        read_profile(profile)
+    folder = broken_copy(checkpoint, tmp_path / "deep", edit_config())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config)[:-1] + f', "more": {deep}}}')
+    with pytest.raises(CheckpointError, match=r"config\.json is malformed: it is nested deeper"):
+        load_config(folder)
+    (folder / "prompt.json").write_text(f'{{"labels": {deep}}}')
+    with pytest.raises(CheckpointError, match=r"prompt\.json is malformed"):
+        load_prompt(folder)
+
+
+def test_a_header_of_weights_that_is_nested_deeply_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    def deepen(folder: Path) -> None:
+        header = f'{{"a": {DEEP}}}'.encode()
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+    folder = broken_copy(checkpoint, tmp_path / "deep", deepen)
+    with pytest.raises(CheckpointError, match="truncated or no safetensors"):
+        load_model(folder)
+    with pytest.raises(CheckpointError, match="truncated or no safetensors"):
+        moepass.load_pretrained(folder)
+
+
+def test_files_have_a_most_length(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.json"
+    file.write_bytes(b" " * 100)
+    assert read_limited(file, 100) == b" " * 100
+    with pytest.raises(TooLargeError, match=r"x\.json has 100 bytes; the limit is 99"):
+        read_limited(file, 99)
+    folder = broken_copy(checkpoint, tmp_path / "long", edit_config())
+    for name, read in (("config.json", load_config), ("prompt.json", load_prompt)):
+        with (folder / name).open("ab") as opened:
+            opened.truncate(limits.MOST_JSON_BYTES + 1)
+        with pytest.raises(CheckpointError, match=rf"{name} has 8388609 bytes; the limit is 8388608"):
+            read(folder)
+    with (folder / "tokenizer.json").open("ab") as opened:
+        opened.truncate(limits.MOST_TOKENIZER_BYTES + 1)
+    with pytest.raises(TooLargeError, match=r"the size of .*tokenizer\.json is 268435457; the limit is 268435456"):
+        load_tokenizer(folder)
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_hidden_layers": 5000}, "num_hidden_layers is 5000; the limit is 1024"),
+        ({"num_experts": 10**9}, "num_experts is 1000000000; the limit is 16384"),
+        ({"text_config": {"n_layer": 10**6}}, "text_config: n_layer is 1000000; the limit is 1024"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8; a token meets 1 to 8"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, but num_experts is 8"),
+        ({"attn_implementation": "some/kernel"}, "'some/kernel', a kernel of the Hugging Face hub, whose code would"),
+    ],
+)
+def test_a_config_beyond_the_limits_is_refused_before_anything_is_built(
+    values: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = broken_copy(checkpoint, tmp_path / "broken", edit_config(**values))
+    for read in (load_config, load_model, moepass.load_pretrained, moepass.explain):
+        with pytest.raises(CheckpointError, match=message):
+            read(folder)
+
+
+def test_a_configuration_given_from_python_has_the_same_limits() -> None:
+    config = preset_config("olmoe-1b-7b", layers=1)
+    config.num_experts_per_tok = 65
+    with pytest.raises(CheckpointError, match="num_experts_per_tok is 65, but num_experts is 64"):
+        moepass.explain(config)
+    config.num_hidden_layers = 10**9
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000; the limit is 1024"):
+        moepass.explain(config)
+
+
+@pytest.mark.parametrize("load", [load_model, moepass.load_pretrained])
+def test_weights_that_are_not_there_are_not_made_up(load: Any, checkpoint: Path, tmp_path: Path) -> None:
+    folder = broken_copy(checkpoint, tmp_path / "broken", edit_config(hidden_size=1 << 20))  # terabytes
+    with pytest.raises(CheckpointError, match="lacks weights that the config asks for: its files hold"):
+        load(folder)
+
+
+# ---- explain ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"ranks": 1000}, "ranks is 1000; the limit is 512"),
+        ({"hardware": "1000000xh100"}, "ranks is 1000000; the limit is 512"),
+        ({"batch": 10**9}, "batch 1000000000 times seq 4096 is 4096000000000; the limit is 16777216"),
+        ({"seq": 1 << 25, "batch": 1}, "seq 33554432 is 33554432; the limit is 16777216"),
+        ({"tokens": 10**12}, "tokens is 1000000000000; the limit is 16777216"),
+        ({"slots": 10**9}, "slots is 1000000000; the limit is 256"),
+        ({"tokens": 0}, "tokens is 0; it must be a whole number from 1 on"),
+        ({"batch": 1.5}, "batch is 1.5; it must be a whole number"),
+        ({"seq": float("nan")}, "seq is nan; it must be a whole number"),
+        ({"ranks": -1}, "ranks is -1; it must be a whole number"),
+    ],
+)
+def test_numbers_of_explain_have_limits(numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        moepass.explain("demo", **numbers)
+
+
+def test_a_profile_has_no_more_ranks_than_a_plan(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"extends": "h100", "ranks": 100000}')
+    with pytest.raises(InputError, match="ranks is 100000; the limit is 512"):
+        load_hardware(profile)
+    with pytest.raises(InputError, match="is unknown"):
+        load_hardware("9" * 5000 + "xh100")
+
+
+def test_the_pipeline_of_many_ranks_and_long_texts_is_simulated_in_bounded_steps() -> None:
+    # As many micro-batches as the most tokens make, on as many ranks as there may be: 10**11 steps without a limit.
+    seconds = [1.0 + number % 3 for number in range(2048)]
+    found = pipeline_seconds(seconds, limits.MOST_RANKS)
+    assert sum(seconds) < found < 3.01 * len(seconds)
+
+
+# ---- score -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_never_ends_is_not_read_to_its_end() -> None:
+    class Endless(io.RawIOBase):
+        def readinto(self, buffer: Any) -> int:
+            buffer[:] = b"x" * len(buffer)
+            return len(buffer)
+
+        def readable(self) -> bool:
+            return True
+
+    source = io.BufferedReader(Endless())
+    with pytest.raises(TooLargeError, match="line 1 of x is longer than 4194304 bytes, the limit"):
+        list(limited_lines(source, "x"))
+
+
+def test_input_has_a_most_number_of_lines_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(limited_lines(io.BytesIO(b"a\n\nb"), "x")) == [b"a\n", b"\n", b"b"]
+    monkeypatch.setattr("moepass.cli.MOST_LINES", 2)
+    with pytest.raises(TooLargeError, match="the number of lines of x is 3; the limit is 2: split it"):
+        list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
+    monkeypatch.setattr("moepass.cli.MOST_INPUT_BYTES", 3)
+    with pytest.raises(TooLargeError, match="the size of x in bytes is 4; the limit is 3: split it"):
+        list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
+
+
+def test_bytes_of_memory_are_no_infinity() -> None:
+    for text in ("1e999", "nan", "9" * 400):
+        with pytest.raises(InputError, match="is no number of bytes"):
+            parse_bytes(text)
