@@ -22,7 +22,7 @@ import dataclasses
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from moepass.passes.graph import fake_value, is_call, is_view, module_path, posi
 from moepass.passes.ir import Refusal
 from moepass.passes.protocol import Group
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 # [Empirical] The largest block of the forms that we know has about 80 nodes; a walk that meets more has left the block.
 MOST_NODES = 400
@@ -417,18 +417,49 @@ def _node(argument: object) -> Node | None:
 
 
 def _sort_key(match: BlockMatch) -> Node:
-    """What the rows were sorted by: the ids behind the offsets of the products."""
-    for node in ancestors(match.products[0].key):
-        if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
-            key = node.args[0]
-            assert isinstance(key, Node)
-            return key
-    for node in ancestors(match.products[0].activations):
-        if is_call(node, aten.sort.stable, aten.sort.default):
-            key = node.args[0]
-            assert isinstance(key, Node)
-            return key
+    """What the rows were sorted by: the ids behind the places of the rows, or behind the offsets of the products."""
+    first = match.products[0]
+    for start in (*_row_places(first.activations), first.key):
+        for node in _places_before(start):
+            if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
+                key = node.args[0]
+                assert isinstance(key, Node)
+                return key
     raise NotThisForm("its rows are not sorted by expert")
+
+
+def _row_places(rows: Node) -> Iterator[Node]:
+    """The places at which the rows of a block were looked up, those of the last lookup first."""
+    node: Node | None = rows
+    while node is not None:
+        if is_call(node, aten.index.Tensor, aten.index_select.default):
+            yield from (used for used in node.all_input_nodes[1:] if not fake_value(used).is_floating_point())
+        node = _is_row_move(node)
+
+
+def _places_before(start: Node) -> Iterator[Node]:
+    """What places or counts are computed from, nearest first: not beyond the scores that a router chose ids by.
+
+    Behind those lies the rest of the model, and in it the blocks before this one.
+    """
+    pending, seen = [start], {start}
+    while pending and len(seen) < MOST_NODES:
+        node = pending.pop(0)
+        is_sort = is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default)
+        if is_sort and _is_float(node.args[0]):
+            continue
+        yield node
+        for used in node.all_input_nodes:
+            # Counts may be floating numbers (histc); they were cast from ids.
+            is_cast = is_call(used, aten._to_copy.default, prims.convert_element_type.default)
+            if used not in seen and (not _is_float(used) or is_cast or is_call(used, aten.histc.default)):
+                seen.add(used)
+                pending.append(used)
+
+
+def _is_float(node: object) -> bool:
+    value = fake_value(node) if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _row_weights(match: BlockMatch) -> Node:
