@@ -18,6 +18,7 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from typing import Any
 
@@ -50,6 +51,7 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     taken: list[str] = []
     proved: set[str] = set()
     replaced: dict[Node, Node] = {}
+    banks_of: dict[tuple[Node, ...], BankSpec] = {}
     for found in blocks:
         # Where nothing lies between two blocks, one begins with what the other gave.
         sources = {role: replaced.get(node, node) for role, node in found.sources.items()}
@@ -57,8 +59,11 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
         try:
             if banks and banks[0].group != block.group_name:
                 raise NotThisForm(f"it spreads over group {block.group_name!r}, other blocks over {banks[0].group!r}")
-            bank, replaced[block.sink] = _replace(local.graph, block, len(banks), proved)
-            banks.append(bank)
+            block, bank = _bank_for(block, banks, banks_of)
+            replaced[block.sink] = _replace(local.graph, block, bank, proved)
+            if bank not in banks:
+                banks.append(bank)
+                banks_of[block.expert_tensors] = bank
         except (NotThisForm, ContractBroken) as error:
             reason = f"{error}; its collectives stay"
             refusals.append(Refusal(block.down.node.name, reason, block.name, block.group_name))
@@ -70,15 +75,32 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     return PassResult(local, plan, matches=tuple(taken), refusals=tuple(refusals))
 
 
-def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -> tuple[BankSpec, Node]:
-    """Put the local form in the place of the block; gives its bank and its result.
+def _bank_for(
+    block: ParallelBlock, banks: list[BankSpec], banks_of: dict[tuple[Node, ...], BankSpec]
+) -> tuple[ParallelBlock, BankSpec]:
+    """The bank of a block, and the block as it is called then.
+
+    A layer that two micro-batches go through is two blocks with one bank. Other experts of the same module have
+    another one, and another name.
+    """
+    bank = banks_of.get(block.expert_tensors)
+    if bank is not None and bank.expert_bounds == block.bounds:
+        return dataclasses.replace(block, name=bank.name), bank
+    names = {bank.name for bank in banks}
+    if block.name in names:
+        name = next(name for number in itertools.count(2) if (name := f"{block.name} #{number}") not in names)
+        block = dataclasses.replace(block, name=name)
+    return block, _complete_bank(block, len(banks))
+
+
+def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str]) -> Node:
+    """Put the local form, which reads `bank`, in the place of the block; gives its result.
 
     `proved` are the texts of blocks for which that was proved right.
 
     Raises NotThisForm, ContractBroken; the graph is then as before.
     """
     doomed = _doomed(graph, block)
-    bank = _complete_bank(block, index)
     before = set(graph.nodes)
     try:
         with graph.inserting_before(block.sink):
@@ -106,7 +128,7 @@ def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -
     assert not any(exchange.node in set(graph.nodes) for exchange in block.exchanges)
     if has_other_sizes:
         _describe_again(graph, result)
-    return bank, result
+    return result
 
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:

@@ -1,4 +1,4 @@
-"""Experts with low-rank adapters by expert, written into the model: their products read the same rows as the experts'."""
+"""Experts with low-rank adapters by expert, written into the model: adapters read the same rows as the experts do."""
 
 from __future__ import annotations
 
