@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
+from moepass.captured import capture_notes, name_inputs
 from moepass.dump import GraphDump
 from moepass.models.errors import InputError
 from moepass.options import Options, parse_options
@@ -24,7 +25,7 @@ from moepass.passes.hardware import Hardware, with_emulated_link
 from moepass.passes.ir import BANK_TENSOR, Plan
 from moepass.passes.lower import decompositions, lower_segments
 from moepass.passes.pipeline import compile_graph
-from moepass.passes.protocol import PassContext
+from moepass.passes.protocol import CaptureNotes, PassContext
 from moepass.runtime.adoption import adoption, dispatching, process_groups
 from moepass.runtime.banks import BankStore, find_store
 from moepass.runtime.executor import Executor
@@ -77,12 +78,14 @@ def asyncep(
     if mode not in (None, "default"):
         raise InputError(f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}")
     _refuse_training(example_inputs)
+    notes = capture_notes(graph)
 
     is_for_cpu_compiler = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
     with vector_check() if is_for_cpu_compiler else contextlib.nullcontext() as wait_for_check:
 
         def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Executor:
-            return _compile(captured, parsed, wait_for_check)
+            name_inputs(captured, graph)
+            return _compile(captured, parsed, wait_for_check, notes)
 
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=_no_training_graph,
@@ -97,7 +100,12 @@ def _is_on_cpu(example_inputs: Sequence[Any]) -> bool:
     return all(value.device.type == "cpu" for value in example_inputs if isinstance(value, torch.Tensor))
 
 
-def _compile(captured: GraphModule, options: Options, before_lowering: Callable[[], None] | None) -> Executor:
+def _compile(
+    captured: GraphModule,
+    options: Options,
+    before_lowering: Callable[[], None] | None,
+    notes: CaptureNotes,
+) -> Executor:
     _refuse_random(captured)
     store = _store_of(captured)
     groups = process_groups(group_names(captured.graph))
@@ -111,6 +119,7 @@ def _compile(captured: GraphModule, options: Options, before_lowering: Callable[
         all_to_all_below=options.all_to_all_below,
         hardware=_as_linked(options),
         transport=options.adoption().transport,
+        capture=notes,
     )
     dump = GraphDump(options.dump) if options.dump else None
     result = compile_graph(captured, context, observe=dump)
@@ -148,7 +157,7 @@ def _log(plan: Plan) -> None:
     if plan.dispatch is not None:
         logger.info("dispatch: %s", plan.dispatch.reason)
     for refusal in plan.refusals:
-        logger.info("refused %s at %s: %s", refusal.where or "a block", refusal.node, refusal.reason)
+        logger.info("refused %s", refusal)
 
 
 def _store_of(captured: GraphModule) -> BankStore | None:

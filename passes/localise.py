@@ -26,14 +26,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.block_text import block_text
-from moepass.passes.collectives import collective_of, collectives_of
+from moepass.passes.collectives import collective_of, communications_of
 from moepass.passes.dispatch import TOKENS_KEY, routed_tokens
 from moepass.passes.graph import copy_graph_module, fake_value, is_call, map_nodes, positions
-from moepass.passes.ir import BankSpec, Plan, Refusal, gather
+from moepass.passes.ir import BankSpec, Plan, gather
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.mock_ranks import ContractBroken, check_local_form
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock, find_parallel_blocks
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.refusals import refusal_of
 from moepass.passes.shards import pack_layout
 
 aten = torch.ops.aten
@@ -42,10 +43,10 @@ aten = torch.ops.aten
 @graph_pass(provides={"local"}, conflicts={"blocks"}, reorders_collectives=True)
 def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every block of expert parallelism by its local form."""
-    if not any(True for _ in collectives_of(module.graph)):
+    if not any(True for _ in communications_of(module.graph)):
         return PassResult(module, plan)
     local = copy_graph_module(module)
-    blocks, refused = find_parallel_blocks(local.graph, context.groups)
+    blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)
     taken: list[str] = []
@@ -65,8 +66,8 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
                 banks.append(bank)
                 banks_of[block.expert_tensors] = bank
         except (NotThisForm, ContractBroken) as error:
-            reason = f"{error}; its collectives stay"
-            refusals.append(Refusal(block.down.node.name, reason, block.name, block.group_name))
+            stays = block.exchanges[-1].node
+            refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.group_name))
         else:
             taken.append(f"{block.name} ({block.form})")
     local.graph.lint()

@@ -10,7 +10,8 @@ Pseudo-code
         look for the collective that its result goes into, through nodes of this block only
         an AllToAll: the AllToAll of rows before it, the exchange of counts beside that, and everything in between
         an AllReduce or a ReduceScatter: the tokens, their expert ids and their weights before it
-        nothing: the block is local, and none of our business
+        nothing, or sums and gathers around all experts of the router: the block is local, and none of our business
+    for each exchange that belongs to no block: refuse it
 
 What is found here is a guess about meaning: `passes/mock_ranks.py` runs the block against mock peers, and the guess is
 taken only if it gives the same results.
@@ -22,23 +23,24 @@ import dataclasses
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from moepass.models.expert_placement import shard_bounds
-from moepass.passes.collectives import Collective, collective_of, collectives_of
-from moepass.passes.detect import BlockMatch, ExpertProduct, find_blocks
-from moepass.passes.graph import fake_value, is_call, is_view, module_path, positions, view_source
+from moepass.passes.collectives import Collective, Communication, collective_of, communications_of
+from moepass.passes.detect import BlockMatch, ExpertProduct, find_blocks, is_grouped_product
+from moepass.passes.graph import fake_value, is_call, is_view, positions, view_source
 from moepass.passes.ir import Refusal
-from moepass.passes.protocol import Group
+from moepass.passes.near_experts import MOST_NODES, communications_before, first_communication_after, is_size
+from moepass.passes.protocol import NO_NOTES, CaptureNotes, Group
+from moepass.passes.refusals import refusal_of
+from moepass.passes.source_lines import named
+from moepass.passes.stray_exchanges import stray_exchanges
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-# [Empirical] The largest block of the forms that we know has about 80 nodes; a walk that meets more has left the block.
-MOST_NODES = 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,84 +81,124 @@ class ParallelBlock:
         return self.products[-1]
 
 
-class NotThisForm(Exception):  # noqa: N818  control flow inside this module: why a block does not fit
-    pass
+class NotThisForm(Exception):  # noqa: N818  control flow inside the passes: why a block does not fit
+    """The text becomes the reason of a refusal. It names a node as `name (operator)`: see `passes/source_lines.py`."""
 
 
 def find_parallel_blocks(
-    graph: Graph, groups: Mapping[str, Group]
+    graph: Graph, groups: Mapping[str, Group], capture: CaptureNotes = NO_NOTES
 ) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
-    """Every block whose tokens or results cross ranks, in host order, and refusals for those that fit no form."""
-    if not any(True for _ in collectives_of(graph)):
+    """Every block whose tokens or results cross ranks, in host order, and refusals for those that fit no form.
+
+    What exchanges tokens and belongs to no block of products is refused too.
+    """
+    if not any(True for _ in communications_of(graph)):
         return (), ()
     place = positions(graph)
     blocks: list[ParallelBlock] = []
     refusals: list[Refusal] = []
-    for match in find_blocks(graph).matches:
-        combine = _first_collective_after(match, place)
-        if combine is None:
+    claimed: set[Node] = set()
+    found = find_blocks(graph)
+    for match in found.matches:
+        first, down = match.products[0], match.products[-1]
+        combine = first_communication_after(down.node, down.outer, place)
+        arriving = communications_before(first.activations, first.key)
+        near = [*arriving, *([combine] if combine is not None else [])]
+        claimed |= {one.node for one in near}
+        if not near or (_holds_all_experts(match) and not any(_is_for_experts(one) for one in near)):
             continue
-        down = match.products[-1].node
-        where, group = module_path(down) or match.record.name, combine.group_name
+        group = combine.group_name if combine is not None else arriving[0].group_name
         try:
-            block = _match(match, combine, groups, place)
+            block = _match(match, combine, arriving, groups, place, capture)
             group = ""  # what the next line finds is known to all ranks
             _check_bounds(block.bounds)
             blocks.append(block)
+            claimed |= {exchange.node for exchange in block.exchanges}
         except NotThisForm as error:
-            refusals.append(Refusal(down.name, f"{error}; its collectives stay", where, group))
+            refusals.append(refusal_of(graph, str(error), near[-1].node, match.record.name, group))
+    refusals += _of_refused_products(graph, found.refusals, place, claimed)
+    refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, capture)
     return tuple(blocks), tuple(refusals)
 
 
+def _holds_all_experts(match: BlockMatch) -> bool:
+    """True where the router chooses among as many experts as this rank holds: collectives near it share other work."""
+    try:
+        ids = _origin(_sort_key(match), _is_id_arithmetic, gathered=False)
+    except NotThisForm:
+        return False
+    scores = ids.args[0] if is_call(ids, operator.getitem) else None
+    if not isinstance(scores, Node) or not is_call(scores, aten.topk.default):
+        return False
+    return is_size(fake_value(scores.all_input_nodes[0]).shape[-1], match.record.experts)
+
+
+def _is_for_experts(one: Communication) -> bool:
+    return one.is_exchange or collective_of(one.node) is None
+
+
+def _of_refused_products(
+    graph: Graph, refused: Iterable[Refusal], place: dict[Node, int], claimed: set[Node]
+) -> Iterator[Refusal]:
+    """Products by expert that make no block, as far as something that talks to other ranks is near them."""
+    by_name = {node.name: node for node in graph.nodes}
+    told: set[str] = set()
+    for refusal in refused:
+        product = by_name[refusal.node]
+        if not is_grouped_product(product) or refusal.where in told:
+            continue
+        after = first_communication_after(product, fake_value(product).shape[-1], place)
+        near = [*communications_before(*product.all_input_nodes), *([after] if after is not None else [])]
+        if near:
+            told.add(refusal.where)
+            claimed |= {one.node for one in near}
+            reason = f"its products make no block of experts that moepass knows ({refusal.reason})"
+            yield refusal_of(graph, reason, near[-1].node, refusal.where, near[-1].group_name)
+
+
 def _match(
-    match: BlockMatch, combine: Collective, groups: Mapping[str, Group], place: dict[Node, int]
+    match: BlockMatch,
+    after: Communication | None,
+    arriving: Sequence[Communication],
+    groups: Mapping[str, Group],
+    place: dict[Node, int],
+    capture: CaptureNotes,
 ) -> ParallelBlock:
+    if after is None:
+        one = arriving[0]
+        raise NotThisForm(
+            f"its rows or counts come by {one.kind} {named(one.node)}, but nothing in this graph takes its results "
+            f"back to the ranks of their tokens; {capture.advice()}"
+        )
+    combine = collective_of(after.node)
+    if combine is None:
+        raise NotThisForm(
+            f"its results go into {after.kind} {named(after.node)}, which moepass cannot take out; it knows the "
+            "functional collectives all_to_all_single, all_reduce and reduce_scatter_tensor of "
+            "torch.distributed._functional_collectives"
+        )
     if combine.group_name not in groups:
-        raise NotThisForm(f"process group {combine.group_name!r} is unknown here")
+        raise NotThisForm(
+            f"process group {combine.group_name!r} of {combine.kind} is none that this process has created; create it "
+            "with torch.distributed before the model is compiled"
+        )
     if match.record.form != "grouped_mm":
-        raise NotThisForm(f"expert parallelism with {match.record.form} products is not a form that moepass knows")
-    if any(not product.weights.op == "placeholder" for product in match.products):
-        raise NotThisForm("its local expert weights are no inputs of the graph")
+        raise NotThisForm(
+            f"its products are {match.record.form}, and expert parallelism is taken out of grouped products only; "
+            "write them with torch.nn.functional.grouped_mm (transformers: experts_implementation='grouped_mm')"
+        )
+    for product in match.products:
+        if product.weights.op != "placeholder":
+            raise NotThisForm(
+                f"the expert weights of {named(product.node)} are not a parameter as it is, but come from "
+                f"{named(product.weights)}; keep parameters in the type and layout in which the products read them"
+            )
     group = groups[combine.group_name]
     if combine.kind == "all_to_all":
         return _match_all_to_all(match, combine, group, place)
     if combine.kind in ("all_reduce", "reduce_scatter"):
         return _match_partial_sums(match, combine, group, place)
     raise NotThisForm(f"its result goes into {combine.kind}")
-
-
-def _first_collective_after(match: BlockMatch, place: dict[Node, int]) -> Collective | None:
-    """The collective that the block's result reaches first, through row-wise nodes; None where it is a local block."""
-    down = match.products[-1]
-    width = down.outer
-    pending, seen = [down.node], {down.node}
-    found: list[Collective] = []
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            collective = collective_of(user)
-            if collective is not None:
-                if collective.input is node:
-                    found.append(collective)
-            elif _keeps_features(user, width) and len(seen) < MOST_NODES:
-                pending.append(user)
-    return min(found, key=lambda collective: place[collective.node], default=None)
-
-
-def _keeps_features(node: Node, width: int) -> bool:
-    """Nodes between an expert's output and the collective move, mask, weigh and add rows; they do not mix features."""
-    mixing = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten.mean, aten.pow, aten.embedding)
-    if node.op != "call_function" or getattr(node.target, "overloadpacket", None) in mixing:
-        return False
-    value = fake_value(node)
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and _is(value.shape[-1], width)
-
-
-def _is(size: Any, number: int) -> bool:
-    return isinstance(size, int) and size == number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +232,7 @@ def _expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
         if bias is None or bias.tensor in sources:
             continue
         value = fake_value(bias.tensor)
-        if value.is_floating_point() and value.dim() >= 2 and _is(value.shape[0], match.record.experts):
+        if value.is_floating_point() and value.dim() >= 2 and is_size(value.shape[0], match.record.experts):
             found.setdefault(bias.tensor)
     return tuple(found)
 
@@ -216,7 +258,7 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
         )
     (dispatch,), (count,) = dispatches, counts
     rows, counted = dispatch.input, _reshaped(count.input)
-    if fake_value(rows).dim() != 2 or not _is(fake_value(rows).shape[1], match.record.hidden):
+    if fake_value(rows).dim() != 2 or not is_size(fake_value(rows).shape[1], match.record.hidden):
         raise NotThisForm("what the AllToAll before it carries are no rows of tokens")
     bounds = _bounds_from_counts(count, group, match.record.experts)
     if dispatch.send != combine.receive or dispatch.receive != combine.send:
@@ -473,7 +515,7 @@ def _row_weights(match: BlockMatch) -> Node:
             seen.add(user)
             if is_call(user, aten.mul.Tensor):
                 others = [argument for argument in user.args if argument is not node]
-                if len(others) == 1 and isinstance(others[0], Node) and _is(fake_value(others[0]).shape[-1], 1):
+                if len(others) == 1 and isinstance(others[0], Node) and is_size(fake_value(others[0]).shape[-1], 1):
                     return others[0]
             pending.append(user)
     raise NotThisForm("its results are not weighed row by row")

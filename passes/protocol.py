@@ -36,12 +36,43 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
+class CaptureNotes:
+    """What is known of how a graph was captured.
+
+    `graph_break` says where and why Dynamo ended it early, in words; empty where it did not. `switches_off` are those
+    of Dynamo's settings that would have let it go on, as `torch._dynamo.config.capture_scalar_outputs`.
+    """
+
+    graph_break: str = ""
+    switches_off: tuple[str, ...] = ()
+
+    def advice(self) -> str:
+        """Why the rest of a block may be in another graph, and what to do about it."""
+        if self.graph_break:
+            return f"the graph ends early: {self.graph_break}"
+        if self.switches_off:
+            are = "is" if len(self.switches_off) == 1 else "are"
+            return (
+                "the rest may be in another graph, since Dynamo breaks graphs where sizes come from values (.item(), "
+                f".tolist(), nonzero, masks) while {' and '.join(self.switches_off)} {are} False: set to True before "
+                "the first run"
+            )
+        return (
+            "the rest may be in another graph: compile with fullgraph=True, and torch says where and why a graph breaks"
+        )
+
+
+NO_NOTES = CaptureNotes()
+
+
+@dataclasses.dataclass(frozen=True)
 class PassContext:
     """What passes may know beside the graph.
 
     `slots` is the size of the ring that the banks stream through; `groups` are the process groups that the graph talks
     to, by name, as this rank sees them. Runs of fewer than `all_to_all_below` tokens per rank are to keep their
     exchanges; None: as many as `hardware` makes worth it, and without a profile none. `transport` is what will gather.
+    `capture` is for the reasons of refusals alone.
     """
 
     slots: int = 2
@@ -50,6 +81,7 @@ class PassContext:
     all_to_all_below: int | None = None
     hardware: Hardware | None = None
     transport: str = "pull"
+    capture: CaptureNotes = NO_NOTES
 
 
 @dataclasses.dataclass(frozen=True)
