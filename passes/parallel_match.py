@@ -107,7 +107,7 @@ def find_parallel_blocks(
         claimed |= {one.node for one in near}
         if not near or (_holds_all_experts(match) and not any(_is_for_experts(one) for one in near)):
             continue
-        group = combine.group_name if combine is not None else arriving[0].group_name
+        group = _known_group(near, groups)
         try:
             block = _match(match, combine, arriving, groups, place, capture)
             group = ""  # what the next line finds is known to all ranks
@@ -116,8 +116,8 @@ def find_parallel_blocks(
             claimed |= {exchange.node for exchange in block.exchanges}
         except NotThisForm as error:
             refusals.append(refusal_of(graph, str(error), near[-1].node, match.record.name, group))
-    refusals += _of_refused_products(graph, found.refusals, place, claimed)
-    refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, capture)
+    refusals += _of_refused_products(graph, found.refusals, place, groups, claimed)
+    refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, groups, capture)
     return tuple(blocks), tuple(refusals)
 
 
@@ -133,12 +133,21 @@ def _holds_all_experts(match: BlockMatch) -> bool:
     return is_size(fake_value(scores.all_input_nodes[0]).shape[-1], match.record.experts)
 
 
+def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:
+    """The group that the block's results go to, or else its rows come from, as far as ranks of it can meet."""
+    return next((one.group_name for one in reversed(near) if one.group_name in groups), "")
+
+
 def _is_for_experts(one: Communication) -> bool:
     return one.is_exchange or collective_of(one.node) is None
 
 
 def _of_refused_products(
-    graph: Graph, refused: Iterable[Refusal], place: dict[Node, int], claimed: set[Node]
+    graph: Graph,
+    refused: Iterable[Refusal],
+    place: dict[Node, int],
+    groups: Mapping[str, Group],
+    claimed: set[Node],
 ) -> Iterator[Refusal]:
     """Products by expert that make no block, as far as something that talks to other ranks is near them."""
     by_name = {node.name: node for node in graph.nodes}
@@ -153,7 +162,7 @@ def _of_refused_products(
             told.add(refusal.where)
             claimed |= {one.node for one in near}
             reason = f"its products make no block of experts that moepass knows ({refusal.reason})"
-            yield refusal_of(graph, reason, near[-1].node, refusal.where, near[-1].group_name)
+            yield refusal_of(graph, reason, near[-1].node, refusal.where, _known_group(near, groups))
 
 
 def _match(

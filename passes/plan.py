@@ -99,7 +99,7 @@ def _with_what_stays(reason: str, graph: Graph, plan: Plan, context: PassContext
     if near:
         others = f", and {len(near) - 1} more refusals" if len(near) > 1 else ""
         moved = "" if not plan.banks else f"{reason}; "
-        return f"{moved}{stay}: {near[0]}{others}"
+        return f"{moved}{stay}, because of {near[0].where}: {near[0].reason}{others}"
     if "localise" in context.disabled:
         return f"{stay}, since pass localise is disabled" if plan.blocks and not plan.banks else f"{reason}; {stay}"
     return f"{reason}; {stay}, none of them around experts that moepass recognises"

@@ -16,7 +16,7 @@ def refusal_of(graph: Graph, reason: str, node: Node, where: str, group: str) ->
     culprit = next(named_nodes(reason, graph), node)
     return Refusal(
         culprit.name,
-        f"{in_words(reason, graph)}; its collectives stay",
+        f"{in_words(reason, graph, culprit)}; its collectives stay",
         where,
         group,
         source_line=source_line(culprit) or source_line(node),

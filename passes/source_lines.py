@@ -31,31 +31,47 @@ _CONTAINERS = {"_modules", "_parameters", "_buffers"}
 
 def source_line(node: Node) -> str:
     """`moe.py:123, in forward: rows = exchange(...)`: the innermost line outside torch; empty where none is known."""
-    own = _last_line(str(node.meta.get("stack_trace") or ""))
+    frames = _frames_of(node)
+    return line_of_frame(*frames[-1]) if frames else ""
+
+
+def place_of(node: Node) -> str:
+    """Where in the model: the path of its module, or else the innermost `forward`; the node's own name without both."""
+    frames = _frames_of(node)
+    forwards = [frame for frame in frames if _function_name(frame[2]) == "forward"] or frames
+    return module_path(node) or (line_of_frame(*forwards[-1][:3], "") if forwards else node.name)
+
+
+def _frames_of(node: Node) -> list[tuple[str, int, str, str]]:
+    """File, line, function and code of the frames outside torch that `node` came from, outermost first."""
+    own = _frames(str(node.meta.get("stack_trace") or ""))
     if own or node.op == "placeholder":
         return own
     # What a pass wrote has no line of its own; what it reads has.
-    return next((line for used in node.all_input_nodes if (line := _last_line(str(used.meta.get("stack_trace"))))), "")
+    given = (_frames(str(used.meta.get("stack_trace") or "")) for used in node.all_input_nodes)
+    return next((frames for frames in given if frames), [])
 
 
-def _last_line(trace: str) -> str:
-    found = ""
+def _frames(trace: str) -> list[tuple[str, int, str, str]]:
     lines = trace.splitlines()
+    found = []
     for number, line in enumerate(lines):
         frame = _FRAME.match(line)
-        if frame is None or frame["file"].startswith(_TORCH):
-            continue
-        code = lines[number + 1].strip() if number + 1 < len(lines) else ""
-        found = line_of_frame(frame["file"], int(frame["line"]), frame["function"], code)
+        if frame is not None and not frame["file"].startswith(_TORCH):
+            code = lines[number + 1].strip() if number + 1 < len(lines) else ""
+            found.append((frame["file"], int(frame["line"]), frame["function"], code))
     return found
+
+
+def _function_name(function: str) -> str:
+    resumed = _RESUMED.match(function)
+    return resumed[1] if resumed else function
 
 
 def line_of_frame(file: str, line: int, function: str, code: str) -> str:
     """One frame of a stack in one line."""
-    resumed = _RESUMED.match(function)
-    name = resumed[1] if resumed else function
     shown = code if len(code) <= _LONGEST_CODE else f"{code[: _LONGEST_CODE - 3]}..."
-    return f"{PurePath(file).name}:{line}, in {name}" + (f": {shown}" if shown else "")
+    return f"{PurePath(file).name}:{line}, in {_function_name(function)}" + (f": {shown}" if shown else "")
 
 
 def input_name(node: Node) -> str:
@@ -83,23 +99,18 @@ def name_of_source(source: str) -> str:
     return path if local[1] == "self" else f"{local[1]}.{path}"
 
 
-def place_of(node: Node) -> str:
-    """Where in the model: the path of its module, or else the line; the node's own name where both are unknown."""
-    return module_path(node) or source_line(node).split(": ")[0] or node.name
-
-
 def named(node: Node) -> str:
     """A node as reasons name it."""
     return f"{node.name} ({node.target})"
 
 
-def describe_node(node: Node) -> str:
+def describe_node(node: Node, *, with_line: bool = True) -> str:
     """A node in words: an input by its name, an operation by the operator and its line."""
     if node.op == "placeholder":
         return f"input `{input_name(node)}`"
     if node.op == "get_attr":
         return f"constant `{node.target}`"
-    line = source_line(node)
+    line = source_line(node) if with_line else ""
     return f"`{node.target}` ({line})" if line else f"`{node.target}`"
 
 
@@ -112,12 +123,14 @@ def named_nodes(text: str, graph: Graph) -> Iterator[Node]:
             yield node
 
 
-def in_words(text: str, graph: Graph) -> str:
-    """`text` with every node that it names as `name (operator)` described."""
+def in_words(text: str, graph: Graph, culprit: Node | None = None) -> str:
+    """`text` with every node that it names as `name (operator)` described, `culprit` without its line."""
     by_name = {node.name: node for node in graph.nodes}
 
     def describe(found: re.Match[str]) -> str:
         node = by_name.get(found["name"])
-        return describe_node(node) if node is not None and str(node.target) == found["target"] else found[0]
+        if node is None or str(node.target) != found["target"]:
+            return found[0]
+        return describe_node(node, with_line=node is not culprit)
 
     return _NAMED_NODE.sub(describe, text)

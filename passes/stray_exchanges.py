@@ -19,7 +19,11 @@ _MOST_DIMENSIONS = 3
 
 
 def stray_exchanges(
-    graph: Graph, claimed: Collection[Node], told: Collection[str], capture: CaptureNotes
+    graph: Graph,
+    claimed: Collection[Node],
+    told: Collection[str],
+    groups: Collection[str],
+    capture: CaptureNotes,
 ) -> list[Refusal]:
     """One refusal for each module with exchanges that are not `claimed`, except where one was `told` of already."""
     owner = graph.owning_module
@@ -27,14 +31,15 @@ def stray_exchanges(
     strays: dict[str, list[tuple[Graph, Communication]]] = {}
     for each in graphs:
         for one in communications_of(each):
-            if one.is_exchange and one.node not in claimed and not _is_of_attention(one):
+            if one.node not in claimed and _is_for_experts(one, capture):
                 strays.setdefault(place_of(one.node), []).append((each, one))
     refusals = []
     for where, found in strays.items():
         if where not in told:
             each, first = found[0]
             reason = _reason([one for _, one in found], capture)
-            refusals.append(refusal_of(each, reason, first.node, where, first.group_name))
+            group = first.group_name if first.group_name in groups else ""
+            refusals.append(refusal_of(each, reason, first.node, where, group))
     return refusals
 
 
@@ -52,6 +57,11 @@ def _reason(strays: list[Communication], capture: CaptureNotes) -> str:
     )
 
 
-def _is_of_attention(one: Communication) -> bool:
+def _is_for_experts(one: Communication, capture: CaptureNotes) -> bool:
+    """Exchanges of rows or slots of tokens; and of sizes, where the graph ends because Dynamo may not read them."""
     sent = [fake_value(used) for used in one.node.all_input_nodes]
-    return any(isinstance(value, torch.Tensor) and value.dim() > _MOST_DIMENSIONS for value in sent)
+    tensors = [value for value in sent if isinstance(value, torch.Tensor)]
+    if one.is_exchange:
+        return all(value.dim() <= _MOST_DIMENSIONS for value in tensors)
+    sizes = bool(tensors) and not any(value.is_floating_point() for value in tensors)
+    return sizes and any(switch in capture.graph_break for switch in capture.switches_off)
