@@ -28,14 +28,16 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.block_text import block_text
 from moepass.passes.collectives import collective_of, communications_of
 from moepass.passes.dispatch import TOKENS_KEY, routed_tokens
+from moepass.passes.find_parallel import find_parallel_blocks
 from moepass.passes.graph import copy_graph_module, fake_value, is_call, map_nodes, positions
 from moepass.passes.ir import BankSpec, Plan, gather
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.mock_ranks import ContractBroken, check_local_form
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock, find_parallel_blocks
+from moepass.passes.parallel_match import NotThisForm, ParallelBlock
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.refusals import refusal_of
 from moepass.passes.shards import pack_layout
+from moepass.passes.source_lines import describe_shape, named
 
 aten = torch.ops.aten
 
@@ -59,7 +61,10 @@ def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
         block = dataclasses.replace(found, sources=sources)
         try:
             if banks and banks[0].group != block.group_name:
-                raise NotThisForm(f"it spreads over group {block.group_name!r}, other blocks over {banks[0].group!r}")
+                raise NotThisForm(
+                    f"it spreads over process group {block.group_name!r}, other blocks of the graph over "
+                    f"{banks[0].group!r}; expected one group for all experts of a graph"
+                )
             block, bank = _bank_for(block, banks, banks_of)
             replaced[block.sink] = _replace(local.graph, block, bank, proved)
             if bank not in banks:
@@ -164,7 +169,11 @@ def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> dict[Node, No
 def _same_value(block: ParallelBlock, result: Node) -> None:
     old, new = fake_value(block.sink), fake_value(result)
     if old.dtype != new.dtype or old.dim() != new.dim() or str(old.shape[1:]) != str(new.shape[1:]):
-        raise NotThisForm(f"its local form gives {new.dtype} {tuple(new.shape)}, not {old.dtype} {tuple(old.shape)}")
+        raise NotThisForm(
+            f"it gives {describe_shape(old)} at {named(block.sink)}, but all experts on this rank's own rows would "
+            "give "
+            f"{describe_shape(new)}"
+        )
 
 
 def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
@@ -179,7 +188,11 @@ def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
     asserted = _only_asserted(doomed)
     if asserted != doomed:
         stray = min(doomed - asserted, key=place.__getitem__)
-        raise NotThisForm(f"what its ranks exchange is also read by {stray.name}")
+        raise NotThisForm(
+            f"what its ranks exchange is also read by {named(stray)}, so the exchange cannot go; expected nothing but "
+            "its "
+            "experts to read it"
+        )
     # How much this rank sends is its own affair, and may be read by others too.
     sizes = [node for node in block.region if is_call(node, aten._local_scalar_dense.default)]
     return asserted | _only_asserted(_readers_outside(block, sizes))

@@ -17,8 +17,10 @@ from moepass.passes.graph import fake_value, is_call, is_view
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# [Empirical] The largest block of the forms that we know has about 80 nodes; a walk that meets more has left the block.
+# [Empirical] The largest block of the forms that we know has about 80 nodes, and 11 for each rank, which read and check
+# what it sends and is sent; a walk that meets more has left the block.
 MOST_NODES = 400
+MOST_NODES_PER_RANK = 32
 
 _MIXING = (
     aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten.mean, aten.pow, aten.embedding, aten.native_layer_norm,
@@ -34,8 +36,14 @@ _ROW_MOVES = {
 }  # fmt: skip
 
 
-def first_communication_after(product: Node, width: int, place: dict[Node, int]) -> Communication | None:
-    """What the rows [., width] of `product` reach first."""
+def most_nodes(ranks: int) -> int:
+    return MOST_NODES + MOST_NODES_PER_RANK * ranks
+
+
+def first_communication_after(
+    product: Node, width: int, place: dict[Node, int], most: int = MOST_NODES
+) -> Communication | None:
+    """What the rows [., width] of `product` reach first, over `most` nodes."""
     pending, seen = [product], {product}
     found: list[Communication] = []
     while pending:
@@ -49,7 +57,7 @@ def first_communication_after(product: Node, width: int, place: dict[Node, int])
                 # A node is also read for its sizes; what is sent is the input.
                 if known is None or known.input is node:
                     found.append(any_kind)
-            elif keeps_features(user, width) and len(seen) < MOST_NODES:
+            elif keeps_features(user, width) and len(seen) < most:
                 pending.append(user)
     return min(found, key=lambda one: place[one.node], default=None)
 

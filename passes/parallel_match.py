@@ -6,12 +6,9 @@ Contract
           collectives and fits none of the forms. Nothing is edited.
 
 Pseudo-code
-    for each block of local expert products:
-        look for the collective that its result goes into, through nodes of this block only
+    for each block of local expert products with something near it (`passes/find_parallel.py`):
         an AllToAll: the AllToAll of rows before it, the exchange of counts beside that, and everything in between
         an AllReduce or a ReduceScatter: the tokens, their expert ids and their weights before it
-        nothing, or sums and gathers around all experts of the router: the block is local, and none of our business
-    for each exchange that belongs to no block: refuse it
 
 What is found here is a guess about meaning: `passes/mock_ranks.py` runs the block against mock peers, and the guess is
 taken only if it gives the same results.
@@ -27,18 +24,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from moepass.models.expert_placement import shard_bounds
-from moepass.passes.collectives import Collective, Communication, collective_of, communications_of
-from moepass.passes.detect import BlockMatch, ExpertProduct, find_blocks, is_grouped_product
-from moepass.passes.graph import fake_value, is_call, is_view, positions, view_source
-from moepass.passes.ir import Refusal
-from moepass.passes.near_experts import MOST_NODES, communications_before, first_communication_after, is_size
-from moepass.passes.protocol import NO_NOTES, CaptureNotes, Group
-from moepass.passes.refusals import refusal_of
-from moepass.passes.source_lines import named
-from moepass.passes.stray_exchanges import stray_exchanges
+from moepass.passes.collectives import Collective, Communication, collective_of
+from moepass.passes.detect import BlockMatch, ExpertProduct
+from moepass.passes.graph import fake_value, is_call, is_view, view_source
+from moepass.passes.near_experts import MOST_NODES, is_size
+from moepass.passes.protocol import CaptureNotes, Group
+from moepass.passes.source_lines import describe_shape, named
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -85,87 +79,7 @@ class NotThisForm(Exception):  # noqa: N818  control flow inside the passes: why
     """The text becomes the reason of a refusal. It names a node as `name (operator)`: see `passes/source_lines.py`."""
 
 
-def find_parallel_blocks(
-    graph: Graph, groups: Mapping[str, Group], capture: CaptureNotes = NO_NOTES
-) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
-    """Every block whose tokens or results cross ranks, in host order, and refusals for those that fit no form.
-
-    What exchanges tokens and belongs to no block of products is refused too.
-    """
-    if not any(True for _ in communications_of(graph)):
-        return (), ()
-    place = positions(graph)
-    blocks: list[ParallelBlock] = []
-    refusals: list[Refusal] = []
-    claimed: set[Node] = set()
-    found = find_blocks(graph)
-    for match in found.matches:
-        first, down = match.products[0], match.products[-1]
-        combine = first_communication_after(down.node, down.outer, place)
-        arriving = communications_before(first.activations, first.key)
-        near = [*arriving, *([combine] if combine is not None else [])]
-        claimed |= {one.node for one in near}
-        if not near or (_holds_all_experts(match) and not any(_is_for_experts(one) for one in near)):
-            continue
-        group = _known_group(near, groups)
-        try:
-            block = _match(match, combine, arriving, groups, place, capture)
-            group = ""  # what the next line finds is known to all ranks
-            _check_bounds(block.bounds)
-            blocks.append(block)
-            claimed |= {exchange.node for exchange in block.exchanges}
-        except NotThisForm as error:
-            refusals.append(refusal_of(graph, str(error), near[-1].node, match.record.name, group))
-    refusals += _of_refused_products(graph, found.refusals, place, groups, claimed)
-    refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, groups, capture)
-    return tuple(blocks), tuple(refusals)
-
-
-def _holds_all_experts(match: BlockMatch) -> bool:
-    """True where the router chooses among as many experts as this rank holds: collectives near it share other work."""
-    try:
-        ids = _origin(_sort_key(match), _is_id_arithmetic, gathered=False)
-    except NotThisForm:
-        return False
-    scores = ids.args[0] if is_call(ids, operator.getitem) else None
-    if not isinstance(scores, Node) or not is_call(scores, aten.topk.default):
-        return False
-    return is_size(fake_value(scores.all_input_nodes[0]).shape[-1], match.record.experts)
-
-
-def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:
-    """The group that the block's results go to, or else its rows come from, as far as ranks of it can meet."""
-    return next((one.group_name for one in reversed(near) if one.group_name in groups), "")
-
-
-def _is_for_experts(one: Communication) -> bool:
-    return one.is_exchange or collective_of(one.node) is None
-
-
-def _of_refused_products(
-    graph: Graph,
-    refused: Iterable[Refusal],
-    place: dict[Node, int],
-    groups: Mapping[str, Group],
-    claimed: set[Node],
-) -> Iterator[Refusal]:
-    """Products by expert that make no block, as far as something that talks to other ranks is near them."""
-    by_name = {node.name: node for node in graph.nodes}
-    told: set[str] = set()
-    for refusal in refused:
-        product = by_name[refusal.node]
-        if not is_grouped_product(product) or refusal.where in told:
-            continue
-        after = first_communication_after(product, fake_value(product).shape[-1], place)
-        near = [*communications_before(*product.all_input_nodes), *([after] if after is not None else [])]
-        if near:
-            told.add(refusal.where)
-            claimed |= {one.node for one in near}
-            reason = f"its products make no block of experts that moepass knows ({refusal.reason})"
-            yield refusal_of(graph, reason, near[-1].node, refusal.where, _known_group(near, groups))
-
-
-def _match(
+def match_block(
     match: BlockMatch,
     after: Communication | None,
     arriving: Sequence[Communication],
@@ -204,10 +118,13 @@ def _match(
             )
     group = groups[combine.group_name]
     if combine.kind == "all_to_all":
-        return _match_all_to_all(match, combine, group, place)
+        return _match_all_to_all(match, combine, group, place, capture)
     if combine.kind in ("all_reduce", "reduce_scatter"):
         return _match_partial_sums(match, combine, group, place)
-    raise NotThisForm(f"its result goes into {combine.kind}")
+    raise NotThisForm(
+        f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
+        "reduce_scatter"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +166,9 @@ def _expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
 # ---------------------------------------------------------------------------------------------- AllToAll there and back
 
 
-def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int]) -> ParallelBlock:
+def _match_all_to_all(
+    match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int], capture: CaptureNotes
+) -> ParallelBlock:
     region, exchanges, leaves = _walk_back(
         combine.result,
         place,
@@ -261,17 +180,21 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
     dispatches = [exchange for exchange in exchanges if exchange.is_float]
     counts = [exchange for exchange in exchanges if not exchange.is_float]
     if len(dispatches) != 1 or len(counts) != 1:
-        raise NotThisForm(
-            f"{len(dispatches)} exchanges of rows and {len(counts)} of counts stand before its products, where one of "
-            "each was expected"
-        )
+        raise NotThisForm(_other_exchanges(dispatches, counts, capture))
     (dispatch,), (count,) = dispatches, counts
     rows, counted = dispatch.input, _reshaped(count.input)
     if fake_value(rows).dim() != 2 or not is_size(fake_value(rows).shape[1], match.record.hidden):
-        raise NotThisForm("what the AllToAll before it carries are no rows of tokens")
+        raise NotThisForm(
+            f"the AllToAll before its products, {named(dispatch.node)}, carries {describe_shape(fake_value(rows))}; "
+            f"expected rows of tokens [., {match.record.hidden}]"
+        )
     bounds = _bounds_from_counts(count, group, match.record.experts)
     if dispatch.send != combine.receive or dispatch.receive != combine.send:
-        raise NotThisForm("the AllToAll after it is not the reverse of the one before it")
+        raise NotThisForm(
+            f"the AllToAll after its products, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
+            "before "
+            "them; expected the input_split_sizes of each as the output_split_sizes of the other"
+        )
     # Without tokens what a rank sends is constant too: nothing.
     static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
     tensors = _expert_tensors(match, {rows, counted})
@@ -291,32 +214,59 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
     )
 
 
+def _other_exchanges(dispatches: list[Collective], counts: list[Collective], capture: CaptureNotes) -> str:
+    found = ", ".join(
+        f"{what} {named(one.node)}" for what, of in (("rows", dispatches), ("counts", counts)) for one in of
+    )
+    text = (
+        f"{len(dispatches)} exchanges of rows and {len(counts)} exchanges of counts stand before its products"
+        f"{': ' * bool(found)}{found}; expected one of each"
+    )
+    if not dispatches or not counts:
+        return f"{text}; {capture.advice()}"
+    return f"{text}: let what travels with a row, as its weight, be applied on the rank that the token came from"
+
+
 def _bounds_from_counts(count: Collective, group: Group, own: int) -> tuple[int, ...]:
     """Which experts each rank holds, from how the counts are sent: as many counts to a rank as it has experts."""
     value = fake_value(count.input)
     if len(count.send) != group.ranks or not all(isinstance(size, int) for size in (*count.send, *count.receive)):
-        raise NotThisForm("the sizes in which counts are exchanged are not constants, one for each rank")
+        raise NotThisForm(
+            f"counts are exchanged by {named(count.node)} in {len(count.send)} parts whose sizes are not all "
+            "constants; "
+            f"expected one constant size for each of {group.ranks} ranks: the number of its experts"
+        )
     if not all(isinstance(size, int) for size in value.shape):
-        raise NotThisForm("the number of counts that are exchanged is not a constant")
+        raise NotThisForm(
+            f"how many counts {named(count.node)} exchanges is not a constant; expected one for each expert (as "
+            "torch.histc, one_hot or scatter_add count them; torch.bincount has a length that only a run tells)"
+        )
     per_entry = value.numel() // max(1, int(value.shape[0]))
     bounds = [0]
     for size in count.send:
         assert isinstance(size, int)
         bounds.append(bounds[-1] + size * per_entry)
     if bounds[-1] != value.numel():
-        raise NotThisForm(f"{value.numel()} counts are exchanged in parts of {list(count.send)}")
+        raise NotThisForm(
+            f"{named(count.node)} exchanges {value.numel()} counts in parts of {list(count.send)}, which do not add up"
+        )
     if bounds[group.rank + 1] - bounds[group.rank] != own:
         raise NotThisForm(
-            f"this rank holds {own} experts, but is sent the counts of {bounds[group.rank + 1] - bounds[group.rank]}"
+            f"this rank holds {own} experts, but {named(count.node)} brings it the counts of "
+            f"{bounds[group.rank + 1] - bounds[group.rank]}"
         )
     return tuple(bounds)
 
 
-def _check_bounds(bounds: tuple[int, ...]) -> None:
+def check_bounds(bounds: tuple[int, ...]) -> None:
     """Every rank must come to the same decision, and one without experts does not see what experts compute."""
     for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start == stop:
-            raise NotThisForm(f"rank {rank} holds none of its {bounds[-1]} experts, so it cannot see what they do")
+            raise NotThisForm(
+                f"rank {rank} holds none of its {bounds[-1]} experts, so it cannot see what they do; spread them over "
+                "at "
+                f"most {bounds[-1]} ranks"
+            )
 
 
 # --------------------------------------------------------------------- partial sums: AllReduce, AllGather/ReduceScatter
@@ -324,21 +274,29 @@ def _check_bounds(bounds: tuple[int, ...]) -> None:
 
 def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int]) -> ParallelBlock:
     if combine.reduction != "sum":
-        raise NotThisForm(f"its results are combined by {combine.reduction!r}, not by a sum")
+        raise NotThisForm(f"{named(combine.node)} combines its results by {combine.reduction!r}; expected a sum")
     gathered = combine.kind == "reduce_scatter"
     sources = {
-        "hidden": _origin(match.products[0].activations, _is_row_move, gathered),
-        "ids": _origin(_sort_key(match), _is_id_arithmetic, gathered),
-        "weights": _origin(_row_weights(match), _is_row_move, gathered),
+        "hidden": origin(match.products[0].activations, _is_row_move, gathered),
+        "ids": origin(sort_key(match), is_id_arithmetic, gathered),
+        "weights": origin(_row_weights(match), _is_row_move, gathered),
     }
     _check_router(sources, place)
     tokens = fake_value(sources["hidden"])
     for role in ("ids", "weights"):
         value = fake_value(sources[role])
         if value.dim() != 2 or str(value.shape[0]) != str(tokens.shape[0]) or not isinstance(value.shape[1], int):
-            raise NotThisForm(f"no {role} of shape [tokens, k] were found for it (but {tuple(value.shape)})")
+            raise NotThisForm(
+                f"its expert {role} were looked for at {named(sources[role])}, which is {describe_shape(value)}; "
+                "expected "
+                f"[tokens, k] for the tokens {describe_shape(tokens)} at {named(sources['hidden'])}"
+            )
     if fake_value(sources["ids"]).shape[1] != fake_value(sources["weights"]).shape[1]:
-        raise NotThisForm("its expert ids and weights differ in shape")
+        raise NotThisForm(
+            f"its expert ids {named(sources['ids'])} are {describe_shape(fake_value(sources['ids']))}, its weights "
+            f"{named(sources['weights'])} {describe_shape(fake_value(sources['weights']))}; expected one shape "
+            "[tokens, k]"
+        )
     sink = _own_part(combine.result, tokens.shape[0]) if gathered else combine.result
     region, exchanges, leaves = _walk_back(sink, place, stop_at=frozenset(sources.values()))
     stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
@@ -346,7 +304,9 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
     # Ranks that always bring equally many tokens need no agreement (the AllReduce) on the largest number.
     known = [["all_gather", "reduce_scatter"], ["all_gather", "all_reduce", "reduce_scatter"]]
     if stray or kinds not in (known if gathered else [["all_reduce"]]):
-        raise NotThisForm(f"collectives {kinds} stand in it, which is no form that moepass knows")
+        listed = ", ".join(f"{exchange.kind} {named(exchange.node)}" for exchange in exchanges)
+        wanted = "all_gather, reduce_scatter and at most all_reduce of the largest number" if gathered else "all_reduce"
+        raise NotThisForm(f"it exchanges by {listed}; expected {wanted} alone, all over one process group")
     tensors = _expert_tensors(match, set(sources.values()))
     _check_leaves(leaves - {*sources.values(), *tensors}, place)
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
@@ -388,7 +348,9 @@ def _check_router(sources: Mapping[str, Node], place: dict[Node, int]) -> None:
                 continue
             if not is_view(user) and not is_call(user, aten.clone.default, aten._to_copy.default):
                 raise NotThisForm(
-                    f"its weights depend on its expert ids by {user.name} ({user.target}), perhaps on this rank only"
+                    f"its tokens or weights depend on its expert ids by {named(user)}, perhaps on this rank only; "
+                    "expected "
+                    "them as the router gave them, with masks for this rank's experts behind its products"
                 )
             pending.append(user)
 
@@ -402,11 +364,15 @@ def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
     bounds = shard_bounds(experts, group.ranks)
     expected = bounds[group.rank + 1] - bounds[group.rank]
     if own != expected:
-        raise NotThisForm(f"rank {group.rank} of {group.ranks} holds {own} of {experts} experts, not {expected}")
+        raise NotThisForm(
+            f"rank {group.rank} of {group.ranks} holds {own} of {experts} experts; expected {expected}, an even share "
+            "in "
+            "the order of ranks"
+        )
     return bounds
 
 
-def _origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
+def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
     """Where a value comes from, before it was moved, masked, padded and gathered for this block.
 
     A block takes rows [tokens, .]; the model may have brought them into that form right in front of it.
@@ -443,7 +409,7 @@ def _is_row_move(node: Node) -> Node | None:
     return None
 
 
-def _is_id_arithmetic(node: Node) -> Node | None:
+def is_id_arithmetic(node: Node) -> Node | None:
     """The ids that `node` shifts, wraps, masks or views, to turn global ids into this rank's."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.is_floating_point():
@@ -467,7 +433,7 @@ def _node(argument: object) -> Node | None:
     return argument if isinstance(argument, Node) else None
 
 
-def _sort_key(match: BlockMatch) -> Node:
+def sort_key(match: BlockMatch) -> Node:
     """What the rows were sorted by: the ids behind the places of the rows, or behind the offsets of the products."""
     first = match.products[0]
     for start in (*_row_places(first.activations), first.key):
@@ -476,7 +442,11 @@ def _sort_key(match: BlockMatch) -> Node:
                 key = node.args[0]
                 assert isinstance(key, Node)
                 return key
-    raise NotThisForm("its rows are not sorted by expert")
+    raise NotThisForm(
+        f"the rows of {named(first.node)} are not sorted by expert; expected torch.sort or argsort of expert ids "
+        "before "
+        "its lookup of rows"
+    )
 
 
 def _row_places(rows: Node) -> Iterator[Node]:
@@ -527,7 +497,11 @@ def _row_weights(match: BlockMatch) -> Node:
                 if len(others) == 1 and isinstance(others[0], Node) and is_size(fake_value(others[0]).shape[-1], 1):
                     return others[0]
             pending.append(user)
-    raise NotThisForm("its results are not weighed row by row")
+    raise NotThisForm(
+        f"the results of {named(match.products[-1].node)} are not multiplied by weights [., 1] of their rows before "
+        "they "
+        "are added up"
+    )
 
 
 def _own_part(result: Node, tokens: Any) -> Node:
@@ -538,7 +512,11 @@ def _own_part(result: Node, tokens: Any) -> Node:
         (user,) = result.users
         if is_call(user, aten.slice.Tensor) and str(fake_value(user).shape[0]) == str(tokens):
             return user
-    raise NotThisForm("the rows that the ReduceScatter gives back are not cut to this rank's tokens")
+    raise NotThisForm(
+        f"the rows that ReduceScatter gives back, {named(result)}, are {describe_shape(fake_value(result))}; expected "
+        "them "
+        "to be this rank's tokens, or to be cut to their number by a slice"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- walking
@@ -569,7 +547,10 @@ def _walk_back(
             continue
         region.append(node)
         if len(region) > MOST_NODES:
-            raise NotThisForm("what it is computed from cannot be told apart from the rest of the model")
+            raise NotThisForm(
+                f"what {named(root)} is computed from cannot be told apart from the rest of the model: more than "
+                f"{MOST_NODES} operations lead to it without an exchange"
+            )
         inputs = list(node.all_input_nodes)
         collective = collective_of(node)
         if collective is not None:
@@ -599,7 +580,11 @@ def _check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
     """Beside its sources and expert tensors a block may begin with sizes and constants: what is known here."""
     for leaf in sorted(leaves, key=place.__getitem__):
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
-            raise NotThisForm(f"it depends on input {leaf.name}, whose values are not known when the graph is compiled")
+            raise NotThisForm(
+                f"it depends on {named(leaf)}, whose values are not known when the graph is compiled; expected its "
+                "rows "
+                "and counts, its router and the parameters of its products alone, and constants for everything else"
+            )
 
 
 def ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:

@@ -50,16 +50,14 @@ class CaptureNotes:
         """Why the rest of a block may be in another graph, and what to do about it."""
         if self.graph_break:
             return f"the graph ends early: {self.graph_break}"
+        advice = "the rest may be in another graph: with fullgraph=True torch says where and why a graph breaks"
         if self.switches_off:
             are = "is" if len(self.switches_off) == 1 else "are"
-            return (
-                "the rest may be in another graph, since Dynamo breaks graphs where sizes come from values (.item(), "
-                f".tolist(), nonzero, masks) while {' and '.join(self.switches_off)} {are} False: set to True before "
-                "the first run"
+            advice += (
+                f"; it does where sizes come from values (.item(), .tolist(), nonzero, masks) while "
+                f"{' and '.join(self.switches_off)} {are} False: set to True before the first run"
             )
-        return (
-            "the rest may be in another graph: compile with fullgraph=True, and torch says where and why a graph breaks"
-        )
+        return advice
 
 
 NO_NOTES = CaptureNotes()

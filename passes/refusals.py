@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.ir import Refusal
 from moepass.passes.source_lines import in_words, named_nodes, source_line
+
+
+def why_it_stopped(error: Exception) -> str:
+    """Why a block could not be run on sample numbers. What operators, allocators and dictionaries say is for nobody."""
+    first = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or ("alloc" in first and "memory" in first):
+        return "the numbers that it would be proved with need more memory than is free; capture it with fewer tokens"
+    if isinstance(error, KeyError):
+        return (
+            "it has a size that only a run tells, as .item(), a mask or nonzero give it, which is none of those that "
+            "it "
+            "exchanges; expected all sizes to follow from its inputs and from the counts that it sends and receives"
+        )
+    return f"it cannot be computed on rows as other ranks send them ({type(error).__name__}: {first})"
 
 
 def refusal_of(graph: Graph, reason: str, node: Node, where: str, group: str) -> Refusal:

@@ -82,7 +82,7 @@ def input_name(node: Node) -> str:
         return str(known or target)
     value = fake_value(node)
     inputs = [other for other in node.graph.nodes if other.op == "placeholder"]
-    kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"the size {value}"
+    kind = describe_shape(value) if isinstance(value, torch.Tensor) else "a number"
     return f"input {inputs.index(node) + 1} of the graph ({kind})"
 
 
@@ -102,6 +102,12 @@ def name_of_source(source: str) -> str:
 def named(node: Node) -> str:
     """A node as reasons name it."""
     return f"{node.name} ({node.target})"
+
+
+def describe_shape(value: torch.Tensor) -> str:
+    """Type and sizes, a `*` for each size that is no constant of the graph."""
+    sizes = ", ".join(str(size) if isinstance(size, int) else "*" for size in value.shape)
+    return f"{str(value.dtype).removeprefix('torch.')} [{sizes}]"
 
 
 def describe_node(node: Node, *, with_line: bool = True) -> str:
