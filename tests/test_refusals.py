@@ -22,11 +22,13 @@ from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.passes.collectives import collectives_of, communications_of, group_names
 from moepass.passes.graph import copy_graph_module
 from moepass.passes.ir import Plan, Refusal
+from moepass.passes.localise import localise
 from moepass.passes.lower import decompositions
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.protocol import Group, PassContext
 from moepass.passes.source_lines import describe_node, input_name, name_of_source, place_of, source_line
 
+SCALARS, MASKS = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
 CONFIG = StackConfig(layers=1, hidden=16, width=16, max_tokens=12)
 # Names of nodes, of sizes, and of exceptions of ours.
 UNREADABLE = re.compile(r"\barg\d+_\d+\b|\b[su]\d+\b|KeyError|_tensor_constant")
@@ -57,8 +59,7 @@ def plans_of(
         )
 
     torch._dynamo.reset()
-    names = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
-    with torch.no_grad(), torch._dynamo.config.patch({name: name in switches for name in names}):
+    with torch.no_grad(), torch._dynamo.config.patch({name: name in switches for name in (SCALARS, MASKS)}):
         torch.compile(model, backend=backend)(*inputs)
     return plans
 
@@ -158,8 +159,6 @@ def test_results_that_go_into_an_unknown_collective_are_refused(kind: str) -> No
     found = [one for one in communications_of(captured.module.graph) if one.node.target is FOREIGN[kind][0]]
     assert [one.kind for one in found] == [kind.split()[0]]
     context = PassContext(groups=captured.groups)
-    from moepass.passes.localise import localise
-
     (refusal,) = localise(captured.module, Plan(), context).refusals
     check_readable([refusal])
     assert f"its results go into {kind.split()[0]} `{FOREIGN[kind][0]}`" in refusal.reason
@@ -203,9 +202,7 @@ class BrokenAllToAll(AllToAllExperts):
 def test_the_halves_that_a_graph_break_leaves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", BrokenAllToAll)
     with pretend_rank(0, 2):
-        plans = plans_of(
-            build_stack(CONFIG, "all_to_all"), hidden_states(CONFIG, 12, 0), switches=["capture_scalar_outputs"]
-        )
+        plans = plans_of(build_stack(CONFIG, "all_to_all"), hidden_states(CONFIG, 12, 0), switches=[SCALARS])
     # What the fake group answers is no number of rows, so that no more than the first half may ever be compiled.
     exchanging = [plan for plan in plans if plan.refusals]
     assert exchanging
@@ -213,7 +210,10 @@ def test_the_halves_that_a_graph_break_leaves_are_refused(monkeypatch: pytest.Mo
         check_readable(plan.refusals)
         assert all(refusal.group and refusal.crosses_ranks for refusal in plan.refusals)
         assert "stay in the graph (" in plan.reason or "stays in the graph (" in plan.reason
-        assert "torch._dynamo.graph_break()" in plan.refusals[0].reason or "fullgraph=True" in plan.refusals[0].reason
+        assert all("fullgraph=True" in one.reason or "Dynamo broke it" in one.reason for one in plan.refusals)
+    assert any(
+        re.search(r"broke it at test_refusals.py:\d+, in _run_arrived", plan.refusals[0].reason) for plan in exchanging
+    )
 
 
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather"])
@@ -241,14 +241,12 @@ class MaskedRows(AllToAllExperts):
 def test_the_switch_for_masks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", MaskedRows)
     with pretend_rank(0, 2):
-        plans = plans_of(
-            build_stack(CONFIG, "all_to_all"), hidden_states(CONFIG, 12, 0), switches=["capture_scalar_outputs"]
-        )
+        plans = plans_of(build_stack(CONFIG, "all_to_all"), hidden_states(CONFIG, 12, 0), switches=[SCALARS])
     reasons = [refusal.reason for plan in plans for refusal in plan.refusals]
     assert any("torch._dynamo.config.capture_dynamic_output_shape_ops" in reason for reason in reasons)
 
 
-# --------------------------------------------------------------------------- what is no business of ours stays unrefused
+# -------------------------------------------------------------------------- what is no business of ours is not refused
 
 
 class TensorParallel(nn.Module):
@@ -299,13 +297,13 @@ def test_exchanges_of_heads_are_not_refused() -> None:
     assert "1 collective stays in the graph (1 all_to_all)" in plan.reason
 
 
-# ------------------------------------------------------------------------------------------------------- lines and names
+# ------------------------------------------------------------------------------------------------------ lines and names
 
 
 class DependsOnInput(AllReduceExperts):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.thresholds = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.thresholds = nn.Parameter(torch.zeros(self.gate_up_proj.shape[2]), requires_grad=False)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
