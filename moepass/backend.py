@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
+from moepass.captured import capture_notes, name_inputs
 from moepass.dump import GraphDump
 from moepass.models.errors import InputError
 from moepass.options import Options, parse_options
@@ -25,7 +26,7 @@ from moepass.passes.ir import BANK_TENSOR, Plan
 from moepass.passes.lower import decompositions, lower_segments
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.proposals import NO_BORDER
-from moepass.passes.protocol import PassContext
+from moepass.passes.protocol import CaptureNotes, PassContext
 from moepass.runtime.adoption import adoption, agreement_on_blocks, dispatching, process_groups, replica_check
 from moepass.runtime.banks import BankStore, find_store
 from moepass.runtime.dispatching import CapturedFallback
@@ -84,12 +85,14 @@ def asyncep(
     if mode not in (None, "default"):
         raise InputError(f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}")
     _refuse_training(example_inputs)
+    notes = capture_notes(graph)
 
     is_for_cpu_compiler = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
     with vector_check() if is_for_cpu_compiler else contextlib.nullcontext() as wait_for_check:
 
         def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            return _compile(captured, parsed, wait_for_check)
+            name_inputs(captured, graph)
+            return _compile(captured, parsed, wait_for_check, notes)
 
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=_no_training_graph,
@@ -104,7 +107,12 @@ def _is_on_cpu(example_inputs: Sequence[Any]) -> bool:
     return all(value.device.type == "cpu" for value in example_inputs if isinstance(value, torch.Tensor))
 
 
-def _compile(captured: GraphModule, options: Options, before_lowering: Callable[[], None] | None) -> Executor | _Raises:
+def _compile(
+    captured: GraphModule,
+    options: Options,
+    before_lowering: Callable[[], None] | None,
+    notes: CaptureNotes,
+) -> Executor | _Raises:
     _refuse_random(captured)
     store = _store_of(captured)
     groups = process_groups(group_names(captured.graph))
@@ -118,6 +126,7 @@ def _compile(captured: GraphModule, options: Options, before_lowering: Callable[
         all_to_all_below=options.all_to_all_below,
         hardware=_as_linked(options),
         transport=options.adoption().transport,
+        capture=notes,
     )
     dump = GraphDump(options.dump) if options.dump else None
     agree = agreement_on_blocks(captured, groups, _border(options), options.adoption().timeout_s)
@@ -184,7 +193,7 @@ def _log(plan: Plan) -> None:
     if plan.dispatch is not None:
         logger.info("dispatch: %s", plan.dispatch.reason)
     for refusal in plan.refusals:
-        logger.info("refused %s at %s: %s", refusal.where or "a block", refusal.node, refusal.reason)
+        logger.info("refused %s", refusal)
 
 
 def _store_of(captured: GraphModule) -> BankStore | None:

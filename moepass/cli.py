@@ -562,7 +562,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def _note_refusals(compilations: Sequence[Compilation]) -> None:
     for compilation in compilations:
         for refusal in compilation.plan.refusals:
-            typer.echo(f"moepass: note: {refusal.where or refusal.node} runs as it came: {refusal.reason}", err=True)
+            typer.echo(f"moepass: note: runs as it came: {refusal}", err=True)
 
 
 def _set_threads(threads: int | None) -> None:

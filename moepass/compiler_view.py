@@ -21,6 +21,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
+from moepass.captured import capture_notes, name_inputs
 from moepass.models.checkpoints import meta_model
 from moepass.models.errors import MoepassError
 from moepass.passes.ir import BANK_TENSOR, Plan
@@ -110,11 +111,15 @@ def capture_plans(
     """
     plans: list[Plan] = []
 
-    def plan_only(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
-        plans.append(compile_graph(captured, PassContext(slots=slots if _reads_banks(captured) else 0)).plan)
-        return _ShapesOnly(captured)
-
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        notes = capture_notes(graph)
+
+        def plan_only(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
+            name_inputs(captured, graph)
+            context = PassContext(slots=slots if _reads_banks(captured) else 0, capture=notes)
+            plans.append(compile_graph(captured, context).plan)
+            return _ShapesOnly(captured)
+
         capture = aot_autograd(
             fw_compiler=plan_only, decompositions=decompositions(lower), keep_inference_input_mutations=True
         )
@@ -223,7 +228,7 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
         names = [block.name for block in plan.blocks if block.name in streamed]
         span = f": {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "") if names else ""
         table.add_row("rewritten", Text(f"{len(names)} of {len(plan.blocks)} to gathers{span}"))
-    refusals = [f"{refusal.where or refusal.node}: {refusal.reason}" for refusal in plan.refusals]
+    refusals = [str(refusal) for refusal in plan.refusals]
     table.add_row("refused", Text("\n".join(refusals) or "nothing"))
     if plan.residencies:
         ring = f"{_bytes(plan.device_bank_bytes)} = {_count(plan.slots, 'slot')} x {_bytes(plan.slot_bytes)}"

@@ -34,7 +34,11 @@ def explained_blocks(
 
 def _blocks_of(plan: Plan) -> list[Block]:
     streamed = {stay.block for stay in plan.residencies}
-    reasons = {refusal.where or refusal.node: refusal.reason for refusal in plan.refusals}
+    reasons: dict[str, str] = {}
+    for one in plan.refusals:
+        line = f"{one.source_line}: " if one.source_line else ""
+        # The first one is the nearest to the cause.
+        reasons.setdefault(one.where or one.node, f"{line}{one.reason}")
     blocks = []
     for block in plan.blocks:
         rewritten = block.name in streamed

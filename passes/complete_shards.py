@@ -26,6 +26,7 @@ from moepass.passes.graph import copy_graph_module, fake_value, is_call, module_
 from moepass.passes.ir import BankSpec, Plan, Refusal, gather
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.shards import pack_layout
+from moepass.passes.source_lines import source_line
 
 # `layer` is a tensor of one number, by which the kernel (in the runtime) knows the layer: no constant, so that a graph
 # that serves several layers is compiled once. `parts` are this rank's experts of each tensor, [own experts, ...]; rank
@@ -104,7 +105,12 @@ def complete_shards(module: GraphModule, plan: Plan, context: PassContext) -> Pa
     taken = [name for name, reason in reasons.items() if not reason]
     rewritten, banks = _with_gathers(module, {name: len(plan.banks) + place for place, name in enumerate(taken)})
     refusals = tuple(
-        Refusal(one.node.name, f"{reasons[one.node.name]}: gathered synchronously", one.where)
+        Refusal(
+            one.node.name,
+            f"{reasons[one.node.name]}: gathered synchronously",
+            one.where,
+            source_line=source_line(one.node),
+        )
         for one in found
         if reasons[one.node.name]
     )

@@ -60,7 +60,10 @@ def data_nodes(block: ParallelBlock, local: LocalForm) -> set[Node]:
         if node in products or node in local.copied:
             continue
         if not _moves_or_adds(node):
-            raise NotThisForm(f"{node.name} ({node.target}) is neither a move nor a sum of rows that moepass knows")
+            raise NotThisForm(
+                f"{node.name} ({node.target}) is neither a move nor a sum of rows that moepass knows; "
+                "expected rows, weights and outputs to be moved, masked, weighed and added only, beside the experts"
+            )
         if any(used in weights for used in node.all_input_nodes):
             if not is_view(node):
                 raise NotThisForm(f"{node.name} ({node.target}) reads expert weights and is no product with them")

@@ -31,6 +31,7 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.graph import fake_value, graphs_within, is_call, is_view, module_path, positions, view_source
 from moepass.passes.ir import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
+from moepass.passes.source_lines import describe_node, place_of, source_line
 
 aten = torch.ops.aten
 
@@ -125,9 +126,9 @@ def _grouped_product(node: Node) -> ExpertProduct | Refusal:
     arguments = {**dict(zip(("input", "weight", "offs"), node.args, strict=False)), **node.kwargs}
     activations, weight, offsets = arguments.get("input"), arguments.get("weight"), arguments.get("offs")
     if not isinstance(weight, Node) or not isinstance(activations, Node):
-        return Refusal(node.name, "the grouped product has no weight operand", module_path(node))
+        return _refused(node, "the grouped product has no weight operand: it needs rows, weights and offsets")
     if not isinstance(offsets, Node):
-        return Refusal(node.name, "a grouped product without offsets is no product by expert", module_path(node))
+        return _refused(node, "a grouped product without offsets is no product by expert: pass offs")
     source = _weight_source(weight)
     if not _is_expert_weight(source):
         return _foreign_weight(node, source)
@@ -183,11 +184,17 @@ def _is_expert_weight(node: Node) -> bool:
 
 
 def _foreign_weight(node: Node, source: Node) -> Refusal:
-    return Refusal(
-        node.name,
-        f"the weights are computed in the graph (by `{source.target}`), so they are not a bank that can be moved",
-        module_path(node),
+    found = describe_node(source)
+    return _refused(
+        node,
+        f"the weights are computed in the graph (by {found}), so they are not a bank that can be moved; keep "
+        "parameters [experts, ., .] in the type in which the product reads them",
     )
+
+
+def _refused(node: Node, reason: str, where: str | None = None) -> Refusal:
+    where = module_path(node) if where is None else where
+    return Refusal(node.name, reason, where, source_line=source_line(node))
 
 
 def _groups(products: list[ExpertProduct]) -> list[list[ExpertProduct]]:
@@ -268,26 +275,31 @@ def _check_group(group: list[ExpertProduct]) -> BlockMatch | Refusal:
     *ups, down = group
     where = module_path(down.node)
     if not ups:
-        return Refusal(down.node.name, "a product by expert without a partner: a block has an up and a down", where)
+        reason = (
+            "a product by expert without a partner: a block has an up and a down, which share offsets or expert ids"
+        )
+        return _refused(down.node, reason)
     counts = sorted({product.experts for product in group})
     if len(counts) > 1:
-        return Refusal(down.node.name, f"the products disagree on the number of experts: {counts}", where)
+        return _refused(down.node, f"the products disagree on the number of experts: {counts}")
     hidden, intermediate = ups[0].inner, down.inner
     total_outer = sum(up.outer for up in ups)
     if any(up.inner != hidden for up in ups) or total_outer not in (intermediate, 2 * intermediate):
-        return Refusal(
-            down.node.name,
-            f"widths do not fit an MLP: up {[(up.inner, up.outer) for up in ups]}, down {(down.inner, down.outer)}",
-            where,
+        return _refused(
+            down.node,
+            f"widths do not fit an MLP: up {[(up.inner, up.outer) for up in ups]}, down {(down.inner, down.outer)}, as "
+            "(in, out); expected one or two up products whose outputs are as wide, together, as the down product's "
+            "input, or twice that",
         )
     banks = {_bank_of(product.weights) for product in group}
     if len(banks) > 1:
-        return Refusal(down.node.name, "its weights lie in different banks, or only some of them in a bank", where)
+        reason = "its weights lie in different banks, or only some of them in a bank: offload them all with one call"
+        return _refused(down.node, reason)
     (bank,) = banks
     sources = {product.weights for product in group}
     record = MoEBlock(
         # The bank's name says which layer it is even where a graph break left only a part of the model in sight.
-        name=_bank_name(down.weights) or where or down.node.name,
+        name=_bank_name(down.weights) or where or place_of(down.node),
         form=down.form,
         experts=counts[0],
         top_k=_top_k(ups[0]),
@@ -360,8 +372,8 @@ def _always_equal(left: object, right: object) -> bool:
 def _unclaimed_bank_tensors(graph: Graph, matches: list[BlockMatch]) -> list[Refusal]:
     claimed = {node for of_match in claimed_bank_tensors(graph, matches) for node in of_match}
     return [
-        Refusal(
-            node.name,
+        _refused(
+            node,
             f"`{bank_arguments(node).tensor_name}` is read outside a recognised MoE block: gathered synchronously",
             bank_arguments(node).bank_name,
         )
@@ -386,7 +398,7 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
                 "its like, or in the memory of one process"
             )
         reason = "it is read inside a branch or loop of the graph, where no block is looked for: gathered synchronously"
-        refusals.append(Refusal(node.name, reason, read.bank_name))
+        refusals.append(_refused(node, reason, read.bank_name))
     return refusals
 
 

@@ -213,14 +213,22 @@ class MoEBlock:
 class Refusal:
     """What was not taken, where, and why. It runs as it came.
 
-    `group` names the process group whose other ranks must leave the block too, since it still talks to them; it is
-    empty where nothing is at stake, or where all ranks refuse by what they all know.
+    `where` is the path of a module where that is known, `source_line` the line of the model that the node came from, as
+    `moe.py:123, in forward: rows = exchange(...)`. `group` names the process group whose other ranks must leave the
+    block too, since it still talks to them; it is empty where nothing is at stake, or where all ranks refuse by what
+    they all know. What `crosses_ranks` goes on talking to other ranks.
     """
 
     node: str
     reason: str
     where: str = ""
     group: str = ""
+    source_line: str = ""
+    crosses_ranks: bool = False
+
+    def __str__(self) -> str:
+        line = f" ({self.source_line})" if self.source_line else ""
+        return f"{self.where or self.node}{line}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)

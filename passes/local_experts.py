@@ -19,8 +19,20 @@ from torch.fx import Graph, Node
 
 from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock, bias_after
+from moepass.passes.source_lines import describe_shape, named
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+
+_SIZE = "the number of its rows or tokens"
+
+
+def _in_words(arguments: Any) -> str:
+    if isinstance(arguments, (list, tuple)):
+        return ", ".join(map(_in_words, arguments))
+    if isinstance(arguments, torch.Tensor):
+        return describe_shape(arguments)
+    return "a size" if isinstance(arguments, torch.SymInt) else str(arguments)
 
 
 class LocalForm:
@@ -50,7 +62,11 @@ class LocalForm:
         for node in self._region - self.copied:
             if _is_cast(node) and fake_value(node).dtype != fake_value(self.block.sink).dtype:
                 # The mock run is in float64 and would not see it.
-                raise NotThisForm(f"it computes in {fake_value(node).dtype} between, which its local form would not")
+                raise NotThisForm(
+                    f"it computes in {fake_value(node).dtype} between, at {named(node)}, which its local form would "
+                    "not; "
+                    f"expected {fake_value(self.block.sink).dtype} from its rows to its results"
+                )
         return result
 
     def _write(self) -> Node:
@@ -72,7 +88,10 @@ class LocalForm:
             with self.fake_mode:
                 node.meta["val"] = target(*fake_args, **fake_kwargs)
         except Exception as error:  # whatever an operator says to arguments that do not fit it
-            raise NotThisForm(f"its local form cannot be written: {str(error).splitlines()[0]}") from error
+            raise NotThisForm(
+                f"its local form cannot be written: {target} does not take {_in_words(fake_args)}; the block that was "
+                f"found around {named(self.block.down.node)} is perhaps none"
+            ) from error
         return node
 
     def _flat(self, counts: Node) -> Node:
@@ -151,7 +170,9 @@ class LocalForm:
             return known.get(str(expression)) or self._symbol(str(expression))
         operators = {sympy.Add: operator.add, sympy.Mul: operator.mul}
         if expression.func not in operators:
-            raise NotThisForm(f"a size of it is {expression}, which only the graph itself can compute")
+            raise NotThisForm(
+                f"{_SIZE} depends on others by {expression.func.__name__}; expected sums and products of sizes"
+            )
         terms = [self._expression(term, known) for term in expression.args]
         return functools.reduce(lambda left, right: self._emit(operators[expression.func], left, right), terms)
 
@@ -161,7 +182,11 @@ class LocalForm:
             for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if str(size) == name:
                     return self._emit(aten.sym_size.int, node, dim)
-        raise NotThisForm(f"a size of it, {name}, is known only while the graph runs")
+        raise NotThisForm(
+            f"{_SIZE} is known only while the graph runs, as that of a mask, nonzero or .item() is; expected sizes of "
+            "the "
+            "graph's inputs, and of what the block exchanges"
+        )
 
     def _arange(self, count: Any, device: torch.device) -> Node:
         return self._emit(
@@ -208,7 +233,9 @@ class LocalForm:
             return self.complete[operand]
         if not isinstance(operand, Node) or not is_view(operand) or len(operand.all_input_nodes) != 1:
             raise NotThisForm(
-                f"its expert weights are computed in the graph (by {getattr(operand, 'target', operand)})"
+                f"its expert weights are computed in the graph by "
+                f"{named(operand) if isinstance(operand, Node) else operand}; keep parameters in the type in which the "
+                "products read them"
             )
         source = self._weight(operand.all_input_nodes[0])
         args, kwargs = map_nodes((operand.args, operand.kwargs), lambda used: source)
@@ -240,7 +267,9 @@ class LocalForm:
         if node.op != "call_function" or not node.all_input_nodes:
             if node.op == "call_function":
                 return self._copy(node, values)
-            raise NotThisForm(f"its activation function reads {node.name}, which is no product of it")
+            raise NotThisForm(
+                f"what lies between its products reads {named(node)}; expected nothing but their results, and constants"
+            )
         if is_call(node, aten.masked_fill.Scalar) and not self._from_products(node.args[1], values):
             self.left_out.add(node)
             return self._translate(node.args[0], values)  # type: ignore[arg-type]

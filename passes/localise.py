@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -30,17 +31,20 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.block_text import block_text
-from moepass.passes.collectives import collective_of, collectives_of
+from moepass.passes.collectives import collective_of, communications_of
 from moepass.passes.dispatch import TOKENS_KEY, routed_tokens
 from moepass.passes.experts_text import experts_text
+from moepass.passes.find_parallel import find_parallel_blocks
 from moepass.passes.graph import copy_graph_module, fake_value, is_call, map_nodes, positions
-from moepass.passes.ir import BankSpec, LocalisedBlock, Plan, Refusal, gather
+from moepass.passes.ir import BankSpec, LocalisedBlock, Plan, gather
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.mock_ranks import ContractBroken, check_local_form
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock, find_parallel_blocks
+from moepass.passes.parallel_match import NotThisForm, ParallelBlock
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.refusals import refusal_of
 from moepass.passes.replicated import Origin, ReplicatedValues
 from moepass.passes.shards import pack_layout
+from moepass.passes.source_lines import describe_shape, named
 
 aten = torch.ops.aten
 
@@ -51,31 +55,38 @@ EXPERTS_TEXT_KEY, SOURCES_KEY = "moepass_experts_text", "moepass_sources"
 @graph_pass(provides={"local"}, conflicts={"blocks"}, reorders_collectives=True, is_agreed=True)
 def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every block of expert parallelism by its local form."""
-    if not any(True for _ in collectives_of(module.graph)):
+    if not any(True for _ in communications_of(module.graph)):
         return PassResult(module, plan)
     local = copy_graph_module(module)
-    blocks, refused = find_parallel_blocks(local.graph, context.groups)
+    blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)
     localised: list[LocalisedBlock] = []
     replicated: dict[str, None] = dict.fromkeys(plan.replicated)
     proved: set[str] = set()
     replaced: dict[Node, Node] = {}
+    banks_of: dict[tuple[Node, ...], BankSpec] = {}
     for found in blocks:
         # Where nothing lies between two blocks, one begins with what the other gave.
         sources = {role: replaced.get(node, node) for role, node in found.sources.items()}
         block = dataclasses.replace(found, sources=sources)
         try:
             if banks and banks[0].group != block.group_name:
-                raise NotThisForm(f"it spreads over group {block.group_name!r}, other blocks over {banks[0].group!r}")
+                raise NotThisForm(
+                    f"it spreads over process group {block.group_name!r}, other blocks of the graph over "
+                    f"{banks[0].group!r}; expected one group for all experts of a graph"
+                )
+            block, bank = _bank_for(block, banks, banks_of)
             if block.name in context.leave:
                 raise NotThisForm(context.leave[block.name])
             origin = _origin_of_tokens(local.graph, block)
-            bank, gathered, replaced[block.sink] = _replace(local.graph, block, len(banks), proved)
-            banks.append(bank)
+            gathered, replaced[block.sink] = _replace(local.graph, block, bank, proved)
+            if bank not in banks:
+                banks.append(bank)
+                banks_of[block.expert_tensors] = bank
         except (NotThisForm, ContractBroken) as error:
-            reason = f"{error}; its collectives stay"
-            refusals.append(Refusal(block.down.node.name, reason, block.name, block.group_name))
+            stays = block.exchanges[-1].node
+            refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.group_name))
         else:
             experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
             localised.append(LocalisedBlock(block.name, block.form, block.group_name, experts, origin.digest))
@@ -115,15 +126,32 @@ def texts_of(module: GraphModule, block: LocalisedBlock) -> tuple[Sequence[str],
     raise KeyError(block.name)
 
 
-def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -> tuple[BankSpec, Node, Node]:
-    """Put the local form in the place of the block; gives its bank, the gather of that, and its result.
+def _bank_for(
+    block: ParallelBlock, banks: list[BankSpec], banks_of: dict[tuple[Node, ...], BankSpec]
+) -> tuple[ParallelBlock, BankSpec]:
+    """The bank of a block, and the block as it is called then.
+
+    A layer that two micro-batches go through is two blocks with one bank. Other experts of the same module have
+    another one, and another name.
+    """
+    bank = banks_of.get(block.expert_tensors)
+    if bank is not None and bank.expert_bounds == block.bounds:
+        return dataclasses.replace(block, name=bank.name), bank
+    names = {bank.name for bank in banks}
+    if block.name in names:
+        name = next(name for number in itertools.count(2) if (name := f"{block.name} #{number}") not in names)
+        block = dataclasses.replace(block, name=name)
+    return block, _complete_bank(block, len(banks))
+
+
+def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str]) -> tuple[Node, Node]:
+    """Put the local form, which reads `bank`, in the place of the block; gives the gather of it, and its result.
 
     `proved` are the texts of blocks for which that was proved right.
 
     Raises NotThisForm, ContractBroken; the graph is then as before.
     """
     doomed = _doomed(graph, block)
-    bank = _complete_bank(block, index)
     before = set(graph.nodes)
     try:
         with graph.inserting_before(block.sink):
@@ -131,12 +159,12 @@ def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -
             local = LocalForm(graph, block, complete)
             result = local.write()
         _same_value(block, result)
-        gathered.meta[EXPERTS_TEXT_KEY] = experts_text(local)
-        gathered.meta[SOURCES_KEY] = tuple(source.name for source in block.sources.values())
         text = block_text(block, local, result)
         if text not in proved:
             check_local_form(block, local, result)
             proved.add(text)
+        gathered.meta[EXPERTS_TEXT_KEY] = experts_text(local)
+        gathered.meta[SOURCES_KEY] = tuple(source.name for source in block.sources.values())
     except (NotThisForm, ContractBroken):
         for node in reversed(list(graph.nodes)):
             if node not in before:
@@ -153,7 +181,7 @@ def _replace(graph: Graph, block: ParallelBlock, index: int, proved: set[str]) -
     assert not any(exchange.node in set(graph.nodes) for exchange in block.exchanges)
     if has_other_sizes:
         _describe_again(graph, result)
-    return bank, gathered, result
+    return gathered, result
 
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
@@ -188,7 +216,11 @@ def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> tuple[Node, d
 def _same_value(block: ParallelBlock, result: Node) -> None:
     old, new = fake_value(block.sink), fake_value(result)
     if old.dtype != new.dtype or old.dim() != new.dim() or str(old.shape[1:]) != str(new.shape[1:]):
-        raise NotThisForm(f"its local form gives {new.dtype} {tuple(new.shape)}, not {old.dtype} {tuple(old.shape)}")
+        raise NotThisForm(
+            f"it gives {describe_shape(old)} at {named(block.sink)}, but all experts on this rank's own rows would "
+            "give "
+            f"{describe_shape(new)}"
+        )
 
 
 def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
@@ -203,7 +235,11 @@ def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
     asserted = _only_asserted(doomed)
     if asserted != doomed:
         stray = min(doomed - asserted, key=place.__getitem__)
-        raise NotThisForm(f"what its ranks exchange is also read by {stray.name}")
+        raise NotThisForm(
+            f"what its ranks exchange is also read by {named(stray)}, so the exchange cannot go; expected nothing but "
+            "its "
+            "experts to read it"
+        )
     # How much this rank sends is its own affair, and may be read by others too.
     sizes = [node for node in block.region if is_call(node, aten._local_scalar_dense.default)]
     return asserted | _only_asserted(_readers_outside(block, sizes))

@@ -35,6 +35,7 @@ from moepass.passes.graph import constant_of, fake_value, is_call, map_nodes
 from moepass.passes.index_ranges import MOST_RATIO, UNWRITTEN, IndexRanges
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.refusals import why_it_stopped
 
 aten = torch.ops.aten
 
@@ -141,7 +142,7 @@ def _check_scenario(run: _Run, result: Node) -> None:
         raise
     except Exception as error:
         # A node that cannot run on the mock's numbers means that the guess about the block was wrong.
-        raise ContractBroken(f"with {scenario.name}, {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise ContractBroken(f"with {scenario.name}, {why_it_stopped(error)}") from error
 
 
 class _Run:

@@ -6,11 +6,9 @@ Contract
           collectives and fits none of the forms. Nothing is edited.
 
 Pseudo-code
-    for each block of local expert products:
-        look for the collective that its result goes into, through nodes of this block only
+    for each block of local expert products with something near it (`passes/find_parallel.py`):
         an AllToAll: the AllToAll of rows before it, the exchange of counts beside that, and everything in between
         an AllReduce or a ReduceScatter: the tokens, their expert ids and their weights before it
-        nothing: the block is local, and none of our business
 
 What is found here is a guess about meaning: `passes/mock_ranks.py` runs the block against mock peers, and the guess is
 taken only if it gives the same results.
@@ -22,23 +20,21 @@ import dataclasses
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from moepass.models.expert_placement import shard_bounds
-from moepass.passes.collectives import Collective, collective_of, collectives_of
-from moepass.passes.detect import BlockMatch, ExpertProduct, find_blocks
-from moepass.passes.graph import fake_value, is_call, is_view, module_path, positions, view_source
-from moepass.passes.ir import Refusal
-from moepass.passes.protocol import Group
+from moepass.passes.collectives import Collective, Communication, collective_of
+from moepass.passes.detect import BlockMatch, ExpertProduct
+from moepass.passes.graph import fake_value, is_call, is_view, view_source
+from moepass.passes.near_experts import MOST_NODES, is_size
+from moepass.passes.protocol import CaptureNotes, Group
+from moepass.passes.source_lines import describe_shape, named
 
-aten = torch.ops.aten
-
-# [Empirical] The largest block of the forms that we know has about 80 nodes; a walk that meets more has left the block.
-MOST_NODES = 400
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,84 +75,56 @@ class ParallelBlock:
         return self.products[-1]
 
 
-class NotThisForm(Exception):  # noqa: N818  control flow inside this module: why a block does not fit
-    pass
+class NotThisForm(Exception):  # noqa: N818  control flow inside the passes: why a block does not fit
+    """The text becomes the reason of a refusal. It names a node as `name (operator)`: see `passes/source_lines.py`."""
 
 
-def find_parallel_blocks(
-    graph: Graph, groups: Mapping[str, Group]
-) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
-    """Every block whose tokens or results cross ranks, in host order, and refusals for those that fit no form."""
-    if not any(True for _ in collectives_of(graph)):
-        return (), ()
-    place = positions(graph)
-    blocks: list[ParallelBlock] = []
-    refusals: list[Refusal] = []
-    for match in find_blocks(graph).matches:
-        combine = _first_collective_after(match, place)
-        if combine is None:
-            continue
-        down = match.products[-1].node
-        where, group = module_path(down) or match.record.name, combine.group_name
-        try:
-            block = _match(match, combine, groups, place)
-            group = ""  # what the next line finds is known to all ranks
-            _check_bounds(block.bounds)
-            blocks.append(block)
-        except NotThisForm as error:
-            refusals.append(Refusal(down.name, f"{error}; its collectives stay", where, group))
-    return tuple(blocks), tuple(refusals)
-
-
-def _match(
-    match: BlockMatch, combine: Collective, groups: Mapping[str, Group], place: dict[Node, int]
+def match_block(
+    match: BlockMatch,
+    after: Communication | None,
+    arriving: Sequence[Communication],
+    groups: Mapping[str, Group],
+    place: dict[Node, int],
+    capture: CaptureNotes,
 ) -> ParallelBlock:
+    if after is None:
+        one = arriving[0]
+        raise NotThisForm(
+            f"its rows or counts come by {one.kind} {named(one.node)}, but nothing in this graph takes its results "
+            f"back to the ranks of their tokens; {capture.advice()}"
+        )
+    combine = collective_of(after.node)
+    if combine is None:
+        raise NotThisForm(
+            f"its results go into {after.kind} {named(after.node)}, which moepass cannot take out; it knows the "
+            "functional collectives all_to_all_single, all_reduce and reduce_scatter_tensor of "
+            "torch.distributed._functional_collectives"
+        )
     if combine.group_name not in groups:
-        raise NotThisForm(f"process group {combine.group_name!r} is unknown here")
+        raise NotThisForm(
+            f"process group {combine.group_name!r} of {combine.kind} is none that this process has created; create it "
+            "with torch.distributed before the model is compiled"
+        )
     if match.record.form != "grouped_mm":
-        raise NotThisForm(f"expert parallelism with {match.record.form} products is not a form that moepass knows")
-    if any(not product.weights.op == "placeholder" for product in match.products):
-        raise NotThisForm("its local expert weights are no inputs of the graph")
+        raise NotThisForm(
+            f"its products are {match.record.form}, and expert parallelism is taken out of grouped products only; "
+            "write them with torch.nn.functional.grouped_mm (transformers: experts_implementation='grouped_mm')"
+        )
+    for product in match.products:
+        if product.weights.op != "placeholder":
+            raise NotThisForm(
+                f"the expert weights of {named(product.node)} are not a parameter as it is, but come from "
+                f"{named(product.weights)}; keep parameters in the type and layout in which the products read them"
+            )
     group = groups[combine.group_name]
     if combine.kind == "all_to_all":
-        return _match_all_to_all(match, combine, group, place)
+        return _match_all_to_all(match, combine, group, place, capture)
     if combine.kind in ("all_reduce", "reduce_scatter"):
         return _match_partial_sums(match, combine, group, place)
-    raise NotThisForm(f"its result goes into {combine.kind}")
-
-
-def _first_collective_after(match: BlockMatch, place: dict[Node, int]) -> Collective | None:
-    """The collective that the block's result reaches first, through row-wise nodes; None where it is a local block."""
-    down = match.products[-1]
-    width = down.outer
-    pending, seen = [down.node], {down.node}
-    found: list[Collective] = []
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            collective = collective_of(user)
-            if collective is not None:
-                if collective.input is node:
-                    found.append(collective)
-            elif _keeps_features(user, width) and len(seen) < MOST_NODES:
-                pending.append(user)
-    return min(found, key=lambda collective: place[collective.node], default=None)
-
-
-def _keeps_features(node: Node, width: int) -> bool:
-    """Nodes between an expert's output and the collective move, mask, weigh and add rows; they do not mix features."""
-    mixing = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten.mean, aten.pow, aten.embedding)
-    if node.op != "call_function" or getattr(node.target, "overloadpacket", None) in mixing:
-        return False
-    value = fake_value(node)
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and _is(value.shape[-1], width)
-
-
-def _is(size: Any, number: int) -> bool:
-    return isinstance(size, int) and size == number
+    raise NotThisForm(
+        f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
+        "reduce_scatter"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +158,7 @@ def _expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
         if bias is None or bias.tensor in sources:
             continue
         value = fake_value(bias.tensor)
-        if value.is_floating_point() and value.dim() >= 2 and _is(value.shape[0], match.record.experts):
+        if value.is_floating_point() and value.dim() >= 2 and is_size(value.shape[0], match.record.experts):
             found.setdefault(bias.tensor)
     return tuple(found)
 
@@ -198,7 +166,9 @@ def _expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
 # ---------------------------------------------------------------------------------------------- AllToAll there and back
 
 
-def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int]) -> ParallelBlock:
+def _match_all_to_all(
+    match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int], capture: CaptureNotes
+) -> ParallelBlock:
     region, exchanges, leaves = _walk_back(
         combine.result,
         place,
@@ -210,17 +180,21 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
     dispatches = [exchange for exchange in exchanges if exchange.is_float]
     counts = [exchange for exchange in exchanges if not exchange.is_float]
     if len(dispatches) != 1 or len(counts) != 1:
-        raise NotThisForm(
-            f"{len(dispatches)} exchanges of rows and {len(counts)} of counts stand before its products, where one of "
-            "each was expected"
-        )
+        raise NotThisForm(_other_exchanges(dispatches, counts, capture))
     (dispatch,), (count,) = dispatches, counts
     rows, counted = dispatch.input, _reshaped(count.input)
-    if fake_value(rows).dim() != 2 or not _is(fake_value(rows).shape[1], match.record.hidden):
-        raise NotThisForm("what the AllToAll before it carries are no rows of tokens")
+    if fake_value(rows).dim() != 2 or not is_size(fake_value(rows).shape[1], match.record.hidden):
+        raise NotThisForm(
+            f"the AllToAll before its products, {named(dispatch.node)}, carries {describe_shape(fake_value(rows))}; "
+            f"expected rows of tokens [., {match.record.hidden}]"
+        )
     bounds = _bounds_from_counts(count, group, match.record.experts)
     if dispatch.send != combine.receive or dispatch.receive != combine.send:
-        raise NotThisForm("the AllToAll after it is not the reverse of the one before it")
+        raise NotThisForm(
+            f"the AllToAll after its products, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
+            "before "
+            "them; expected the input_split_sizes of each as the output_split_sizes of the other"
+        )
     # Without tokens what a rank sends is constant too: nothing.
     static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
     tensors = _expert_tensors(match, {rows, counted})
@@ -240,32 +214,59 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
     )
 
 
+def _other_exchanges(dispatches: list[Collective], counts: list[Collective], capture: CaptureNotes) -> str:
+    found = ", ".join(
+        f"{what} {named(one.node)}" for what, of in (("rows", dispatches), ("counts", counts)) for one in of
+    )
+    text = (
+        f"{len(dispatches)} exchanges of rows and {len(counts)} exchanges of counts stand before its products"
+        f"{': ' * bool(found)}{found}; expected one of each"
+    )
+    if not dispatches or not counts:
+        return f"{text}; {capture.advice()}"
+    return f"{text}: let what travels with a row, as its weight, be applied on the rank that the token came from"
+
+
 def _bounds_from_counts(count: Collective, group: Group, own: int) -> tuple[int, ...]:
     """Which experts each rank holds, from how the counts are sent: as many counts to a rank as it has experts."""
     value = fake_value(count.input)
     if len(count.send) != group.ranks or not all(isinstance(size, int) for size in (*count.send, *count.receive)):
-        raise NotThisForm("the sizes in which counts are exchanged are not constants, one for each rank")
+        raise NotThisForm(
+            f"counts are exchanged by {named(count.node)} in {len(count.send)} parts whose sizes are not all "
+            "constants; "
+            f"expected one constant size for each of {group.ranks} ranks: the number of its experts"
+        )
     if not all(isinstance(size, int) for size in value.shape):
-        raise NotThisForm("the number of counts that are exchanged is not a constant")
+        raise NotThisForm(
+            f"how many counts {named(count.node)} exchanges is not a constant; expected one for each expert (as "
+            "torch.histc, one_hot or scatter_add count them; torch.bincount has a length that only a run tells)"
+        )
     per_entry = value.numel() // max(1, int(value.shape[0]))
     bounds = [0]
     for size in count.send:
         assert isinstance(size, int)
         bounds.append(bounds[-1] + size * per_entry)
     if bounds[-1] != value.numel():
-        raise NotThisForm(f"{value.numel()} counts are exchanged in parts of {list(count.send)}")
+        raise NotThisForm(
+            f"{named(count.node)} exchanges {value.numel()} counts in parts of {list(count.send)}, which do not add up"
+        )
     if bounds[group.rank + 1] - bounds[group.rank] != own:
         raise NotThisForm(
-            f"this rank holds {own} experts, but is sent the counts of {bounds[group.rank + 1] - bounds[group.rank]}"
+            f"this rank holds {own} experts, but {named(count.node)} brings it the counts of "
+            f"{bounds[group.rank + 1] - bounds[group.rank]}"
         )
     return tuple(bounds)
 
 
-def _check_bounds(bounds: tuple[int, ...]) -> None:
+def check_bounds(bounds: tuple[int, ...]) -> None:
     """Every rank must come to the same decision, and one without experts does not see what experts compute."""
     for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start == stop:
-            raise NotThisForm(f"rank {rank} holds none of its {bounds[-1]} experts, so it cannot see what they do")
+            raise NotThisForm(
+                f"rank {rank} holds none of its {bounds[-1]} experts, so it cannot see what they do; spread them over "
+                "at "
+                f"most {bounds[-1]} ranks"
+            )
 
 
 # --------------------------------------------------------------------- partial sums: AllReduce, AllGather/ReduceScatter
@@ -273,21 +274,29 @@ def _check_bounds(bounds: tuple[int, ...]) -> None:
 
 def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int]) -> ParallelBlock:
     if combine.reduction != "sum":
-        raise NotThisForm(f"its results are combined by {combine.reduction!r}, not by a sum")
+        raise NotThisForm(f"{named(combine.node)} combines its results by {combine.reduction!r}; expected a sum")
     gathered = combine.kind == "reduce_scatter"
     sources = {
-        "hidden": _origin(match.products[0].activations, _is_row_move, gathered),
-        "ids": _origin(_sort_key(match), _is_id_arithmetic, gathered),
-        "weights": _origin(_row_weights(match), _is_row_move, gathered),
+        "hidden": origin(match.products[0].activations, _is_row_move, gathered),
+        "ids": origin(sort_key(match), is_id_arithmetic, gathered),
+        "weights": origin(_row_weights(match), _is_row_move, gathered),
     }
     _check_router(sources, place)
     tokens = fake_value(sources["hidden"])
     for role in ("ids", "weights"):
         value = fake_value(sources[role])
         if value.dim() != 2 or str(value.shape[0]) != str(tokens.shape[0]) or not isinstance(value.shape[1], int):
-            raise NotThisForm(f"no {role} of shape [tokens, k] were found for it (but {tuple(value.shape)})")
+            raise NotThisForm(
+                f"its expert {role} were looked for at {named(sources[role])}, which is {describe_shape(value)}; "
+                "expected "
+                f"[tokens, k] for the tokens {describe_shape(tokens)} at {named(sources['hidden'])}"
+            )
     if fake_value(sources["ids"]).shape[1] != fake_value(sources["weights"]).shape[1]:
-        raise NotThisForm("its expert ids and weights differ in shape")
+        raise NotThisForm(
+            f"its expert ids {named(sources['ids'])} are {describe_shape(fake_value(sources['ids']))}, its weights "
+            f"{named(sources['weights'])} {describe_shape(fake_value(sources['weights']))}; expected one shape "
+            "[tokens, k]"
+        )
     sink = _own_part(combine.result, tokens.shape[0]) if gathered else combine.result
     region, exchanges, leaves = _walk_back(sink, place, stop_at=frozenset(sources.values()))
     stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
@@ -295,7 +304,9 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
     # Ranks that always bring equally many tokens need no agreement (the AllReduce) on the largest number.
     known = [["all_gather", "reduce_scatter"], ["all_gather", "all_reduce", "reduce_scatter"]]
     if stray or kinds not in (known if gathered else [["all_reduce"]]):
-        raise NotThisForm(f"collectives {kinds} stand in it, which is no form that moepass knows")
+        listed = ", ".join(f"{exchange.kind} {named(exchange.node)}" for exchange in exchanges)
+        wanted = "all_gather, reduce_scatter and at most all_reduce of the largest number" if gathered else "all_reduce"
+        raise NotThisForm(f"it exchanges by {listed}; expected {wanted} alone, all over one process group")
     tensors = _expert_tensors(match, set(sources.values()))
     _check_leaves(leaves - {*sources.values(), *tensors}, place)
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
@@ -337,7 +348,9 @@ def _check_router(sources: Mapping[str, Node], place: dict[Node, int]) -> None:
                 continue
             if not is_view(user) and not is_call(user, aten.clone.default, aten._to_copy.default):
                 raise NotThisForm(
-                    f"its weights depend on its expert ids by {user.name} ({user.target}), perhaps on this rank only"
+                    f"its tokens or weights depend on its expert ids by {named(user)}, perhaps on this rank only; "
+                    "expected "
+                    "them as the router gave them, with masks for this rank's experts behind its products"
                 )
             pending.append(user)
 
@@ -351,11 +364,15 @@ def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
     bounds = shard_bounds(experts, group.ranks)
     expected = bounds[group.rank + 1] - bounds[group.rank]
     if own != expected:
-        raise NotThisForm(f"rank {group.rank} of {group.ranks} holds {own} of {experts} experts, not {expected}")
+        raise NotThisForm(
+            f"rank {group.rank} of {group.ranks} holds {own} of {experts} experts; expected {expected}, an even share "
+            "in "
+            "the order of ranks"
+        )
     return bounds
 
 
-def _origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
+def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
     """Where a value comes from, before it was moved, masked, padded and gathered for this block.
 
     A block takes rows [tokens, .]; the model may have brought them into that form right in front of it.
@@ -392,7 +409,7 @@ def _is_row_move(node: Node) -> Node | None:
     return None
 
 
-def _is_id_arithmetic(node: Node) -> Node | None:
+def is_id_arithmetic(node: Node) -> Node | None:
     """The ids that `node` shifts, wraps, masks or views, to turn global ids into this rank's."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.is_floating_point():
@@ -416,19 +433,54 @@ def _node(argument: object) -> Node | None:
     return argument if isinstance(argument, Node) else None
 
 
-def _sort_key(match: BlockMatch) -> Node:
-    """What the rows were sorted by: the ids behind the offsets of the products."""
-    for node in ancestors(match.products[0].key):
-        if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
-            key = node.args[0]
-            assert isinstance(key, Node)
-            return key
-    for node in ancestors(match.products[0].activations):
-        if is_call(node, aten.sort.stable, aten.sort.default):
-            key = node.args[0]
-            assert isinstance(key, Node)
-            return key
-    raise NotThisForm("its rows are not sorted by expert")
+def sort_key(match: BlockMatch) -> Node:
+    """What the rows were sorted by: the ids behind the places of the rows, or behind the offsets of the products."""
+    first = match.products[0]
+    for start in (*_row_places(first.activations), first.key):
+        for node in _places_before(start):
+            if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
+                key = node.args[0]
+                assert isinstance(key, Node)
+                return key
+    raise NotThisForm(
+        f"the rows of {named(first.node)} are not sorted by expert; expected torch.sort or argsort of expert ids "
+        "before "
+        "its lookup of rows"
+    )
+
+
+def _row_places(rows: Node) -> Iterator[Node]:
+    """The places at which the rows of a block were looked up, those of the last lookup first."""
+    node: Node | None = rows
+    while node is not None:
+        if is_call(node, aten.index.Tensor, aten.index_select.default):
+            yield from (used for used in node.all_input_nodes[1:] if not fake_value(used).is_floating_point())
+        node = _is_row_move(node)
+
+
+def _places_before(start: Node) -> Iterator[Node]:
+    """What places or counts are computed from, nearest first: not beyond the scores that a router chose ids by.
+
+    Behind those lies the rest of the model, and in it the blocks before this one.
+    """
+    pending, seen = [start], {start}
+    while pending and len(seen) < MOST_NODES:
+        node = pending.pop(0)
+        is_sort = is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default)
+        if is_sort and _is_float(node.args[0]):
+            continue
+        yield node
+        for used in node.all_input_nodes:
+            # Counts may be floating numbers (histc); they were cast from ids.
+            is_cast = is_call(used, aten._to_copy.default, prims.convert_element_type.default)
+            if used not in seen and (not _is_float(used) or is_cast or is_call(used, aten.histc.default)):
+                seen.add(used)
+                pending.append(used)
+
+
+def _is_float(node: object) -> bool:
+    value = fake_value(node) if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _row_weights(match: BlockMatch) -> Node:
@@ -442,10 +494,14 @@ def _row_weights(match: BlockMatch) -> Node:
             seen.add(user)
             if is_call(user, aten.mul.Tensor):
                 others = [argument for argument in user.args if argument is not node]
-                if len(others) == 1 and isinstance(others[0], Node) and _is(fake_value(others[0]).shape[-1], 1):
+                if len(others) == 1 and isinstance(others[0], Node) and is_size(fake_value(others[0]).shape[-1], 1):
                     return others[0]
             pending.append(user)
-    raise NotThisForm("its results are not weighed row by row")
+    raise NotThisForm(
+        f"the results of {named(match.products[-1].node)} are not multiplied by weights [., 1] of their rows before "
+        "they "
+        "are added up"
+    )
 
 
 def _own_part(result: Node, tokens: Any) -> Node:
@@ -456,7 +512,11 @@ def _own_part(result: Node, tokens: Any) -> Node:
         (user,) = result.users
         if is_call(user, aten.slice.Tensor) and str(fake_value(user).shape[0]) == str(tokens):
             return user
-    raise NotThisForm("the rows that the ReduceScatter gives back are not cut to this rank's tokens")
+    raise NotThisForm(
+        f"the rows that ReduceScatter gives back, {named(result)}, are {describe_shape(fake_value(result))}; expected "
+        "them "
+        "to be this rank's tokens, or to be cut to their number by a slice"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- walking
@@ -487,7 +547,10 @@ def _walk_back(
             continue
         region.append(node)
         if len(region) > MOST_NODES:
-            raise NotThisForm("what it is computed from cannot be told apart from the rest of the model")
+            raise NotThisForm(
+                f"what {named(root)} is computed from cannot be told apart from the rest of the model: more than "
+                f"{MOST_NODES} operations lead to it without an exchange"
+            )
         inputs = list(node.all_input_nodes)
         collective = collective_of(node)
         if collective is not None:
@@ -517,7 +580,11 @@ def _check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
     """Beside its sources and expert tensors a block may begin with sizes and constants: what is known here."""
     for leaf in sorted(leaves, key=place.__getitem__):
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
-            raise NotThisForm(f"it depends on input {leaf.name}, whose values are not known when the graph is compiled")
+            raise NotThisForm(
+                f"it depends on {named(leaf)}, whose values are not known when the graph is compiled; expected its "
+                "rows "
+                "and counts, its router and the parameters of its products alone, and constants for everything else"
+            )
 
 
 def ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:

@@ -15,9 +15,11 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.passes.collectives import communications_of
 from moepass.passes.dispatch import plan_dispatch
 from moepass.passes.graph import is_call, is_view, mutates, positions, readers
 from moepass.passes.ir import Plan, Residency, gather
@@ -54,6 +56,7 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
         )
         if plan.banks:
             reason = "banks are read, but only outside recognised blocks: they are gathered synchronously"
+        reason = _with_what_stays(reason, module.graph, plan, context)
         decided = dataclasses.replace(plan, strategy="resident" if not plan.banks else "synchronous", reason=reason)
         return PassResult(module, decided, refusals=refusals)
     residencies = assign_slots(stays, positions(module.graph), context.slots)
@@ -61,7 +64,9 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     decided = dataclasses.replace(
         plan,
         strategy="asyncep",
-        reason=_reason(len(stays), used, {plan.bank(stay.bank).home for stay in stays}),
+        reason=_with_what_stays(
+            _reason(len(stays), used, {plan.bank(stay.bank).home for stay in stays}), module.graph, plan, context
+        ),
         slots=used,
         slot_bytes=max(plan.bank(stay.bank).nbytes for stay in stays),
         residencies=tuple(residencies),
@@ -80,6 +85,24 @@ def _reason(stays: int, slots: int, homes: set[str]) -> str:
     if slots == 1:
         return f"{stays} banks {where} and pass through 1 slot, refilled when the block before is done"
     return f"{stays} banks {where} and stream through {slots} slots while other layers compute"
+
+
+def _with_what_stays(reason: str, graph: Graph, plan: Plan, context: PassContext) -> str:
+    """`reason`, and how many collectives stay in the graph and why: experts are not just there while tokens travel."""
+    kinds = Counter(one.kind for one in communications_of(graph))
+    if not kinds:
+        return reason
+    number = kinds.total()
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    stay = f"{number} collective{'s' * (number > 1)} stay{'s' * (number == 1)} in the graph ({listed})"
+    near = [refusal for refusal in plan.refusals if refusal.crosses_ranks]
+    if near:
+        others = f", and {len(near) - 1} more refusals" if len(near) > 1 else ""
+        moved = "" if not plan.banks else f"{reason}; "
+        return f"{moved}{stay}, because of {near[0].where}: {near[0].reason}{others}"
+    if "localise" in context.disabled:
+        return f"{stay}, since pass localise is disabled" if plan.blocks and not plan.banks else f"{reason}; {stay}"
+    return f"{reason}; {stay}, none of them around experts that moepass recognises"
 
 
 def lifetimes(graph: Graph) -> list[Lifetime]:

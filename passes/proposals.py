@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 from torch.fx import Graph
 
-from moepass.passes.collectives import collectives_of
+from moepass.passes.collectives import communications_of
 from moepass.passes.graph import module_path
-from moepass.passes.ir import LocalisedBlock, Plan
+from moepass.passes.ir import LocalisedBlock, Plan, Refusal
+from moepass.passes.refusals import COLLECTIVES_STAY
 
 NO_BORDER = "none"
 # In the place of a reason: only the texts of all ranks tell what differs.
@@ -48,7 +49,7 @@ class Proposal:
     def of(plan: Plan, group: str, exchanges: Sequence[str], border: str) -> Proposal:
         """That of the rank whose `plan` it is."""
         takes = tuple(block for block in plan.localised if block.group == group)
-        leaves = tuple(RefusedBlock(item.where, item.reason) for item in plan.refusals if item.group == group)
+        leaves = tuple(RefusedBlock(item.where, _in_full(item)) for item in plan.refusals if item.group == group)
         return Proposal(takes, leaves, tuple(exchanges), border)
 
     def signatures(self, name: str) -> tuple[str, ...]:
@@ -59,8 +60,8 @@ class Proposal:
 def exchanges_by_group(graph: Graph) -> dict[str, tuple[str, ...]]:
     """The collectives of a captured graph by process group, in host order, as `all_to_all at layers.0.experts`."""
     found: dict[str, list[str]] = defaultdict(list)
-    for collective in collectives_of(graph):
-        found[collective.group_name].append(f"{collective.kind} at {module_path(collective.node)}")
+    for one in communications_of(graph):
+        found[one.group_name].append(f"{one.kind} at {module_path(one.node)}")
     return {group: tuple(found[group]) for group in sorted(found)}
 
 
@@ -76,6 +77,12 @@ def blocks_to_leave(proposals: Sequence[Proposal]) -> dict[str, str]:
         if reason is not None:
             found[name] = reason
     return found
+
+
+def _in_full(refusal: Refusal) -> str:
+    """Why a rank leaves a block, with the line of the model: what the other ranks say of it."""
+    reason = refusal.reason.removesuffix(COLLECTIVES_STAY)
+    return f"{reason} ({refusal.source_line})" if refusal.source_line else reason
 
 
 def _why_not(name: str, proposals: Sequence[Proposal]) -> str | None:

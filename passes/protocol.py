@@ -36,13 +36,42 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
+class CaptureNotes:
+    """What is known of how a graph was captured.
+
+    `graph_break` says where and why Dynamo ended it early, in words; empty where it did not. `switches_off` are those
+    of Dynamo's settings that would have let it go on, as `torch._dynamo.config.capture_scalar_outputs`.
+    """
+
+    graph_break: str = ""
+    switches_off: tuple[str, ...] = ()
+
+    def advice(self) -> str:
+        """Why the rest of a block may be in another graph, and what to do about it."""
+        if self.graph_break:
+            return f"the graph ends early: {self.graph_break}"
+        advice = "the rest may be in another graph: with fullgraph=True torch says where and why a graph breaks"
+        if self.switches_off:
+            are = "is" if len(self.switches_off) == 1 else "are"
+            advice += (
+                f"; it does where sizes come from values (.item(), .tolist(), nonzero, masks) while "
+                f"{' and '.join(self.switches_off)} {are} False: set to True before the first run"
+            )
+        return advice
+
+
+NO_NOTES = CaptureNotes()
+
+
+@dataclasses.dataclass(frozen=True)
 class PassContext:
     """What passes may know beside the graph.
 
     `slots` is the size of the ring that the banks stream through; `groups` are the process groups that the graph talks
     to, by name, as this rank sees them. Runs of fewer than `all_to_all_below` tokens per rank are to keep their
     exchanges; None: as many as `hardware` makes worth it, and without a profile none. `transport` is what will gather.
-    `leave` are blocks of expert parallelism that not all ranks take alike, by name, and why.
+    `capture` is for the reasons of refusals alone. `leave` are blocks of expert parallelism that not all ranks take
+    alike, by name, and why.
     """
 
     slots: int = 2
@@ -51,6 +80,7 @@ class PassContext:
     all_to_all_below: int | None = None
     hardware: Hardware | None = None
     transport: str = "pull"
+    capture: CaptureNotes = NO_NOTES
     leave: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -21,10 +21,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.canonical_text import describe_constant
-from moepass.passes.collectives import talks_to_ranks
+from moepass.passes.collectives import communication_of
 from moepass.passes.graph import constant_of, fake_value, map_nodes
 from moepass.passes.ir import gather
 from moepass.passes.parallel_match import NotThisForm
+from moepass.passes.source_lines import named, source_line
 
 # Their results are the same on all ranks of their group.
 _EQUALISING = {f"_c10d_functional.{kind}.default" for kind in ("all_reduce", "all_gather_into_tensor", "broadcast")}
@@ -56,10 +57,10 @@ class ReplicatedValues:
         for node in self._on_the_way(nodes):
             if node.op == "placeholder":
                 inputs[node] = None
-            elif talks_to_ranks(node) and not self._is_equalising(node):
+            elif communication_of(node) is not None and not self._is_equalising(node):
                 raise NotThisForm(
-                    "the tokens must be the same on all ranks for their results to be added up, but they depend on "
-                    f"{node.name} ({node.target}), whose results differ by rank"
+                    "its results are summed over ranks, so all must have the same tokens, but these depend on "
+                    f"{named(node)}, whose results differ by rank"
                 )
         digest = hashlib.sha256("\n".join(self._digest(node) for node in nodes).encode()).hexdigest()
         return Origin(digest, tuple(node.name for node in sorted(inputs, key=self._place_of_input.__getitem__)))
@@ -70,7 +71,8 @@ class ReplicatedValues:
         lines = []
         for node in sorted(self._on_the_way(nodes)):
             names[node] = f"%{len(names)}"
-            lines.append(self._describe(node, names))
+            line = source_line(node)
+            lines.append(self._describe(node, names) + (f" ({line})" if line else ""))
         return lines
 
     def _on_the_way(self, nodes: Iterable[Node]) -> list[Node]:

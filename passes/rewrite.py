@@ -24,6 +24,7 @@ from moepass.passes.detect import BlockMatch, bank_arguments, claimed_bank_tenso
 from moepass.passes.graph import copy_graph_module, fake_value, readers
 from moepass.passes.ir import BANK_TENSOR, Plan, Refusal, gather
 from moepass.passes.protocol import PassContext, PassResult, PlanError, graph_pass
+from moepass.passes.source_lines import source_line
 
 
 @graph_pass(requires={"blocks"}, provides={"canonical"}, conflicts={"scheduled"})
@@ -41,7 +42,8 @@ def rewrite(module: GraphModule, plan: Plan, context: PassContext) -> PassResult
         escaping = _escaping(bank_tensors)
         if escaping is not None:
             reason = "the graph returns the weights themselves, so no slot can be reused"
-            refusals.append(Refusal(escaping.name, reason, match.record.name))
+            line = source_line(escaping)
+            refusals.append(Refusal(escaping.name, reason, match.record.name, source_line=line))
             continue
         _gather_once(rewritten, match, bank_tensors, plan)
         done.append(match.record.name)

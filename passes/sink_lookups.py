@@ -7,6 +7,7 @@ Contract
     in    a graph of blocks
     out   the same nodes, a lookup that only a block's products read moved down to the first of them; on CPUs alone,
           since elsewhere the experts are one kernel, which waits for the bank and finds its rows ready
+          a lookup that another product reads first, as that of an adapter does, stays
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def sink_lookups(module: GraphModule, plan: Plan, context: PassContext) -> PassR
     moved: list[str] = []
     for match in find_blocks(changed.graph).matches:
         rows, product = match.products[0].activations, match.products[0].node
-        if is_lookup(rows) and product.prev is not rows:
+        if is_lookup(rows) and product.prev is not rows and min(rows.users) is product:
             product.prepend(rows)
             moved.append(match.record.name)
     if not moved:

@@ -20,6 +20,7 @@ from moepass.passes.ir import BankSpec, Plan
 from moepass.passes.localise import texts_of
 from moepass.passes.proposals import Proposal, exchanges_by_group
 from moepass.passes.protocol import Agree, Group
+from moepass.passes.source_lines import input_name
 from moepass.runtime.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
 from moepass.runtime.decisions import decisions_of, has_others
 from moepass.runtime.device_home import check_transport_to
@@ -103,8 +104,9 @@ def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, d
     if not relying:
         return None
     (group_name,) = {block.group for block in relying}
-    places = {node.name: place for place, node in enumerate(graph_inputs(captured.graph))}
-    inputs = {places[name]: name for name in plan.replicated}
+    nodes = {node.name: node for node in graph_inputs(captured.graph)}
+    places = {name: place for place, name in enumerate(nodes)}
+    inputs = {places[name]: input_name(nodes[name]) for name in plan.replicated}
     signature = " ".join(block.signature for block in relying)
     return ReplicaCheck(lambda: _group(group_name), inputs, signature, options.timeout_s, debug)
 

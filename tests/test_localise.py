@@ -138,6 +138,36 @@ def test_ranks_that_read_their_own_sizes_before_the_exchange_become_local(monkey
         torch.testing.assert_close(output, expected[rank][0])
 
 
+class CountsUnsortedIds(AllReduceExperts):
+    """The counts are made of the ids as they come, so that nothing on the way to the offsets was sorted."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        owned, top_k = len(self.placement.owned), top_k_index.shape[1]
+        local_ids = self.to_local(top_k_index)
+        counts = count_per_expert(local_ids.reshape(-1), owned)
+        sorted_ids, order = sort_by_expert(local_ids)
+        rows = self.run_groups(hidden_states[order // top_k], counts)
+        rows = rows.masked_fill((sorted_ids == owned).unsqueeze(-1), 0.0)
+        return sum_over_ranks(weighted_sum(rows, order, top_k_weights), self.group_name)
+
+
+def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the offsets come from no sort, the next one behind them is that of the layer before."""
+    monkeypatch.setitem(EP_FORMS, "all_reduce", CountsUnsortedIds)
+    config = StackConfig(layers=3)
+    captured = [capture(config, "all_reduce", rank, 2, 12) for rank in range(2)]
+    inputs = [with_tokens(one, hidden_states(config, 12, 0)) for one in captured]
+    expected = run_ranks([one.module for one in captured], inputs)
+    for rank, one in enumerate(captured):
+        result = _localised(one)
+        assert not result.refusals
+        assert _remains(result.module) == []
+        (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
+        torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch.fx import GraphModule
 
 import moepass
 from moepass.models.tiny import tiny_model
@@ -303,10 +304,19 @@ def _all_to_all_stays(path: str, distributed: dict[str, Any], shared: bool) -> N
     refusals = [refusal for compilation in compilations for refusal in compilation.plan.refusals]
     assert refusals
     # Dispatch, products and combine land in graphs of their own, so that no graph holds a whole block.
-    assert {refusal.reason for refusal in refusals} == {
-        "0 exchanges of rows and 0 of counts stand before its products, where one of each was expected; its "
-        "collectives stay"
-    }
+    for refusal in refusals:
+        assert refusal.crosses_ranks
+        assert "expert_parallel.py:" in refusal.source_line
+    assert any("Dynamo broke it at expert_parallel.py:" in refusal.reason for refusal in refusals)
+    for compilation in compilations:
+        exchanges = [target for target in _operators(compilation.executor) if "all_to_all" in target]
+        assert bool(exchanges) == bool(compilation.plan.refusals)
+        assert bool(exchanges) == ("in the graph (" in compilation.plan.reason)
+
+
+def _operators(executor: Executor) -> list[str]:
+    graphs = [module.graph for module in executor.graph_module.modules() if isinstance(module, GraphModule)]
+    return [str(node.target) for graph in graphs for node in graph.nodes]
 
 
 @pytest.mark.parametrize(

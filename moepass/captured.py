@@ -1,0 +1,48 @@
+"""What Dynamo knows of a graph and the passes do not: why it ends where it does, and what its inputs are called."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from moepass.passes.graph import graph_inputs
+from moepass.passes.protocol import CaptureNotes
+from moepass.passes.source_lines import INPUT_NAME_KEY, line_of_frame, name_of_source
+
+# What Dynamo asks before it captures a size that only a run tells; where it is off, it ends the graph.
+SWITCHES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
+
+
+def capture_notes(graph: GraphModule) -> CaptureNotes:
+    """For `graph` as Dynamo hands it to a backend, while it does."""
+    config = torch._dynamo.config
+    off = tuple(f"torch._dynamo.config.{name}" for name in SWITCHES if not getattr(config, name))
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return CaptureNotes("", off)
+    first, *rest = (line.strip() for line in str(reason.reason).splitlines() if line.strip())
+    hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]
+    explained = [line.removeprefix("Explanation: ") for line in rest if line.startswith("Explanation: ")]
+    why = " ".join([f"{first}.", *(hints or explained)[:1]])
+    frames = [frame for frame in reason.user_stack if frame.filename]
+    where = ""
+    if frames:
+        frame = frames[-1]
+        where = f" at {line_of_frame(frame.filename, frame.lineno or 0, frame.name, frame.line or '')}"
+    return CaptureNotes(f"Dynamo broke it{where} ({why})", off)
+
+
+def name_inputs(captured: GraphModule, graph: GraphModule) -> None:
+    """Write on the inputs of `captured`, which AOT made of Dynamo's `graph`, what they are called in the model."""
+    names = [_name(node) for node in graph_inputs(graph.graph)]
+    for node in graph_inputs(captured.graph):
+        # AOT calls an input that it passes on as it came by its place among Dynamo's.
+        place = getattr(node.meta.get("desc"), "idx", None)
+        if isinstance(place, int) and place < len(names) and names[place]:
+            node.meta[INPUT_NAME_KEY] = names[place]
+
+
+def _name(node: torch.fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    return name_of_source(name() if callable(name) else str(name)) if name else ""
