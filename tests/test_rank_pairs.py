@@ -103,13 +103,16 @@ def _run(modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], banks:
 
 
 def _outcome(form: str, ranks: Sequence[Captured], spoil: int | None = None) -> str:
-    """`right`, `refused`, `meaningless` or `wrong`. Input number `spoil` of rank 1 is another one than the model's."""
+    """What became of it. Input number `spoil` of rank 1 is another one than the model's."""
     results = _decide(form, ranks)
     taken = [len(result.plan.localised) for result in results]
     if taken[0] != taken[1]:
         return "hung: a rank takes what another leaves"
     if not taken[0]:
         return "refused"
+    names = [[block.name for block in result.plan.localised] for result in results]
+    if names[0] != names[1]:
+        return "hung: a rank takes another block than the other"
     for seed in range(2):
         hidden = [hidden_states(CONFIG, TOKENS, 0 if form == "all_reduce" else rank, seed) for rank in range(2)]
         inputs = [with_tokens(one, values) for one, values in zip(ranks, hidden, strict=True)]
@@ -126,7 +129,7 @@ def _outcome(form: str, ranks: Sequence[Captured], spoil: int | None = None) -> 
         for output, wanted in zip(outputs, expected, strict=True):
             if not torch.allclose(output, wanted, rtol=1e-4, atol=1e-4):
                 return "wrong"
-    return "right"
+    return "right" if taken[0] == CONFIG.layers else "right, one layer refused"
 
 
 def _spoiled(value: torch.Tensor) -> torch.Tensor:
@@ -143,13 +146,14 @@ def _changed(form: str, rank: int, place: int, how: int | str) -> str:
     return _outcome(form, ranks)
 
 
+HARMLESS = {"right", "right, one layer refused", "refused", "refused in the run", "meaningless"}
 WAYS: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(list(EP_FORMS)), st.integers(0, 1), st.integers(0, NODES), st.sampled_from(WAYS))
 def test_a_rank_that_computes_otherwise_makes_nothing_wrong(form: str, rank: int, place: int, how: int | str) -> None:
-    assert _changed(form, rank, place, how) in ("no mutant", "right", "refused", "refused in the run", "meaningless")
+    assert _changed(form, rank, place, how) in {"no mutant", *HARMLESS}
 
 
 def _parameters(form: str) -> Iterator[int]:
@@ -180,7 +184,7 @@ def test_every_change_of_one_rank_makes_nothing_wrong(form: str) -> None:
     )
     del found["no mutant"]
     print(f"\n{form}: {sum(found.values())} pairs, {dict(found)}")
-    assert found.keys() <= {"right", "refused", "refused in the run", "meaningless"}
+    assert found.keys() <= HARMLESS
     assert found["right"] > 20
-    assert found["refused"] > 100
+    assert found["refused"] + found["right, one layer refused"] > 100
     assert sum(found.values()) >= 300
