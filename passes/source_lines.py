@@ -6,6 +6,7 @@ operator and its line. So whoever reads a plan needs no names of a graph that he
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -117,7 +118,14 @@ def describe_node(node: Node, *, with_line: bool = True) -> str:
     if node.op == "get_attr":
         return f"constant `{node.target}`"
     line = source_line(node) if with_line else ""
-    return f"`{node.target}` ({line})" if line else f"`{node.target}`"
+    return f"`{_operator_of(node)}` ({line})" if line else f"`{_operator_of(node)}`"
+
+
+def _operator_of(node: Node) -> str:
+    while node.target is operator.getitem and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    is_torch = isinstance(node.target, (str, torch._ops.OpOverload))
+    return str(node.target) if is_torch else str(getattr(node.target, "__name__", node.target))
 
 
 def named_nodes(text: str, graph: Graph) -> Iterator[Node]:

@@ -13,6 +13,7 @@ import torch
 from graph_mutants import mutate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from readable_refusals import check_readable
 from simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
 from torch.fx import GraphModule
 
@@ -32,7 +33,9 @@ HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
 
 
 def _localised(captured: Captured) -> PassResult:
-    return run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+    result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+    check_readable(result.refusals)
+    return result
 
 
 def _complete(config: StackConfig) -> dict[str, list[torch.Tensor]]:

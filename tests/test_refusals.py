@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from readable_refusals import check_readable
 from simulated_ranks import Captured, capture, hidden_states, pretend_rank
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -21,7 +22,7 @@ from moepass.models.grouped_experts import count_per_expert, sort_by_expert, wei
 from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.passes.collectives import collectives_of, communications_of, group_names
 from moepass.passes.graph import copy_graph_module
-from moepass.passes.ir import Plan, Refusal
+from moepass.passes.ir import Plan
 from moepass.passes.localise import localise
 from moepass.passes.lower import decompositions
 from moepass.passes.pipeline import compile_graph
@@ -30,8 +31,6 @@ from moepass.passes.source_lines import describe_node, input_name, name_of_sourc
 
 SCALARS, MASKS = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
 CONFIG = StackConfig(layers=1, hidden=16, width=16, max_tokens=12)
-# Names of nodes, of sizes, and of exceptions of ours.
-UNREADABLE = re.compile(r"\barg\d+_\d+\b|\b[su]\d+\b|KeyError|_tensor_constant")
 
 
 def plans_of(
@@ -62,13 +61,6 @@ def plans_of(
     with torch.no_grad(), torch._dynamo.config.patch({name: name in switches for name in (SCALARS, MASKS)}):
         torch.compile(model, backend=backend)(*inputs)
     return plans
-
-
-def check_readable(refusals: Sequence[Refusal]) -> None:
-    for refusal in refusals:
-        assert refusal.where
-        assert refusal.source_line, refusal
-        assert not UNREADABLE.search(refusal.reason), refusal
 
 
 def _plan(captured: Captured) -> Plan:
