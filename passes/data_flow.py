@@ -43,8 +43,14 @@ _SUMS = {
     aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar, aten.sum.default,
     aten.sum.dim_IntList, aten.scatter_add.default, aten.index_add.default,
 }  # fmt: skip
-# Views of memory, not of values.
-_NO_MOVES = {aten.as_strided.default, aten.view.dtype}
+# Views of which it is known what constants do to dimensions that grow (passes/growing_sizes.py). Others, as a diagonal
+# or a window, may begin at any number of rows.
+_VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.alias.default,
+    aten.detach.default, operator.getitem,
+}  # fmt: skip
 
 
 def data_nodes(block: ParallelBlock, local: LocalForm) -> set[Node]:
@@ -79,7 +85,7 @@ def _moves_or_adds(node: Node) -> bool:
         return False
     if collective_of(node) is not None or is_call(node, WAIT, *_MOVES, *_SUMS):
         return True
-    return is_view(node) and not is_call(node, *_NO_MOVES)
+    return is_call(node, *_VIEWS)
 
 
 def _check_readers(block: ParallelBlock, local: LocalForm, products: set[Node]) -> None:

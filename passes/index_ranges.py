@@ -1,199 +1,151 @@
-"""What places and sizes a parallel block computes with, and whether its mock runs went beyond every constant in it.
+"""What places and sizes a parallel block computes with, and whether its mock runs tried all that these may do.
 
 Contract
     in    a block, its data nodes (passes/data_flow.py), and what the mock runs saw of all others
-    out   NotThisForm, naming the node, for an operation on places or sizes that is not known, for a type that cannot
-          count far, and for a constant that a real run may pass although no mock run did
+    out   NotThisForm, naming the node and the constant, for an operation on places or sizes that is not known, for a
+          type that cannot hold them exactly, for a constant that more tokens may pass, and for what no run tried
 
-A block that keeps 64 rows for each expert and drops the rest is right on every run with fewer. So a value that may
-grow with the tokens must have been on both sides of every constant that it meets, clearly. Values that cannot grow, as
-expert ids, must have come as far as they can, or past the constant.
+A block that keeps 64 rows for each expert and drops the rest is right on every run with fewer. So whatever could hide a
+threshold is refused, or asks for something that the runs must have tried:
+
+    GROWS    is only moved, counted, added up, and compared with what grows too, or with -1, 0 and 1. It is divided by
+             the number of experts that each token has, and by nothing else.
+    BOUND    is moved, added, and compared with anything.
+    CHOSEN   every expert id must have been tried; so functions of one may do what they like, in integers
+    truths   of what GROWS or is BOUND must have come out both ways in every node that computes, selects or joins them;
+             compared with many constants, for each of these
+
+Floating point numbers and narrow integers must hold what they are given exactly. Mock runs, in float64, do not see it.
 
 Pseudo-code
-    for each node of the region that is no data, in host order:
-        its range, from the ranges of its inputs
-        each constant that it compares with, adds, divides by or cuts at: demand that the other operand was seen there
-    after the mock runs, look at each demand
+    for each node of the region, in host order: no constant may meet a dimension that grows (passes/growing_sizes.py)
+        where it is no data: its range (passes/value_range.py) from those of its inputs, and what must be tried of it
+    after the mock runs: was it (passes/tried_values.py)?
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph import constant_of, fake_value, is_call
+from moepass.passes.exact_types import check_type
+from moepass.passes.graph import constant_of, fake_value
+from moepass.passes.growing_sizes import (
+    CHANGE,
+    check_lookup,
+    check_sizes,
+    grows_in_size,
+    structural_numbers,
+    token_numbers,
+)
+from moepass.passes.operations import base_operation, indexed_dimensions, is_mask, named_arguments, operation
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.tried_values import TriedValues
+from moepass.passes.value_range import (
+    ANYTHING,
+    COMPARISONS,
+    COUNT,
+    EMPTY,
+    Kind,
+    Range,
+    computed,
+    growing,
+    is_decided,
+    joined,
+    product,
+)
 
-aten = torch.ops.aten
+# Every mock run has more tokens than this.
+MOST_SHIFT = 2
 
-# The mock runs compare loads of ranks up to this ratio.
-MOST_RATIO = 4
-# Beyond this a bound of a slice means the end, whatever the size.
-_END = 2**31
-
-_MOVES = {
-    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "slice",
-    "select", "split", "split_with_sizes", "getitem", "clone", "copy", "contiguous", "alias", "detach", "repeat",
-    "flip", "cat", "stack", "constant_pad_nd", "index", "_unsafe_index", "index_select", "gather", "index_put",
-    "_unsafe_index_put", "index_copy", "scatter", "slice_scatter", "select_scatter", "where", "masked_fill",
-    "_to_copy", "convert_element_type", "wait_tensor", "all_gather_into_tensor", "all_to_all_single",
-    "_local_scalar_dense", "amax", "amin", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "sym_max",
-    "sym_min", "max", "min", "floor", "ceil", "trunc", "all_reduce", "lift_fresh_copy",
+_ONE_SOURCE = {
+    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims", "expand", "permute",
+    "transpose.int", "t", "slice.Tensor", "select.int", "split.Tensor", "split_with_sizes", "repeat", "flip",
 }  # fmt: skip
-_SUMS = {"sum", "cumsum", "scatter_add", "index_add", "bincount", "histc", "sym_sum"}
+_ELEMENT_BY_ELEMENT = {
+    "clone", "contiguous", "alias", "detach", "wait_tensor", "_local_scalar_dense", "lift_fresh_copy", "_to_copy",
+    "convert_element_type",
+}  # fmt: skip
+# What comes from one of several operands, and what says from which.
+_JOINS = {
+    "cat": ("tensors",), "stack": ("tensors",), "copy": ("src",), "constant_pad_nd": ("self", "value"),
+    "where.self": ("self", "other"), "where.ScalarSelf": ("self", "other"), "where.ScalarOther": ("self", "other"),
+    "where.Scalar": ("self", "other"), "masked_fill.Scalar": ("self", "value"), "masked_fill.Tensor": ("self", "value"),
+    "index_put": ("self", "values"), "_unsafe_index_put": ("self", "values"), "index_copy": ("self", "source"),
+    "scatter.src": ("self", "src"), "scatter.value": ("self", "value"), "slice_scatter": ("self", "src"),
+    "select_scatter": ("self", "src"),
+}  # fmt: skip
+_CHOICES = ("condition", "mask", "indices", "index")
+_LOOKUPS = {"index.Tensor", "_unsafe_index.Tensor", "index_select", "gather"}
+_PLACED = {"index_put", "_unsafe_index_put", "index_copy", "scatter.src", "scatter.value", "scatter_add", "index_add"}
+_SUMS = {"sum", "sum.dim_IntList", "cumsum", "scatter_add", "index_add", "bincount", "histc", "sym_sum"}
 _TRUTHS = {
-    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and",
-    "bitwise_or", "bitwise_not", "any", "all",
+    "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not",
+    "bitwise_xor", "any", "all",
 }  # fmt: skip
-_ARITHMETIC = {"add", "sub", "mul", "div", "floor_divide", "floordiv", "remainder", "mod", "neg"}
-_CONSTANTS = {
-    "full", "scalar_tensor", "zeros", "ones", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like",
-    "full_like",
-}  # fmt: skip
-# These compare operands, or bring them together so that a later comparison with 0 is one with the constant.
-_MEETING = {
-    "eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "minimum", "maximum", "sym_max", "sym_min", "max", "min",
-}  # fmt: skip
-_DIVISIONS = {"div", "floor_divide", "floordiv", "remainder", "mod"}
-# A wider count would not fit; a mock run, in float64, does not see it.
-_NARROW = {torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16}
-# What mock runs fill memory with that is made empty.
-UNWRITTEN = {dtype: torch.iinfo(dtype).max for dtype in (torch.int32, torch.int64)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """From `low` to `high`; `chosen` where a value depends on an expert id at most, and not on how many there are."""
-
-    low: float
-    high: float
-    chosen: bool = False
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.low) and math.isfinite(self.high)
-
-    @property
-    def empty(self) -> bool:
-        return self.low > self.high
-
-    def negated(self) -> Range:
-        return Range(-self.high, -self.low, self.chosen)
-
-    def joined(self, other: Range) -> Range:
-        chosen = (self.chosen or self.empty) and (other.chosen or other.empty)
-        return Range(min(self.low, other.low), max(self.high, other.high), chosen)
-
-
-EMPTY = Range(math.inf, -math.inf)
-TRUTH = Range(0, 1)
-COUNT = Range(0, math.inf)
-ANYTHING = Range(-math.inf, math.inf)
-
-
-@dataclasses.dataclass(frozen=True)
-class Demand:
-    """`value` meets `constant` in `node`: runs must have seen it beyond. A divisor must have been reached twice."""
-
-    node: Node
-    value: Node
-    constant: float
-    divides: bool = False
+_BOUNDS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "sym_max", "sym_min"}
+_DIVISIONS = {"floor_divide", "floordiv"}
+_REMAINDERS = {"remainder", "mod"}
+_FILLS = {"full": None, "scalar_tensor": None, "new_full": None, "full_like": None, "zeros": 0, "new_zeros": 0,
+          "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}  # fmt: skip
+_EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+_SIZES = {"sym_size", "sym_numel", "sym_stride"}
 
 
 class IndexRanges:
-    """The ranges of a block's places and sizes, and the demands on its mock runs. Raises NotThisForm."""
+    """The ranges of a block's places and sizes, and what its mock runs must try of them. Raises NotThisForm."""
 
     def __init__(self, block: ParallelBlock, data: set[Node]) -> None:
         self.block = block
         self.ranges: dict[Node, Range] = {}
-        self.demands: list[Demand] = []
-        self.narrow: set[Node] = set()
-        # The least and the largest value of each node in all mock runs.
-        self.seen: dict[Node, Range] = {}
-        for role in block.sources.keys() & {"ids", "counts"}:
-            self.ranges[block.sources[role]] = self._source(role)
+        self.tried = TriedValues()
+        self.structural = structural_numbers(block)
+        self.tokens = token_numbers(block)
+        self._add_sources()
         for node in block.region:
-            if is_call(node, aten.slice.Tensor, aten.constant_pad_nd.default):
-                self._check_cut(node)
-            if node in data or (any(used in data for used in node.all_input_nodes) and _kind(node) not in _SHAPES):
+            if node.op == "call_function":
+                check_sizes(node, self.structural, self.tokens)
+            if node in data:
+                self._check_places(node)
                 continue
-            self.ranges[node] = self._range(node)
-            self._check_type(node)
-
-    def critical_ids(self) -> list[int]:
-        """All expert ids, those first at which the block may change its mind: borders of ranks, and its constants."""
-        bounds, start, experts = self.block.bounds, self.block.own_experts.start, self.block.experts
-        near = {0, *bounds}
-        for node in self.block.region:
-            for constant in _integers((node.args, node.kwargs)):
-                near.update((constant, start + constant))
-        every = dict.fromkeys(number + step for number in sorted(near) for step in (-1, 0, 1))
-        return [number for number in {**every, **dict.fromkeys(range(experts))} if 0 <= number < experts]
-
-    # ------------------------------------------------------------------------------------------------------ runs
+            found = self._range(node)
+            if found.kind is Kind.FIXED and not found.empty and not found.uniform and grows_in_size(node):
+                found = found.at_least(Kind.BOUND)  # which element has which constant depends on how many there are
+            check_type(node, found)
+            self.ranges[node] = found
+            self._require_both(node, found)
 
     def observe(self, node: Node, value: Any) -> None:
-        """Note what `node` had in a run. Raises NotThisForm where that is still what the run fills empty memory with.
-
-        What nobody wrote would pass for a place or size beyond every constant.
-        """
-        if node not in self.ranges or self.ranges[node].empty:
-            return
-        if isinstance(value, torch.Tensor):
-            if value.numel() == 0:
-                return
-            if value.dtype in UNWRITTEN and bool((value == UNWRITTEN[value.dtype]).any()):
-                raise NotThisForm(f"{node.name} ({node.target}) holds memory that nobody has written")
-            found = Range(float(value.min()), float(value.max()))
-        elif isinstance(value, (int, float)):
-            found = Range(value, value)
-        else:
-            return
-        self.seen[node] = self.seen.get(node, EMPTY).joined(found)
+        """Note what `node` had in a run. Raises NotThisForm where that is memory that nobody has written."""
+        if node in self.ranges and not self.ranges[node].empty:
+            self.tried.observe(node, value)
 
     def check(self) -> None:
-        """Raises NotThisForm for the first constant that no run went beyond."""
-        for demand in self.demands:
-            known, seen = self.ranges[demand.value], self.seen.get(demand.value, EMPTY)
-            constant = demand.constant
-            if constant < 0:
-                known, seen, constant = known.negated(), seen.negated(), -constant
-            if known.chosen:
-                # It was chosen on both sides of every constant, as far as it can be: see `critical_ids`.
-                if not demand.divides and (known.high < constant or known.low > constant):
-                    continue
-                beyond = min(known.high, constant)
-            elif math.isinf(known.high):
-                beyond = 2 * constant
-            else:
-                # A graph of fixed sizes may not come as far; the one that follows it for other sizes does.
-                beyond = max(constant, min(known.high, constant + 1))
-            if seen.high < beyond or not (seen.low < constant or known.low >= constant):
-                raise NotThisForm(
-                    f"{demand.node.name} ({demand.node.target}) meets the constant {demand.constant:g}, which a run "
-                    "may pass although none that was tried did"
-                )
+        """Raises NotThisForm for the first of what the runs had to try and did not."""
+        self.tried.check()
 
-    # ---------------------------------------------------------------------------------------------------- ranges
+    # --------------------------------------------------------------------------------------------------- inputs
 
-    def _source(self, role: str) -> Range:
-        if role == "ids":
-            return Range(0, self.block.experts - 1, chosen=True)
-        slots = fake_value(self.block.sources["rows"]).shape[0]
-        if self.block.form == "all_to_all_capacity" and isinstance(slots, int):
-            return Range(0, slots // self.block.experts)
-        return COUNT
+    def _add_sources(self) -> None:
+        sources, experts = self.block.sources, self.block.experts
+        if "ids" in sources:
+            self.ranges[sources["ids"]] = Range(0, experts - 1, Kind.CHOSEN, sources["ids"])
+            self.tried.require_all(sources["ids"], experts)
+        if "counts" in sources:
+            slots = fake_value(sources["rows"]).shape[0]
+            fixed = self.block.form == "all_to_all_capacity" and isinstance(slots, int)
+            self.ranges[sources["counts"]] = Range(0, slots // experts, Kind.BOUND) if fixed else COUNT
 
     def _of(self, argument: Any) -> Range:
         """The range of an operand: a node, or a number."""
         if isinstance(argument, (bool, int, float)):
-            return Range(argument, argument, chosen=True)
+            return Range(argument, argument, whole=float(argument).is_integer())
+        if isinstance(argument, (list, tuple)):
+            return joined(*(self._of(part) for part in argument))
         if not isinstance(argument, Node):
             return EMPTY
         if argument not in self.ranges:
@@ -204,240 +156,350 @@ class IndexRanges:
     def _leaf(node: Node) -> Range:
         if node.op == "get_attr":
             value = constant_of(node)
-            constant = type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel()
-            return Range(float(value.min()), float(value.max()), chosen=True) if constant else ANYTHING
-        return ANYTHING if isinstance(fake_value(node), torch.Tensor) else COUNT
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel():
+                whole = not value.is_floating_point() or bool((value == value.floor()).all())
+                return Range(float(value.min()), float(value.max()), whole=whole)
+            return ANYTHING
+        return _size_range(fake_value(node))
+
+    # --------------------------------------------------------------------------------------------------- ranges
 
     def _range(self, node: Node) -> Range:
-        kind, arguments = _kind(node), _named(node)
-        self._add_demands(node, kind, arguments)
-        value = fake_value(node)
-        if kind in _TRUTHS:
-            self._check_truth(node, kind)
-            return TRUTH
-        if kind in _MOVES:
-            return TRUTH if _dtype(value) is torch.bool else self._moved(node, kind, arguments)
-        if kind in _SUMS:
-            return self._sum(node, arguments)
-        if kind in _ARITHMETIC:
-            return self._arithmetic(node, kind)
-        if kind in _CONSTANTS:
-            fill = 0 if "zeros" in kind else 1 if "ones" in kind else None
-            given = next((arguments[name] for name in ("fill_value", "s") if name in arguments), fill)
-            return self._of(given)
-        if kind in _SHAPES or kind in ("empty", "empty_permuted"):
-            return EMPTY if isinstance(value, torch.Tensor) else _size_range(value)
-        if kind in ("arange", "iota"):
-            return self._counted(node)
-        if kind == "repeat_interleave":
-            counts = fake_value(node.args[0])  # type: ignore[arg-type]
-            if len(node.args) > 1:
-                return self._of(node.args[0])
-            return _places(_size_range(counts.shape[0]).high)
-        if kind in ("sort", "argsort"):
+        name, base, arguments = operation(node), base_operation(node), named_arguments(node)
+        if base in COMPARISONS:
+            return self._compared(node, base)
+        if name == "getitem":
+            return self._item(node)
+        if name in _ELEMENT_BY_ELEMENT:
             return self._of(node.args[0])
-        raise NotThisForm(f"{node.name} ({node.target}) is no operation on places or sizes that moepass knows")
+        if name in _ONE_SOURCE:
+            return self._of(node.args[0]).moved(node)
+        if name in ("amax", "amin"):
+            return self._of(node.args[0]).at_least(Kind.BOUND)
+        if name in _JOINS:
+            return self._joined(node, name, arguments)
+        if name in _LOOKUPS:
+            return self._looked_up(node, arguments)
+        if name in _SUMS:
+            return self._sum(node, name, arguments)
+        if base in _TRUTHS:
+            return self._truth(node)
+        if base in ("add", "sub"):
+            return self._added(node, base)
+        if base in ("mul", "neg"):
+            return self._multiplied(node, base)
+        if base in _BOUNDS:
+            return self._bounded(node, base, arguments)
+        rounded = base == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")
+        if base in _DIVISIONS | _REMAINDERS or rounded:
+            return self._divided(node, base)
+        return self._made(node, base, arguments)
 
-    def _moved(self, node: Node, kind: str, arguments: dict[str, Any]) -> Range:
-        """Of values that came from the operands, which are told by their names: places and conditions are none."""
-        if kind == "getitem":
-            source, position = node.args
-            if isinstance(source, Node) and _kind(source) in ("sort", "argsort") and position == 1:
-                return _places(_numel(fake_value(node)))
-            return self._of(source)
-        if kind == "argsort":
-            return _places(_numel(fake_value(node)))
-        names = ("self", "input", "tensor", "src", "source", "values", "value", "other", "tensors", "min", "max", "a")
-        found = Range(0, 0, chosen=True) if kind == "constant_pad_nd" and "value" not in arguments else EMPTY
-        for name in names if node.op == "call_function" and hasattr(node.target, "_schema") else arguments:
-            given = arguments.get(name)
-            for part in given if isinstance(given, (list, tuple)) else (given,):
-                found = found.joined(self._of(part))
+    def _made(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
+        """Of what has no operands that are places, or puts them in order."""
+        if base in _FILLS:
+            given = next((arguments[key] for key in ("fill_value", "s") if key in arguments), _FILLS[base])
+            return self._of(given).moved(node)
+        if base in _EMPTY:
+            return EMPTY
+        if base in _SIZES:
+            return _size_range(fake_value(node))
+        if base in ("arange", "iota"):
+            return self._counted(node, base, arguments)
+        if base in ("all_gather_into_tensor", "all_to_all_single", "all_reduce"):
+            given = self._of(node.args[0])
+            # What other ranks bring was computed from their tokens.
+            return given.moved(node) if given.kind in (Kind.CHOSEN, Kind.BOUND) else growing(given)
+        if base == "repeat_interleave":
+            return self._repeated(node)
+        if base == "sort":
+            return self._of(node.args[0]).moved(node)
+        if base == "argsort":
+            return COUNT
+        raise NotThisForm(
+            f"{node.name} ({node.target}) is no operation on places or sizes that moepass knows; {CHANGE}"
+        )
+
+    def _item(self, node: Node) -> Range:
+        source, position = node.args
+        is_order = isinstance(source, Node) and base_operation(source) == "sort" and position == 1
+        return COUNT if is_order else self._of(source).moved(node)
+
+    def _joined(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
+        if arguments.get("accumulate"):
+            raise NotThisForm(f"{node.name} ({node.target}) adds to places; {CHANGE}")
+        given = [arguments.get(role, 0) for role in _JOINS[name]]
+        flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
+        parts = [part for part in (self._of(each) for each in flat) if not part.empty]
+        choices = [self._of(arguments[role]) for role in _CHOICES if role in arguments]
+        self._check_places(node)
+        if any(part.grows for part in parts):
+            for part in parts:
+                self._check_constant(node, part)
+        found = joined(*parts)
+        if found.empty:
+            return found
+        # An operand is taken element by element, or goes to places of its own.
+        by_element = name.startswith(("where", "masked_fill"))
+        choice = computed(0, 0, *choices, *(parts if by_element else ()), Range(0, 0))
+        found = found.at_least(choice.kind)
+        if found.kind is Kind.CHOSEN:
+            return dataclasses.replace(found, lane=choice.lane if by_element else node)
+        return growing(found) if found.grows else found
+
+    def _looked_up(self, node: Node, arguments: dict[str, Any]) -> Range:
+        self._check_places(node)
+        table, places = self._of(node.args[0]), indexed_dimensions(arguments)
+        if table.kind is not Kind.FIXED or table.uniform:
+            return table.moved(node)
+        kind = max(Kind.BOUND if is_mask(index) else self._of(index).kind for _, index in places)
+        if kind <= Kind.CHOSEN and len(places) == 1:
+            return dataclasses.replace(table, kind=kind, lane=node if kind is Kind.CHOSEN else None)
+        # What a table holds where no run looked is not known.
+        for dim, index in places:
+            if is_mask(index) or len(places) > 1:
+                raise NotThisForm(f"{node.name} ({node.target}) looks up constants in several dimensions; {CHANGE}")
+            self.tried.require_all(index, int(fake_value(node.args[0]).shape[dim]))  # type: ignore[arg-type]
+        return table.at_least(Kind.BOUND)
+
+    def _sum(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
+        self._check_places(node)
+        if name in ("bincount", "histc"):
+            counted = self._of(node.args[0])
+            if counted.kind > Kind.CHOSEN or arguments.get("weights") is not None:
+                raise NotThisForm(f"{node.name} ({node.target}) counts what are no expert ids; {CHANGE}")
+            return COUNT
+        start = self._of(arguments["self"]) if name in ("scatter_add", "index_add") else Range(0, 0)
+        if name in ("scatter_add", "index_add"):
+            self._check_constant(node, start)
+            if arguments.get("alpha", 1) != 1:
+                self._refuse_constant(node, "adds a multiple of", arguments["alpha"])
+            addends = self._of(arguments.get("src", arguments.get("source")))
+        else:
+            addends = self._of(node.args[0])
+        if addends.empty or start.empty:
+            raise NotThisForm(f"{node.name} ({node.target}) adds up memory that nobody has written")
+        number = _addends(node, name, arguments)
+        if addends.grows and math.isinf(number):
+            raise NotThisForm(f"{node.name} ({node.target}) adds up a growing number of what grows itself; {CHANGE}")
+        if addends.kind is Kind.FIXED and name in ("sum", "sum.dim_IntList", "cumsum", "sym_sum") and number < math.inf:
+            ends = [end * times for end in (addends.low, addends.high) for times in (min(1, number), number)]
+            return Range(min(ends), max(ends), whole=addends.whole)
+        return COUNT if addends.low >= 0 and start.low >= 0 else ANYTHING
+
+    def _compared(self, node: Node, kind: str) -> Range:
+        left, right = self._operands(node)
+        self._check_meeting(node, left, right)
+        outcome = is_decided(kind, left, right)
+        if outcome is not None:
+            return Range(int(outcome), int(outcome))
+        found = computed(0, 1, left, right)
+        if found.kind > Kind.CHOSEN:
+            for place, part in enumerate((left, right)):
+                if part.kind is Kind.FIXED and not part.uniform:
+                    undecided = _Undecided(kind, place, right if place == 0 else left)
+                    self.tried.require_both(node, node.args[place], undecided)  # type: ignore[arg-type]
         return found
 
-    def _sum(self, node: Node, arguments: dict[str, Any]) -> Range:
-        start, addends, number = EMPTY, EMPTY, 0.0
-        kind = _kind(node)
-        for used in node.all_input_nodes:
-            found = self._of(used)
-            if kind in ("scatter_add", "index_add") and used is arguments.get("self"):
-                start = found
-            elif used is arguments.get("index"):
-                continue
-            else:
-                addends = addends.joined(TRUTH if kind in ("bincount", "histc") else found)
-                number += _numel(fake_value(used))
-        if number == 0 or addends.empty:
-            return start.joined(Range(0, 0))
-        low = min(0.0, addends.low) and addends.low * number
-        high = max(0.0, addends.high) and addends.high * number
-        if not start.empty:
-            low, high = start.low + low, start.high + high
-        return Range(low, high)
+    def _truth(self, node: Node) -> Range:
+        if fake_value(node).dtype is not torch.bool:
+            raise NotThisForm(f"{node.name} ({node.target}) computes with bits of places or sizes; {CHANGE}")
+        parts = [self._of(used) for used in node.all_input_nodes]
+        if any(part.grows for part in parts):
+            raise NotThisForm(f"{node.name} ({node.target}) takes places or sizes for truths; compare them with 0")
+        name = base_operation(node)
+        if name in ("any", "all"):
+            return Range(0, 1).at_least(max(parts[0].kind, Kind.BOUND)) if not parts[0].uniform else parts[0]
+        if name.endswith("not"):
+            return computed(1 - parts[0].high, 1 - parts[0].low, *parts)
+        lows, highs = [part.low for part in parts], [part.high for part in parts]
+        if name.endswith("and"):
+            return computed(min(lows), min(highs), *parts)
+        if name.endswith("xor"):
+            return computed(0, 1, *parts)
+        return computed(max(lows), max(highs), *parts)
 
-    def _arithmetic(self, node: Node, kind: str) -> Range:
-        if kind == "neg":
+    def _added(self, node: Node, base: str) -> Range:
+        left, right = self._operands(node)
+        factor: Any = node.kwargs.get("alpha", 1)
+        if factor not in (1, -1):
+            self._refuse_constant(node, "adds a multiple of", factor)
+        self._check_meeting(node, left, right)
+        right = right if (factor == 1) == (base == "add") else right.negated()
+        found = computed(left.low + right.low, left.high + right.high, left, right)
+        if not found.grows:
+            return found
+        added = [part.low for part in (left, right) if not part.grows and part.uniform]
+        constants = [constant for constant in added if abs(constant) not in self.tokens]
+        shift = left.shift + right.shift + sum(constants)
+        if abs(shift) > MOST_SHIFT:
+            self._refuse_constant(node, "adds up to", shift)
+        return Range(found.low, found.high, Kind.GROWS, whole=found.whole, shift=shift)
+
+    def _multiplied(self, node: Node, base: str) -> Range:
+        if base == "neg":
             return self._of(node.args[0]).negated()
+        left, right = self._operands(node)
+        for one, other in ((left, right), (right, left)):
+            if one.grows and not (other.small or other.is_constant(*self.structural)):
+                if other.kind is Kind.FIXED and other.uniform:
+                    self._refuse_constant(node, "multiplies what grows with", other.low)
+                raise NotThisForm(
+                    f"{node.name} ({node.target}) multiplies what grows with what is no constant; {CHANGE}"
+                )
+        return product(left, right)
+
+    def _bounded(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
+        if base.startswith("clamp"):
+            value, lower, upper = node.args[0], arguments.get("min"), arguments.get("max")
+        else:
+            # What is not known when the graph is compiled is bounded by what is.
+            value, other = sorted(node.args[:2], key=lambda argument: -self._of(argument).kind)
+            lower, upper = (other, None) if "max" in base else (None, other)
+        found = self._of(value)
+        bounds = [self._of(bound) for bound in (lower, upper) if bound is not None]
+        low = found.low if lower is None else max(found.low, self._of(lower).low)
+        high = found.high if upper is None else min(found.high, self._of(upper).high)
+        result = computed(min(low, high), max(low, high), found, *bounds)
+        if result.kind > Kind.CHOSEN:
+            idle = not found.grows and (result.low, result.high) == (found.low, found.high)
+            for bound in bounds:
+                if bound.kind is not Kind.FIXED or not (bound.small or (idle and bound.uniform)):
+                    self._refuse_constant(node, "bounds a place or a size by", bound.high)
+        return result
+
+    def _divided(self, node: Node, base: str) -> Range:
+        left, right = self._operands(node)
+        if not right.uniform or right.kind is not Kind.FIXED or right.low <= 0 or not right.whole:
+            raise NotThisForm(
+                f"{node.name} ({node.target}) divides places or sizes by what is no whole constant above 0; {CHANGE}"
+            )
+        divisor, remains = right.low, base in _REMAINDERS
+        if left.kind > Kind.CHOSEN and divisor not in self._divisors(left):
+            self._refuse_constant(node, "divides a place or a size by", divisor)
+        if remains:
+            inside = left.low >= 0 and left.high < divisor
+            found = computed(0, divisor - 1, left)
+            return left if inside else dataclasses.replace(found, kind=min(found.kind, Kind.BOUND))
+        rounds_down = base in _DIVISIONS or node.kwargs.get("rounding_mode") == "floor" or left.low >= 0
+        ends = [end / divisor for end in (left.low, left.high)]
+        low, high = (end if math.isinf(end) else (math.floor(end) if rounds_down else math.trunc(end)) for end in ends)
+        return computed(low, high, left)
+
+    def _divisors(self, value: Range) -> set[int]:
+        """What a place may be divided by: the number of experts that each token has."""
+        chosen = [int(fake_value(node).shape[-1]) for role, node in self.block.sources.items() if role == "ids"]
+        return {1, *chosen} if value.grows else {1}
+
+    def _counted(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
+        if base == "iota":
+            start, step, end = node.kwargs["start"], node.kwargs["step"], None
+            length = self._of(node.args[0])
+            if length.kind is Kind.FIXED and length.uniform and isinstance(start, int) and isinstance(step, int):
+                last = start + step * max(0, length.low - 1)
+                return Range(min(start, last), max(start, last))
+        else:
+            start, step, end = arguments.get("start", 0), arguments.get("step", 1), arguments["end"]
+            if all(isinstance(part, int) for part in (start, step, end)):
+                numbers = range(start, end, step)
+                return Range(min(numbers, default=0), max(numbers, default=0))
+            length = self._of(end)
+        if start != 0 or step != 1:
+            raise NotThisForm(
+                f"{node.name} ({node.target}) counts from {start} in steps of {step}, which was not tried for every "
+                f"size; {CHANGE}"
+            )
+        if length.kind is Kind.FIXED and length.uniform:
+            return Range(0, max(0, length.low - 1))
+        return COUNT
+
+    def _repeated(self, node: Node) -> Range:
+        """Each place, or each element, as often as counts say: a place among a fixed number must come in some run."""
+        if len(node.args) > 1:
+            if not all(isinstance(part, Node) for part in node.args[:2]):
+                raise NotThisForm(f"{node.name} ({node.target}) repeats by a constant; {CHANGE}")
+            values = self._of(node.args[0])
+            return values if values.uniform else values.moved(node).at_least(Kind.BOUND)
+        size = fake_value(node.args[0]).shape[0]  # type: ignore[arg-type]
+        if not isinstance(size, int):
+            return COUNT
+        self.tried.require_all(node, size)
+        return Range(0, max(0, size - 1), Kind.CHOSEN, node)
+
+    # --------------------------------------------------------------------------------------------------- checks
+
+    def _operands(self, node: Node) -> tuple[Range, Range]:
         left, right = (self._of(argument) for argument in node.args[:2])
         if left.empty or right.empty:
-            return EMPTY
-        chosen = left.chosen and right.chosen
-        if kind in ("add", "sub"):
-            factor = node.kwargs.get("alpha", 1)
-            if not isinstance(factor, (int, float)) or abs(factor) != 1:
-                raise NotThisForm(f"{node.name} ({node.target}) adds a multiple of {factor}")
-            if (factor == 1) == (kind == "add"):
-                return Range(left.low + right.low, left.high + right.high, chosen)
-            return Range(left.low - right.high, left.high - right.low, chosen)
-        if kind == "mul":
-            self._check_factor(node, left, right)
-            corners = [_times(a, b) for a in (left.low, left.high) for b in (right.low, right.high)]
-            return Range(min(corners), max(corners), chosen)
-        if right.low != right.high or right.low <= 0:
-            raise NotThisForm(f"{node.name} ({node.target}) divides places or sizes by what is no constant above 0")
-        if kind in ("remainder", "mod"):
-            inside = left.low >= 0 and left.high < right.low
-            return left if inside else Range(0, right.low - 1, chosen)
-        exact = kind == "div" and "rounding_mode" not in node.kwargs
-        low, high = (end / right.low for end in (left.low, left.high))
-        if not exact:
-            low, high = (math.floor(end) if math.isfinite(end) else end for end in (low, high))
-        return Range(low, high, chosen)
+            raise NotThisForm(f"{node.name} ({node.target}) computes with memory that nobody has written")
+        return left, right
 
-    def _check_factor(self, node: Node, left: Range, right: Range) -> None:
-        """Ratios beyond those of the mock runs are not tried."""
-        unbounded = [one for one in (left, right) if not one.finite]
-        if not unbounded:
+    def _check_meeting(self, node: Node, left: Range, right: Range) -> None:
+        if left.grows:
+            self._check_constant(node, right)
+        if right.grows:
+            self._check_constant(node, left)
+
+    def _check_constant(self, node: Node, part: Range) -> None:
+        """What meets something that grows must grow as well, or be small."""
+        if part.grows or part.small or part.empty or part.is_constant(*self.tokens):
             return
-        factor = left if left.finite else right
-        # All ranks' rows, and each token's experts: runs whose ranks differ show what a size so multiplied leaves out.
-        chosen = [fake_value(source).shape[-1] for role, source in self.block.sources.items() if role == "ids"]
-        sizes = {ranks * each for ranks in (1, self.block.group.ranks) for each in (1, *chosen)}
-        fits = factor.finite and max(abs(factor.low), abs(factor.high)) <= MOST_RATIO
-        if not fits and not (factor.low == factor.high and factor.low in sizes):
-            raise NotThisForm(f"{node.name} ({node.target}) multiplies sizes by more than was tried")
+        self._refuse_constant(node, "meets", part.low if abs(part.low) > abs(part.high) else part.high)
 
-    def _counted(self, node: Node) -> Range:
-        if _kind(node) == "iota":
-            start, step, length = node.kwargs["start"], node.kwargs["step"], self._of(node.args[0])
-            if not isinstance(start, int) or step != 1:
-                return ANYTHING
-            return Range(start, start + max(0, length.high - 1), chosen=length.finite)
-        bounds = [self._of(argument) for argument in node.args]
-        if len(bounds) == 1:
-            return _places(bounds[0].high)
-        return bounds[0].joined(bounds[1])
+    @staticmethod
+    def _refuse_constant(node: Node, does: str, constant: float) -> None:
+        raise NotThisForm(
+            f"{node.name} ({node.target}) {does} the constant {constant:g}, which a run may pass although none that "
+            f"was tried did; {CHANGE}"
+        )
 
-    # --------------------------------------------------------------------------------------------------- demands
-
-    def _add_demands(self, node: Node, kind: str, arguments: dict[str, Any]) -> None:
-        if kind in ("clamp", "clamp_min", "clamp_max", "histc"):
-            bounds = [arguments[name] for name in ("min", "max") if arguments.get(name) is not None]
-            pairs = [(node.args[0], bound) for bound in bounds]
-        elif kind in _MEETING | _DIVISIONS and len(node.args) >= 2:
-            pairs = [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
-        else:
+    def _check_places(self, node: Node) -> None:
+        """Places that `node` looks up, or writes to, stay in what it looks up in for every number of tokens."""
+        name, arguments = operation(node), named_arguments(node)
+        if name not in _LOOKUPS | _PLACED:
             return
-        for value, other in pairs:
-            if not isinstance(value, Node) or not (met := self._of(other)).finite:
-                continue
-            if _numel(fake_value(value)) == 0:  # a graph for no tokens: there is nothing to compare in any run
-                continue
-            grows = not self._of(value).finite
-            if (kind in ("add", "sub") and not grows) or (kind in _DIVISIONS and value is not node.args[0]):
-                continue
-            self.demands += [
-                Demand(node, value, constant, kind in _DIVISIONS)
-                for constant in {met.low, met.high}
-                if abs(constant) > 1  # what every mock run is beyond
-            ]
+        for dim, index in indexed_dimensions(arguments):
+            if not is_mask(index):
+                check_lookup(node, node.args[0], dim, index, self._of(index))  # type: ignore[arg-type]
 
-    def _check_cut(self, node: Node) -> None:
-        """A cut at a constant of what grows."""
-        if is_call(node, aten.slice.Tensor):
-            arguments = _named(node)
-            shape, dim = fake_value(node.args[0]).shape, arguments.get("dim", 0)  # type: ignore[arg-type]
-            if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
-                raise NotThisForm(f"{node.name} ({node.target}) cuts dimension {dim} of {len(shape)}")
-            size = shape[dim]
-            ends = [arguments.get("start"), arguments.get("end")]
-            # The mock runs bring as many tokens as the graph was captured with, and other ranks more.
-            tokens = [fake_value(source).shape[0] for source in self.block.sources.values()]
-            constants = [end for end in ends if isinstance(end, int) and 1 < abs(end) < _END and end not in tokens]
-            growing = not isinstance(size, int)
-        else:
-            constants = [end for end in node.args[1] if isinstance(end, int) and end < -1]  # type: ignore[union-attr]
-            growing = not all(isinstance(size, int) for size in fake_value(node).shape)
-        if growing and constants:
-            raise NotThisForm(f"{node.name} ({node.target}) cuts at the constant {constants[0]} what has no fixed size")
-
-    def _check_truth(self, node: Node, kind: str) -> None:
-        if kind.startswith("bitwise") and _dtype(fake_value(node)) is not torch.bool:
-            raise NotThisForm(f"{node.name} ({node.target}) computes with bits of places or sizes")
-
-    def _check_type(self, node: Node) -> None:
-        """Narrow types may hold truths and constants, which are small."""
-        if _dtype(fake_value(node)) not in _NARROW:
-            return
-        kind = _kind(node)
-        small = kind in _CONSTANTS or kind in _SHAPES or kind == "empty"
-        carried = all(used in self.narrow or _dtype(fake_value(used)) is torch.bool for used in node.all_input_nodes)
-        if not small and not (kind in _MOVES and carried):
-            raise NotThisForm(f"{node.name} ({node.target}) counts in {_dtype(fake_value(node))}, which is too small")
-        self.narrow.add(node)
+    def _require_both(self, node: Node, found: Range) -> None:
+        truth = found.kind > Kind.CHOSEN and found.small and not found.uniform
+        value = fake_value(node)
+        nothing = isinstance(value, torch.Tensor) and 0 in [size for size in value.shape if isinstance(size, int)]
+        if truth and found.low >= 0 and not nothing and not self.tried.requires_both(node):
+            self.tried.require_both(node)
 
 
-_SHAPES = {
-    "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full",
-    "sym_size", "sym_numel", "sym_stride",
-}  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class _Undecided:
+    """For which constants, operand `place` of the comparison `kind` with `other`, it may come out both ways."""
 
+    kind: str
+    place: int
+    other: Range
 
-def _kind(node: Node) -> str:
-    """The name of a node's operation, without its library and variant."""
-    packet = getattr(node.target, "overloadpacket", None)
-    name = str(packet).rsplit(".", 1)[-1] if packet is not None else getattr(node.target, "__name__", "")
-    return str(name)
-
-
-def _named(node: Node) -> dict[str, Any]:
-    schema = getattr(node.target, "_schema", None)
-    names = (
-        [argument.name for argument in schema.arguments] if schema is not None else [*map(str, range(len(node.args)))]
-    )
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _integers(arguments: Any) -> Iterator[int]:
-    if isinstance(arguments, dict):
-        arguments = list(arguments.values())
-    if isinstance(arguments, (list, tuple)):
-        for argument in arguments:
-            yield from _integers(argument)
-    elif isinstance(arguments, int) and not isinstance(arguments, bool):
-        yield arguments
-
-
-def _dtype(value: Any) -> torch.dtype | None:
-    return value.dtype if isinstance(value, torch.Tensor) else None
+    def __call__(self, constants: torch.Tensor) -> torch.Tensor:
+        found = []
+        for constant in constants.flatten().tolist():
+            operands = [Range(constant, constant), self.other]
+            found.append(is_decided(self.kind, *(operands if self.place == 0 else operands[::-1])) is None)
+        return torch.tensor(found, dtype=torch.bool)
 
 
 def _size_range(size: Any) -> Range:
+    if isinstance(size, torch.Tensor):
+        return ANYTHING
     return Range(size, size) if isinstance(size, int) else COUNT
 
 
-def _places(number: float) -> Range:
-    """Places among `number`. A fixed number of them are all taken in every run."""
-    return Range(0, max(0, number - 1), chosen=math.isfinite(number))
-
-
-def _numel(value: Any) -> float:
-    """How many numbers a node's value has; without bound where that is not constant."""
-    if not isinstance(value, torch.Tensor):
-        return 1.0
-    sizes = [_size_range(size).high for size in value.shape]
-    return 0.0 if 0 in sizes else math.prod(sizes)
-
-
-def _times(left: float, right: float) -> float:
-    return 0.0 if left == 0 or right == 0 else left * right
+def _addends(node: Node, name: str, arguments: dict[str, Any]) -> float:
+    """How many numbers go into each that `node` gives; without bound where that is not constant."""
+    if name == "sym_sum":
+        return len(node.args[0])  # type: ignore[arg-type]
+    added = arguments.get("src", arguments.get("source", arguments.get("self")))
+    shape = fake_value(added).shape  # type: ignore[arg-type]
+    dims = arguments.get("dim")
+    if name in ("scatter_add", "index_add") or dims in (None, []):
+        dims = range(len(shape))
+    sizes = [shape[dim] for dim in (dims if not isinstance(dims, int) else [dims])]
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else math.inf

@@ -340,7 +340,7 @@ ACTS_LATER = {
     FewRows: "",
     FewRowsByDivision: "",
     FewRowsByDifference: "",
-    FewRowsBesideASpare: "nobody has written",
+    FewRowsBesideASpare: CONSTANT,
     FewIds: CONSTANT,
     FewWeights: "",
 }
