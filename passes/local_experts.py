@@ -38,6 +38,8 @@ class LocalForm:
         # Of the block's nodes: those whose operation the local form repeats, and the masks that it does without.
         self.copied: set[Node] = set()
         self.left_out: set[Node] = set()
+        # The copies that were written, and what each is a copy of.
+        self.origins: dict[Node, Node] = {}
         # The experts alone: their rows, sorted, where each expert's rows end, and which expert each row has.
         self.rows: Node
         self.ends: Node
@@ -255,6 +257,7 @@ class LocalForm:
         args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._translate(used, values))
         self.copied.add(node)
         values[node] = self._emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        self.origins[values[node]] = node
         return values[node]
 
     def _from_products(self, node: object, values: dict[Node, Node]) -> bool:

@@ -30,8 +30,9 @@ from moepass.passes.dispatch import TOKENS_KEY, routed_tokens
 from moepass.passes.graph import copy_graph_module, fake_value, is_call, map_nodes, positions
 from moepass.passes.ir import BankSpec, Plan, Refusal, gather
 from moepass.passes.local_experts import LocalForm
-from moepass.passes.mock_ranks import ContractBroken, check_local_form
+from moepass.passes.mock_run import ContractBroken
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock, find_parallel_blocks
+from moepass.passes.proof import check_local_form
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.shards import pack_layout
 

@@ -17,7 +17,7 @@ from test_adoption import SMALL, _compile, _hidden
 import moepass
 from moepass.models.moe_stack import build_stack
 from moepass.passes import localise
-from moepass.passes.mock_ranks import ContractBroken
+from moepass.passes.mock_run import ContractBroken
 from moepass.runtime.decisions import Decisions, Left, check_decisions
 from moepass.runtime.rendezvous import PeerError
 
