@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -217,7 +217,9 @@ class _Tokens:
 
     @staticmethod
     def joined(batches: Sequence[_Tokens]) -> _Tokens:
-        return _Tokens(*(torch.cat([getattr(batch, role) for batch in batches]) for role in ("hidden", "ids", "weights")))
+        return _Tokens(
+            *(torch.cat([getattr(batch, role) for batch in batches]) for role in ("hidden", "ids", "weights"))
+        )
 
 
 def _weighted_outputs(run: MockRun, tokens: _Tokens, experts: range) -> torch.Tensor:

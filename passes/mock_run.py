@@ -248,9 +248,10 @@ class MockRun:
         return self._run_call(node, value_of, answer)
 
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
-        return self._call(node, *map_nodes((node.args, node.kwargs), value_of), answer)
+        return self._call(node, map_nodes((node.args, node.kwargs), value_of), answer)
 
-    def _call(self, node: Node, args: Any, kwargs: Any, answer: Answer) -> Any:
+    def _call(self, node: Node, arguments: Any, answer: Answer) -> Any:
+        args, kwargs = arguments
         collective = collective_of(node)
         if collective is not None:
             given = named_arguments(node, args, kwargs)

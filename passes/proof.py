@@ -15,6 +15,7 @@ Pseudo-code
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -26,13 +27,15 @@ from moepass.passes.data_flow import data_nodes
 from moepass.passes.index_ranges import IndexRanges
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.mock_ranks import check_run
-from moepass.passes.mock_run import SCENARIOS, MockBlock, MockRun, Scenario, among, anywhere
+from moepass.passes.mock_run import SCENARIOS, ContractBroken, MockBlock, MockRun, Scenario, among, anywhere
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
-from moepass.passes.small_copy import make_small_copy
+from moepass.passes.small_copy import small_copies
 from moepass.passes.small_guess import NoSmallCopy
 from moepass.passes.small_sizes import run_bytes
 
 MOST_RUNS = 16
+# Where the numbers of a block can be read in several ways, so many are tried.
+MOST_COPIES = 8
 # A proof that would take more memory is refused before it begins.
 MOST_PROOF_BYTES = 2**30
 
@@ -45,16 +48,26 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
     with unset_fake_temporarily(), torch.no_grad():
         ranges = IndexRanges(block, data)
         mock = MockBlock(block, local, result)
+        failure: NotThisForm | ContractBroken | None = None
         try:
-            copy = make_small_copy(mock, data, check_run, MOST_PROOF_BYTES)
+            for copy in itertools.islice(small_copies(mock, data, check_run, MOST_PROOF_BYTES), MOST_COPIES):
+                try:
+                    return _prove(copy.mock, IndexRanges(copy.mock.block, copy.data))
+                except (NotThisForm, ContractBroken) as error:
+                    failure = failure or error
         except NoSmallCopy as error:
-            _check_room(mock.block, error)
-        else:
-            if copy is not None:
-                mock, ranges = copy.mock, IndexRanges(copy.mock.block, copy.data)
-        for seed, scenario in enumerate((*SCENARIOS, *_at_critical_ids(mock, ranges))):
-            check_run(MockRun(mock, torch.Generator().manual_seed(seed), scenario, ranges))
-        ranges.check()
+            _check_room(block, error)
+            return _prove(mock, ranges)
+        except ContractBroken as error:
+            raise failure or error from None
+        assert failure is not None, "small copies are tried, or there is a reason"
+        raise failure
+
+
+def _prove(mock: MockBlock, ranges: IndexRanges) -> None:
+    for seed, scenario in enumerate((*SCENARIOS, *_at_critical_ids(mock, ranges))):
+        check_run(MockRun(mock, torch.Generator().manual_seed(seed), scenario, ranges))
+    ranges.check()
 
 
 def _check_room(block: ParallelBlock, reason: NoSmallCopy) -> None:
@@ -62,8 +75,8 @@ def _check_room(block: ParallelBlock, reason: NoSmallCopy) -> None:
     needed = run_bytes(block)
     if needed > MOST_PROOF_BYTES:
         raise NotThisForm(
-            f"to prove its local form right would take {needed} bytes of memory, of {MOST_PROOF_BYTES} that a proof may "
-            f"take, and a smaller copy of it cannot be made: {reason}"
+            f"to prove its local form right would take {needed} bytes of memory, where {MOST_PROOF_BYTES} are allowed, "
+            f"and a smaller copy of it cannot be made: {reason}"
         )
 
 

@@ -2,10 +2,10 @@
 
 Contract
     in    a block, the local form that was written for it, and its data nodes
-    out   the same in small: another graph, node by node the same calls. Its numbers are those of the captured block read
-          as sizes; with the captured sizes they are the captured numbers again. What is proved of it for all sizes, is
-          proved of the captured block.
-          None where nothing in the block can be smaller; NoSmallCopy where that cannot be told
+    out   the same in small: another graph, node by node the same calls. Its numbers are those of the captured block
+          read as sizes; with the captured sizes they are the captured numbers again. What is proved of it for all sizes
+          is proved of the captured block.
+          Where numbers may be read in several ways, several copies; NoSmallCopy where there is none
           ContractBroken where the block breaks its contract in small, however its numbers are read
 
 Pseudo-code
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from moepass.passes.feature_flow import tells_features_apart
 from moepass.passes.graph import fake_value, map_nodes
 from moepass.passes.mock_run import MockBlock, MockRun
 from moepass.passes.node_arguments import replace_numbers
-from moepass.passes.small_guess import Guess, NoSmallCopy, SmallMock, guess_sizes, place_of, size_readings
-from moepass.passes.small_sizes import Reading, Scale, run_bytes, scales
+from moepass.passes.small_guess import Guess, NoSmallCopy, SmallMock, guesses, place_of, size_readings
+from moepass.passes.small_sizes import Reading, run_bytes, scales
 
 # A size of so many symbols, as the sum of what hundreds of ranks send, is taken for one that nothing is known of.
 _MOST_SYMBOLS = 8
@@ -48,27 +48,33 @@ class SmallCopy:
     data: set[Node]
 
 
-def make_small_copy(
+def small_copies(
     mock: MockBlock, data: set[Node], check: Callable[[MockRun], None], most_bytes: int
-) -> SmallCopy | None:
-    """See the contract above; `check` tells whether a run keeps to the contract of the block's form."""
+) -> Iterator[SmallCopy]:
+    """The likeliest first. `check` tells whether a run keeps to the contract of the block's form.
+
+    Raises NoSmallCopy where there is none that runs in `most_bytes`, ContractBroken as above.
+    """
     apart = tells_features_apart(mock.block, mock.local, data)
-    reason = f"{apart.name} ({apart.target}) may tell its features apart" if apart is not None else ""
-    tried = False
+    reason = "" if apart is None else f"{apart.name} ({apart.target}) may tell its features apart"
+    found = False
     for scale in scales(mock.block, features_alike=apart is None):
+        if found and scale.growing is not None:
+            continue
         if run_bytes(mock.block, scale) > most_bytes:
             continue
-        tried = True
         small = SmallMock(mock, scale)
         try:
-            guess = guess_sizes(small, check)
+            for guess in guesses(small, check):
+                found = True
+                yield _Copier(small, guess).copy(data)
         except NoSmallCopy as error:
             reason = reason or str(error)
-            continue
-        return _Copier(small, guess).copy(data)
-    if tried or reason:
-        raise NoSmallCopy(reason or "its smallest copy is too large")
-    return None
+        # How many tokens there are differs from graph to graph, how many slots is the model's own constant.
+        if found and mock.block.form != "all_to_all_capacity":
+            return
+    if not found:
+        raise NoSmallCopy(reason or "nothing in it can be smaller")
 
 
 class _Copier:
@@ -86,7 +92,8 @@ class _Copier:
         self._unknown: dict[Any, torch.SymInt] = {}
         self._sizes: dict[tuple[int, int], Node] = {}
         growing = small.scale.growing
-        self._growing = None if growing is None else self._symbol("growing", growing.small)
+        # Without one no reading grows.
+        self._growing: Any = None if growing is None else self._symbol("growing", growing.small)
 
     def copy(self, data: set[Node]) -> SmallCopy:
         block, local = self._small.block, self._small.local

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ _SIZES = {
 _SPLITS = {"split_sizes", "input_split_sizes", "output_split_sizes", "repeats"}
 # Arguments that are compared or computed with.
 _VALUES = {UNNAMED, "other", "fill_value", "min", "max", "value", "s"}
+_CREATIONS = {
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default, aten.arange.default, torch.ops.prims.iota.default,
+}  # fmt: skip
 _MOST_COMBINATIONS = 64
 _MOST_RUNS = 24
 
@@ -58,27 +62,30 @@ class Guess:
     shapes: dict[Node, Any] = dataclasses.field(default_factory=dict)
 
 
-def guess_sizes(small: SmallMock, check: Callable[[MockRun], None]) -> Guess:
-    """Readings with which the first scenario passes `check`.
+def guesses(small: SmallMock, check: Callable[[MockRun], None]) -> Iterator[Guess]:
+    """Readings with which the first scenario passes `check`, the likeliest first.
 
     Raises NoSmallCopy where none were found, ContractBroken where none can be.
     """
-    chosen: dict[Node, int] = {}
+    chosen: dict[Node, int] | None = {}
     first: ContractBroken | None = None
+    found = False
     for _ in range(_MOST_RUNS):
+        if chosen is None:
+            break
         run = _GuessingRun(small, chosen)
         try:
             check(run)
         except ContractBroken as error:
             if not isinstance(error.__cause__, _Stuck):
                 first = first or error
-            following = _next_choice(run.choices)
-            if following is None:
-                break
-            chosen = following
         else:
-            return run.guess
-    else:
+            found = True
+            yield run.guess
+        chosen = _next_choice(run.choices)
+    if found:
+        return
+    if chosen is not None:
         raise NoSmallCopy("too many of its numbers may be sizes")
     if first is None or small.has_unread_numbers():
         raise NoSmallCopy("some of its numbers are neither sizes nor constants that are known")
@@ -201,14 +208,14 @@ class _GuessingRun(MockRun):
         origin = self.local.origins.get(node, node)
         known = self.guess.readings.get(origin)
         if known is not None:
-            return self._call(node, *_arguments(node, known, value_of), answer)
+            return self._call(node, _arguments(node, known, value_of), answer)
         places = self._possible(node)
         working: list[tuple[dict[Place, Reading], Any]] = []
         failure: Exception | None = None
         for combination in itertools.islice(itertools.product(*places.values()), _MOST_COMBINATIONS):
             readings = dict(zip(places, combination, strict=True))
             try:
-                value = self._call(node, *_arguments(node, readings, value_of), answer)
+                value = self._call(node, _arguments(node, readings, value_of), answer)
             except Exception as error:  # whatever an operator says to sizes that do not fit
                 failure = failure or error
                 continue
@@ -226,14 +233,12 @@ class _GuessingRun(MockRun):
 
     def _possible(self, node: Node) -> dict[Place, list[Reading]]:
         """All readings of every number in the arguments of `node` that may be a size."""
-        value = fake_value(node)
-        prefers_growing = not isinstance(value, torch.Tensor) or is_call(node, aten.full.default)
         found: dict[Place, list[Reading]] = {}
 
         def note(name: str, position: int, number: int) -> int:
             if name in _SIZES | _VALUES:
                 found[place_of(name, position, number)] = self.mock.scale.readings(
-                    number, is_size=name in _SIZES, prefers_growing=prefers_growing
+                    number, is_size=name in _SIZES, prefers_growing=_prefers_growing(node, name)
                 )
             return number
 
@@ -255,6 +260,17 @@ class _GuessingRun(MockRun):
             symbols, sizes = captured.node.expr.free_symbols, self.mock.sizes
             return any(symbol not in sizes for symbol in symbols) or concrete(captured, sizes) == small
         return any(reading.small == small for reading in size_readings(self.mock.scale, captured))
+
+
+def _prefers_growing(node: Node, name: str) -> bool:
+    """Whether a number that may be a count of experts, or of ranks, is rather one of tokens here."""
+    value = fake_value(node)
+    if not isinstance(value, torch.Tensor):
+        return True
+    if is_call(node, *_CREATIONS) and value.dim() == 1:
+        # What is made for each expert is counted by expert; a single number is one that ranks agree on.
+        return name == "fill_value" and value.shape[0] == 1
+    return name in _SIZES
 
 
 def size_readings(scale: Scale, size: int) -> list[Reading]:

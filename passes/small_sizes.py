@@ -1,8 +1,8 @@
 """How the numbers of a captured block may be read as sizes of a smaller one.
 
-A block that was captured for 4096 tokens, 4096 wide, says 4096 for either, 32768 for eight rows of each token, and 12288
-for the columns of three products. In a small copy of the block each number stands for itself, for a multiple of the
-number of tokens (or of slots), which then becomes a symbol, or for a width, which becomes a small one.
+A block that was captured for 4096 tokens, 4096 wide, says 4096 for either, and 32768 for eight rows of each token. In a
+small copy of the block each number stands for itself, for a multiple of the number of tokens (or of slots), which then
+becomes a symbol, or for a width, which becomes a small one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-
-import sympy
+from typing import Any
 
 from moepass.passes.dispatch import routed_tokens
 from moepass.passes.graph import fake_value
@@ -70,12 +69,11 @@ class Scale:
         """All readings of a number, the likeliest first. Only sizes may be widths."""
         itself = Reading(number)
         exact, near = list(self._multiples(number, (0,))), list(self._multiples(number, (1, -1)))
-        if is_size:
-            found = [*exact, *self._widths(number), itself, *near]
-        elif prefers_growing or number not in self.fixed:
-            found = [*exact, itself, *near]
+        widths = self._widths(number) if is_size else ()
+        if prefers_growing or number not in self.fixed:
+            found = [*exact, *widths, itself, *near]
         else:
-            found = [itself, *exact, *near]
+            found = [itself, *exact, *widths, *near]
         return list(dict.fromkeys(found))
 
     def _multiples(self, number: int, offsets: tuple[int, ...]) -> Iterator[Reading]:
@@ -134,11 +132,11 @@ def run_bytes(block: ParallelBlock, scale: Scale | None = None) -> int:
 def _most_rows(block: ParallelBlock, scale: Scale) -> int:
     """Rows in the largest of the mock runs."""
     growing, ranks = scale.growing, block.group.ranks
-    source = fake_value(block.sources.get("rows", block.sources.get("hidden"))).shape[0]
+    own = _own_rows(block)
     if growing is not None:
         own = growing.small * growing.rows
-    else:
-        own = source if isinstance(source, int) else MOST_ROWS
+    elif not isinstance(own, int):
+        own = MOST_ROWS
     if block.form == "all_to_all":
         return int(own + max(MOST_ROWS, own) + ranks * max(13, len(block.own_experts)))
     if block.form == "all_to_all_capacity":
@@ -151,7 +149,7 @@ def _most_rows(block: ParallelBlock, scale: Scale) -> int:
 def _growing(block: ParallelBlock) -> Growing | None:
     """The number of tokens, or of slots of an expert, where it is constant in the graph, and not 0."""
     experts, ranks = block.experts, block.group.ranks
-    source = fake_value(block.sources.get("rows", block.sources.get("hidden"))).shape[0]
+    source = _own_rows(block)
     if not isinstance(source, int) or source == 0:
         return None
     owned = {stop - start for start, stop in itertools.pairwise(block.bounds)}
@@ -161,12 +159,19 @@ def _growing(block: ParallelBlock) -> Growing | None:
         return None if slots * experts != source else _sized(slots, SMALL_SLOTS, experts, factors)
     if block.form == "all_to_all":
         tokens = routed_tokens(block)
-        known = isinstance(tokens, (int, sympy.Integer)) and tokens > 0 and source % int(tokens) == 0
-        each = source // int(tokens) if known else 1
+        known = tokens is not None and tokens.is_Integer and tokens > 0 and source % int(tokens) == 0
+        each = source // int(tokens) if known and tokens is not None else 1
         return _sized(source // each, SMALL_TOKENS, each, {1, each, ranks, ranks * each})
     top_k = int(fake_value(block.sources["ids"]).shape[1])
     places = {rank * each for rank in (*range(1, ranks + 1),) for each in (1, top_k)}
     return _sized(source, SMALL_TOKENS, 1, places)
+
+
+def _own_rows(block: ParallelBlock) -> Any:
+    """How many rows this rank brings: tokens, pairs of a token and an expert, or slots."""
+    roles = ("rows", "hidden")
+    (source,) = (block.sources[role] for role in roles if role in block.sources)
+    return fake_value(source).shape[0]
 
 
 def _sized(captured: int, small: tuple[int, ...], rows: int, factors: set[int]) -> Growing:
