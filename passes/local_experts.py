@@ -143,7 +143,11 @@ class LocalForm:
         """
         if not isinstance(size, torch.SymInt):
             return size
-        known = {str(fake_value(node)): node for node in self.graph.nodes if isinstance(fake_value(node), torch.SymInt)}
+        known = {
+            str(value): node
+            for node in self.graph.nodes
+            if isinstance(value := fake_value(node), torch.SymInt) and value.node.expr.is_Symbol
+        }
         return self._expression(size.node.expr, known)
 
     def _expression(self, expression: Any, known: dict[str, Node]) -> Any:
@@ -235,30 +239,60 @@ class LocalForm:
 
     def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
         """`node`, a value between the products, for the rows of the local form; `values` maps what is known."""
-        if node in values:
-            return values[node]
-        if node.op == "get_attr":
-            return node
-        if node.op != "call_function" or not node.all_input_nodes:
-            if node.op == "call_function":
-                return self._copy(node, values)
-            raise NotThisForm(f"its activation function reads {node.name}, which is no product of it")
+        # Of each node that was met: the operand that takes its place, where it only masks that.
+        unmasked: dict[Node, Node | None] = {}
+
+        def known(used: Node) -> Node | None:
+            while (source := unmasked.get(used)) is not None:
+                used = source
+            return used if used.op == "get_attr" else values.get(used)
+
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            if known(current) is not None:
+                pending.pop()
+                continue
+            if current.op != "call_function":
+                raise NotThisForm(f"its activation function reads {current.name}, which is no product of it")
+            if current not in unmasked:
+                unmasked[current] = self._unmasked(current, values)
+            source = unmasked[current]
+            arguments = self._for_any_rows(current)
+            missing = [used for used in _nodes_in(arguments) if known(used) is None]
+            if source is not None:
+                self.left_out.add(current)
+                pending.append(source)
+            elif missing:
+                pending.extend(reversed(missing))
+            else:
+                args, kwargs = map_nodes(arguments, known)
+                self.copied.add(current)
+                values[current] = self._emit(current.target, *args, **kwargs)  # type: ignore[arg-type]
+                self.origins[values[current]] = current
+        result = known(node)
+        assert result is not None
+        return result
+
+    def _unmasked(self, node: Node, values: dict[Node, Node]) -> Node | None:
+        """The operand of which `node` masks the rows of other ranks' experts, which the local form does not have."""
         if is_call(node, aten.masked_fill.Scalar) and not self._from_products(node.args[1], values):
-            self.left_out.add(node)
-            return self._translate(node.args[0], values)  # type: ignore[arg-type]
+            return node.args[0]  # type: ignore[return-value]
         if is_call(node, aten.where.self) and not self._from_products(node.args[0], values):
             kept = [value for value in node.args[1:] if self._from_products(value, values)]
-            if len(kept) == 1:
-                self.left_out.add(node)
-                return self._translate(kept[0], values)  # type: ignore[arg-type]
-        return self._copy(node, values)
+            return kept[0] if len(kept) == 1 else None  # type: ignore[return-value]
+        return None
 
-    def _copy(self, node: Node, values: dict[Node, Node]) -> Node:
-        args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._translate(used, values))
-        self.copied.add(node)
-        values[node] = self._emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        self.origins[values[node]] = node
-        return values[node]
+    def _for_any_rows(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a node of the activation function, without the number of rows that the block has."""
+        if not is_call(node, aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+            return node.args, node.kwargs
+        source, size = node.args[0], node.args[1]
+        rows = str(fake_value(self.block.down.node).shape[0])
+        before, after = fake_value(source).shape, fake_value(node).shape  # type: ignore[arg-type]
+        if -1 in size or str(before[0]) != rows or str(after[0]) != rows:  # type: ignore[operator]
+            return node.args, node.kwargs
+        return (source, [-1, *size[1:]]), node.kwargs  # type: ignore[index, misc]
 
     def _from_products(self, node: object, values: dict[Node, Node]) -> bool:
         pending, seen = [node], set()
@@ -272,6 +306,17 @@ class LocalForm:
             if current in self._region:
                 pending.extend(current.all_input_nodes)
         return False
+
+
+def _nodes_in(arguments: Any) -> list[Node]:
+    found: list[Node] = []
+
+    def note(used: Node) -> Node:
+        found.append(used)
+        return used
+
+    map_nodes(arguments, note)
+    return found
 
 
 def _is_cast(node: Node) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from moepass.passes.collectives import WAIT, Collective, collective_of
 from moepass.passes.graph import constant_of, fake_value, is_call, map_nodes
@@ -316,7 +315,10 @@ def _doubled(arguments: Any) -> Any:
             return torch.float64
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
-    return pytree.tree_map(change, arguments)
+    # Types and devices stand in no lists.
+    if isinstance(arguments, dict):
+        return {name: change(argument) for name, argument in arguments.items()}
+    return [change(argument) for argument in arguments]
 
 
 def _spoil(memory: torch.Tensor) -> None:

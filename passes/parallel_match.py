@@ -22,6 +22,7 @@ import dataclasses
 import heapq
 import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -37,8 +38,10 @@ from moepass.passes.protocol import Group
 
 aten = torch.ops.aten
 
-# [Empirical] The largest block of the forms that we know has about 80 nodes; a walk that meets more has left the block.
+# [Empirical] The largest block of the forms that we know has about 80 nodes, and 11 for each rank, which read and check
+# what it sends and is sent; a walk that meets more has left the block.
 MOST_NODES = 400
+MOST_NODES_PER_RANK = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +93,11 @@ def find_parallel_blocks(
     if not any(True for _ in collectives_of(graph)):
         return (), ()
     place = positions(graph)
+    most_nodes = _most_nodes(max((group.ranks for group in groups.values()), default=1))
     blocks: list[ParallelBlock] = []
     refusals: list[Refusal] = []
     for match in find_blocks(graph).matches:
-        combine = _first_collective_after(match, place)
+        combine = _first_collective_after(match, place, most_nodes)
         if combine is None:
             continue
         down = match.products[-1].node
@@ -125,7 +129,11 @@ def _match(
     raise NotThisForm(f"its result goes into {combine.kind}")
 
 
-def _first_collective_after(match: BlockMatch, place: dict[Node, int]) -> Collective | None:
+def _most_nodes(ranks: int) -> int:
+    return MOST_NODES + MOST_NODES_PER_RANK * ranks
+
+
+def _first_collective_after(match: BlockMatch, place: dict[Node, int], most_nodes: int) -> Collective | None:
     """The collective that the block's result reaches first, through row-wise nodes; None where it is a local block."""
     down = match.products[-1]
     width = down.outer
@@ -141,7 +149,7 @@ def _first_collective_after(match: BlockMatch, place: dict[Node, int]) -> Collec
             if collective is not None:
                 if collective.input is node:
                     found.append(collective)
-            elif _keeps_features(user, width) and len(seen) < MOST_NODES:
+            elif _keeps_features(user, width) and len(seen) < most_nodes:
                 pending.append(user)
     return min(found, key=lambda collective: place[collective.node], default=None)
 
@@ -202,6 +210,7 @@ def _match_all_to_all(match: BlockMatch, combine: Collective, group: Group, plac
     region, exchanges, leaves = _walk_back(
         combine.result,
         place,
+        _most_nodes(group.ranks),
         stop_at_inputs_of=lambda found: (
             found.kind == "all_to_all" and found.group_name == combine.group_name and found != combine
         ),
@@ -289,7 +298,7 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
     if fake_value(sources["ids"]).shape[1] != fake_value(sources["weights"]).shape[1]:
         raise NotThisForm("its expert ids and weights differ in shape")
     sink = _own_part(combine.result, tokens.shape[0]) if gathered else combine.result
-    region, exchanges, leaves = _walk_back(sink, place, stop_at=frozenset(sources.values()))
+    region, exchanges, leaves = _walk_back(sink, place, _most_nodes(group.ranks), stop_at=frozenset(sources.values()))
     stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
     kinds = sorted({exchange.kind for exchange in exchanges})
     # Ranks that always bring equally many tokens need no agreement (the AllReduce) on the largest number.
@@ -433,9 +442,9 @@ def _sort_key(match: BlockMatch) -> Node:
 
 def _row_weights(match: BlockMatch) -> Node:
     """What the expert outputs are multiplied by, row by row."""
-    pending, seen = [match.products[-1].node], set[Node]()
+    pending, seen = deque([match.products[-1].node]), set[Node]()
     while pending and len(seen) < MOST_NODES:
-        node = pending.pop(0)
+        node = pending.popleft()
         for user in node.users:
             if user in seen:
                 continue
@@ -465,6 +474,7 @@ def _own_part(result: Node, tokens: Any) -> Node:
 def _walk_back(
     root: Node,
     place: dict[Node, int],
+    most_nodes: int,
     *,
     stop_at_inputs_of: Callable[[Collective], bool] = lambda found: False,
     stop_at: frozenset[Node] = frozenset(),
@@ -486,7 +496,7 @@ def _walk_back(
             leaves.add(node)
             continue
         region.append(node)
-        if len(region) > MOST_NODES:
+        if len(region) > most_nodes:
             raise NotThisForm("what it is computed from cannot be told apart from the rest of the model")
         inputs = list(node.all_input_nodes)
         collective = collective_of(node)
@@ -522,9 +532,9 @@ def _check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
 
 def ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:
     """Nearest first, and no more than MOST_NODES; all that stand behind place `beyond` where `place` is given."""
-    pending, seen = [node], {node}
+    pending, seen = deque([node]), {node}
     while pending and (place is not None or len(seen) < MOST_NODES):
-        current = pending.pop(0)
+        current = pending.popleft()
         yield current
         for used in current.all_input_nodes:
             if used not in seen and (place is None or place[used] > beyond):

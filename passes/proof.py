@@ -56,7 +56,7 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
                 except (NotThisForm, ContractBroken) as error:
                     failure = failure or error
         except NoSmallCopy as error:
-            _check_room(block, error)
+            _check_room(mock, error)
             return _prove(mock, ranges)
         except ContractBroken as error:
             raise failure or error from None
@@ -70,9 +70,9 @@ def _prove(mock: MockBlock, ranges: IndexRanges) -> None:
     ranges.check()
 
 
-def _check_room(block: ParallelBlock, reason: NoSmallCopy) -> None:
+def _check_room(mock: MockBlock, reason: NoSmallCopy) -> None:
     """Raises NotThisForm where the block, as it was captured, is too large to run."""
-    needed = run_bytes(block)
+    needed = run_bytes(mock)
     if needed > MOST_PROOF_BYTES:
         raise NotThisForm(
             f"to prove its local form right would take {needed} bytes of memory, where {MOST_PROOF_BYTES} are allowed, "

@@ -61,7 +61,7 @@ def small_copies(
     for scale in scales(mock.block, features_alike=apart is None):
         if found and scale.growing is not None:
             continue
-        if run_bytes(mock.block, scale) > most_bytes:
+        if run_bytes(mock, scale) > most_bytes:
             continue
         small = SmallMock(mock, scale)
         try:
@@ -90,6 +90,8 @@ class _Copier:
         self._fake_mode = FakeTensorMode(shape_env=self._env)
         self._symbols: dict[Any, Any] = {}
         self._unknown: dict[Any, torch.SymInt] = {}
+        # Hundreds of ranks have hundreds of tensors of one number.
+        self._tensors: dict[Any, torch.Tensor] = {}
         self._sizes: dict[tuple[int, int], Node] = {}
         growing = small.scale.growing
         # Without one no reading grows.
@@ -152,7 +154,7 @@ class _Copier:
 
         def small(name: str, position: int, number: int) -> Any:
             reading = readings.get(place_of(name, position, number))
-            return number if reading is None else self._number(reading)
+            return number if reading is None or number == -1 else self._number(reading)
 
         args, kwargs = map_nodes(replace_numbers(node, small), self._copied)
         self._add(node, node.op, args, kwargs, self._value(node))
@@ -220,8 +222,15 @@ class _Copier:
 
     def _tensor(self, captured: torch.Tensor, shape: Any) -> torch.Tensor:
         # Only its type and its sizes are looked at.
-        with self._fake_mode:
-            return torch.empty(tuple(shape), dtype=captured.dtype)
+        sizes = tuple(shape)
+        key = (captured.dtype, *sizes) if all(isinstance(size, int) for size in sizes) else None
+        if key not in self._tensors:
+            with self._fake_mode:
+                made = torch.empty(sizes, dtype=captured.dtype)
+            if key is None:
+                return made
+            self._tensors[key] = made
+        return self._tensors[key]
 
     def _size(self, captured: Any, small: int | None) -> Any:
         """A captured size that is `small` in the copy."""

@@ -280,7 +280,8 @@ def size_readings(scale: Scale, size: int) -> list[Reading]:
 def _arguments(node: Node, readings: Mapping[Place, Reading], value_of: Callable[[Node], Any]) -> Any:
     def small(name: str, position: int, number: int) -> int:
         reading = readings.get(place_of(name, position, number))
-        return number if reading is None else reading.small
+        # -1 is what fits, also where the local form's copy of a node says it for a number of rows.
+        return number if reading is None or number == -1 else reading.small
 
     return map_nodes(replace_numbers(node, small), value_of)
 

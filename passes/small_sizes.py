@@ -14,7 +14,7 @@ from typing import Any
 
 from moepass.passes.dispatch import routed_tokens
 from moepass.passes.graph import fake_value
-from moepass.passes.mock_run import MOST_ROWS, SCENARIOS
+from moepass.passes.mock_run import MOST_ROWS, SCENARIOS, MockBlock, concrete
 from moepass.passes.parallel_match import ParallelBlock
 
 # Small sizes. Of two that differ from each other one does not pass for the other.
@@ -120,23 +120,20 @@ def scales(block: ParallelBlock, *, features_alike: bool) -> Iterator[Scale]:
             yield Scale(size, hidden, inner, _fixed_numbers(block))
 
 
-def run_bytes(block: ParallelBlock, scale: Scale | None = None) -> int:
+def run_bytes(mock: MockBlock, scale: Scale | None = None) -> int:
     """What a mock run of the block takes: as it was captured, or in small."""
+    block = mock.block
     if scale is None:
         scale = Scale(None, {}, (1, 1), frozenset())
     widths = [scale.width(block.products[0].inner), scale.width(block.down.outer), scale.inner_width(block.down.inner)]
     widths += [scale.inner_width(product.outer) for product in block.products[:-1]]
-    return 8 * _most_rows(block, scale) * _HELD_ROWS * max(widths)
+    return 8 * _most_rows(mock, scale) * _HELD_ROWS * max(widths)
 
 
-def _most_rows(block: ParallelBlock, scale: Scale) -> int:
+def _most_rows(mock: MockBlock, scale: Scale) -> int:
     """Rows in the largest of the mock runs."""
-    growing, ranks = scale.growing, block.group.ranks
-    own = _own_rows(block)
-    if growing is not None:
-        own = growing.small * growing.rows
-    elif not isinstance(own, int):
-        own = MOST_ROWS
+    block, growing, ranks = mock.block, scale.growing, mock.block.group.ranks
+    own = concrete(_own_rows(block), mock.sizes) if growing is None else growing.small * growing.rows
     if block.form == "all_to_all":
         return int(own + max(MOST_ROWS, own) + ranks * max(13, len(block.own_experts)))
     if block.form == "all_to_all_capacity":
