@@ -40,6 +40,8 @@ class LocalForm:
         self.left_out: set[Node] = set()
         # The copies that were written, and what each is a copy of.
         self.origins: dict[Node, Node] = {}
+        # Nodes that were written with a number of this rank's rows, or of slots, in their arguments.
+        self.sized: set[Node] = set()
         # The experts alone: their rows, sorted, where each expert's rows end, and which expert each row has.
         self.rows: Node
         self.ends: Node
@@ -100,6 +102,7 @@ class LocalForm:
         # A count beyond the capacity means that all slots are filled, no more.
         counts = self._emit(aten.clamp_max.default, self._emit(aten.clamp_min.default, counts, 0), capacity)
         position = self._arange(capacity, device)
+        self.sized.update((counts, position))
         empty = self._emit(aten.ge.Tensor, position, self._emit(aten.unsqueeze.default, counts, -1))
         every = self._emit(aten.unsqueeze.default, self._arange(experts, device), -1)
         nobody = self._emit(aten.scalar_tensor.default, experts, dtype=torch.int64, device=device)
@@ -122,6 +125,7 @@ class LocalForm:
         like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
         counts = self._emit(aten.full.default, [experts], 0, **like)
         ones = self._emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
+        self.sized.add(ones)
         counts = self._emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
         ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
         outputs = self._experts(rows, ends, lambda: sorted_ids)
@@ -180,6 +184,7 @@ class LocalForm:
 
     def _inverse(self, order: Node) -> Node:
         places = self._arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
+        self.sized.add(places)
         return self._emit(aten.index_put.default, self._emit(aten.empty_like.default, order), [order], places)
 
     # ------------------------------------------------------------------------------------------------ the experts

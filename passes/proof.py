@@ -15,7 +15,6 @@ Pseudo-code
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -34,8 +33,6 @@ from moepass.passes.small_guess import NoSmallCopy
 from moepass.passes.small_sizes import run_bytes
 
 MOST_RUNS = 16
-# Where the numbers of a block can be read in several ways, so many are tried.
-MOST_COPIES = 8
 # A proof that would take more memory is refused before it begins.
 MOST_PROOF_BYTES = 2**30
 
@@ -50,7 +47,7 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
         mock = MockBlock(block, local, result)
         failure: NotThisForm | ContractBroken | None = None
         try:
-            for copy in itertools.islice(small_copies(mock, data, check_run, MOST_PROOF_BYTES), MOST_COPIES):
+            for copy in small_copies(mock, data, check_run, MOST_PROOF_BYTES):
                 try:
                     return _prove(copy.mock, IndexRanges(copy.mock.block, copy.data))
                 except (NotThisForm, ContractBroken) as error:

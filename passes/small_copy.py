@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,8 @@ from moepass.passes.small_sizes import Reading, run_bytes, scales
 
 # A size of so many symbols, as the sum of what hundreds of ranks send, is taken for one that nothing is known of.
 _MOST_SYMBOLS = 8
+# Where the numbers of a block can be read in several ways, so many are tried.
+_MOST_COPIES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ def small_copies(
             continue
         small = SmallMock(mock, scale)
         try:
-            for guess in guesses(small, check):
+            for guess in itertools.islice(guesses(small, check), _MOST_COPIES):
                 found = True
                 yield _Copier(small, guess).copy(data)
         except NoSmallCopy as error:

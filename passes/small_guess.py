@@ -238,12 +238,23 @@ class _GuessingRun(MockRun):
         def note(name: str, position: int, number: int) -> int:
             if name in _SIZES | _VALUES:
                 found[place_of(name, position, number)] = self.mock.scale.readings(
-                    number, is_size=name in _SIZES, prefers_growing=_prefers_growing(node, name)
+                    number, is_size=name in _SIZES, prefers_growing=self._prefers_growing(node, name)
                 )
             return number
 
         replace_numbers(node, note)
         return found
+
+    def _prefers_growing(self, node: Node, name: str) -> bool:
+        """Whether a number that may be a count of experts, or of ranks, is rather one of tokens here."""
+        value = fake_value(node)
+        if not isinstance(value, torch.Tensor) or node in self.local.sized:
+            return True
+        if is_call(node, *_CREATIONS) and value.dim() == 1:
+            # What is made for each expert is counted by expert; a single number is one that ranks agree on.
+            size = value.shape[0]
+            return name == "fill_value" and isinstance(size, int) and size == 1
+        return name in _SIZES
 
     def _fits(self, captured: Any, value: Any) -> bool:
         """True where `value` has the captured shape in small, in some reading of every size that is known."""
@@ -260,17 +271,6 @@ class _GuessingRun(MockRun):
             symbols, sizes = captured.node.expr.free_symbols, self.mock.sizes
             return any(symbol not in sizes for symbol in symbols) or concrete(captured, sizes) == small
         return any(reading.small == small for reading in size_readings(self.mock.scale, captured))
-
-
-def _prefers_growing(node: Node, name: str) -> bool:
-    """Whether a number that may be a count of experts, or of ranks, is rather one of tokens here."""
-    value = fake_value(node)
-    if not isinstance(value, torch.Tensor):
-        return True
-    if is_call(node, *_CREATIONS) and value.dim() == 1:
-        # What is made for each expert is counted by expert; a single number is one that ranks agree on.
-        return name == "fill_value" and value.shape[0] == 1
-    return name in _SIZES
 
 
 def size_readings(scale: Scale, size: int) -> list[Reading]:

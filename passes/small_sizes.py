@@ -23,6 +23,8 @@ SMALL_SLOTS = (11, 12)
 SMALL_HIDDEN = (5, 7)
 # Divisible, since activation functions cut their rows into equal parts.
 SMALL_INNER = 8
+# From here on hardly a number is a multiple by chance.
+_TELLING = 64
 # Sizes beyond this mean the end of something, whatever it is.
 _END = 2**31
 # Numbers of 8 bytes that a run holds of each row, in widths of the block: what was measured.
@@ -70,10 +72,12 @@ class Scale:
         itself = Reading(number)
         exact, near = list(self._multiples(number, (0,))), list(self._multiples(number, (1, -1)))
         widths = self._widths(number) if is_size else ()
-        if prefers_growing or number not in self.fixed:
-            found = [*exact, *widths, itself, *near]
-        else:
-            found = [itself, *exact, *widths, *near]
+        found = [*exact, *widths, itself] if prefers_growing or number not in self.fixed else [itself, *exact, *widths]
+        found += near
+        growing = self.growing
+        if is_size and growing is not None and growing.captured >= _TELLING and abs(number) < _END:
+            factor, rest = divmod(number, growing.captured)
+            found += [Reading(factor * growing.small, factor)] if rest == 0 else []
         return list(dict.fromkeys(found))
 
     def _multiples(self, number: int, offsets: tuple[int, ...]) -> Iterator[Reading]:
