@@ -274,7 +274,8 @@ class LocalForm:
                 args, kwargs = map_nodes(arguments, known)
                 self.copied.add(current)
                 values[current] = self._emit(current.target, *args, **kwargs)  # type: ignore[arg-type]
-                self.origins[values[current]] = current
+                if arguments[0] is current.args:
+                    self.origins[values[current]] = current
         result = known(node)
         assert result is not None
         return result
@@ -295,9 +296,10 @@ class LocalForm:
         source, size = node.args[0], node.args[1]
         rows = str(fake_value(self.block.down.node).shape[0])
         before, after = fake_value(source).shape, fake_value(node).shape  # type: ignore[arg-type]
-        if -1 in size or str(before[0]) != rows or str(after[0]) != rows:  # type: ignore[operator]
+        by_row = bool(before) and bool(after) and str(before[0]) == rows and str(after[0]) == rows
+        if not by_row or size[0] == -1 or not all(isinstance(part, int) for part in after[1:]):  # type: ignore[index]
             return node.args, node.kwargs
-        return (source, [-1, *size[1:]]), node.kwargs  # type: ignore[index, misc]
+        return (source, [-1, *map(int, after[1:])]), node.kwargs
 
     def _from_products(self, node: object, values: dict[Node, Node]) -> bool:
         pending, seen = [node], set()

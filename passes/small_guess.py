@@ -22,19 +22,24 @@ from moepass.passes.graph import fake_value, is_call, map_nodes
 from moepass.passes.mock_run import SCENARIOS, Answer, ContractBroken, MockBlock, MockRun, concrete
 from moepass.passes.node_arguments import UNNAMED, replace_numbers
 from moepass.passes.parallel_match import bias_after
-from moepass.passes.small_sizes import Reading, Scale
+from moepass.passes.small_sizes import Reading, Scale, Use
 
 aten = torch.ops.aten
 
-# Arguments that are sizes or places in memory.
-_SIZES = {
-    "size", "sizes", "shape", "split_size", "split_sizes", "start", "end", "length", "output_size", "repeats", "pad",
-    "input_split_sizes", "output_split_sizes",
+# What numbers are for, by the name of the argument.
+_SHAPES = {
+    "size", "sizes", "shape", "split_size", "split_sizes", "length", "output_size", "repeats", "input_split_sizes",
+    "output_split_sizes",
 }  # fmt: skip
+_CUTS = {"start", "end", "pad"}
+_VALUES = {UNNAMED, "other", "fill_value", "min", "max", "value", "s"}
+_USES = {
+    **dict.fromkeys(_SHAPES, Use.SHAPE),
+    **dict.fromkeys(_CUTS, Use.CUT),
+    **dict.fromkeys(_VALUES, Use.VALUE),
+}
 # Of these, lists in which equal numbers mean the same.
 _SPLITS = {"split_sizes", "input_split_sizes", "output_split_sizes", "repeats"}
-# Arguments that are compared or computed with.
-_VALUES = {UNNAMED, "other", "fill_value", "min", "max", "value", "s"}
 _CREATIONS = {
     aten.zeros.default, aten.ones.default, aten.full.default, aten.new_zeros.default, aten.new_ones.default,
     aten.new_full.default, aten.arange.default, torch.ops.prims.iota.default,
@@ -149,7 +154,7 @@ class SmallMock(MockBlock):
         found: list[int] = []
 
         def note(name: str, position: int, number: int) -> int:
-            if name in _SIZES | _VALUES:
+            if name in _CUTS | _VALUES:
                 found.append(number)
             return number
 
@@ -236,9 +241,9 @@ class _GuessingRun(MockRun):
         found: dict[Place, list[Reading]] = {}
 
         def note(name: str, position: int, number: int) -> int:
-            if name in _SIZES | _VALUES:
+            if name in _USES:
                 found[place_of(name, position, number)] = self.mock.scale.readings(
-                    number, is_size=name in _SIZES, prefers_growing=self._prefers_growing(node, name)
+                    number, _USES[name], prefers_growing=self._prefers_growing(node, name)
                 )
             return number
 
@@ -254,7 +259,7 @@ class _GuessingRun(MockRun):
             # What is made for each expert is counted by expert; a single number is one that ranks agree on.
             size = value.shape[0]
             return name == "fill_value" and isinstance(size, int) and size == 1
-        return name in _SIZES
+        return name not in _VALUES
 
     def _fits(self, captured: Any, value: Any) -> bool:
         """True where `value` has the captured shape in small, in some reading of every size that is known."""
@@ -274,7 +279,7 @@ class _GuessingRun(MockRun):
 
 
 def size_readings(scale: Scale, size: int) -> list[Reading]:
-    return scale.readings(size, is_size=True, prefers_growing=True)
+    return scale.readings(size, Use.SHAPE, prefers_growing=True)
 
 
 def _arguments(node: Node, readings: Mapping[Place, Reading], value_of: Callable[[Node], Any]) -> Any:

@@ -8,6 +8,7 @@ becomes a symbol, or for a width, which becomes a small one.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +30,14 @@ _TELLING = 64
 _END = 2**31
 # Numbers of 8 bytes that a run holds of each row, in widths of the block: what was measured.
 _HELD_ROWS = 3
+
+
+class Use(enum.Enum):
+    """What a number in the arguments of a node is for: the shape of a tensor, a place to cut it at, a value."""
+
+    SHAPE = enum.auto()
+    CUT = enum.auto()
+    VALUE = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +76,19 @@ class Scale:
     # Numbers that count experts, ranks or choices, and stand for themselves where nothing says otherwise.
     fixed: frozenset[int]
 
-    def readings(self, number: int, *, is_size: bool, prefers_growing: bool) -> list[Reading]:
-        """All readings of a number, the likeliest first. Only sizes may be widths."""
+    def readings(self, number: int, use: Use, *, prefers_growing: bool) -> list[Reading]:
+        """All readings of a number, the likeliest first. Only sizes may be widths.
+
+        Any multiple of the growing size may be the shape of a tensor. What values are compared with, or cut at, must
+        be one of the factors: only of these it is known that the mock runs go beyond.
+        """
         itself = Reading(number)
         exact, near = list(self._multiples(number, (0,))), list(self._multiples(number, (1, -1)))
-        widths = self._widths(number) if is_size else ()
+        widths = self._widths(number) if use is not Use.VALUE else ()
         found = [*exact, *widths, itself] if prefers_growing or number not in self.fixed else [itself, *exact, *widths]
         found += near
         growing = self.growing
-        if is_size and growing is not None and growing.captured >= _TELLING and abs(number) < _END:
+        if use is Use.SHAPE and growing is not None and growing.captured >= _TELLING and abs(number) < _END:
             factor, rest = divmod(number, growing.captured)
             found += [Reading(factor * growing.small, factor)] if rest == 0 else []
         return list(dict.fromkeys(found))
@@ -162,7 +175,8 @@ def _growing(block: ParallelBlock) -> Growing | None:
         tokens = routed_tokens(block)
         known = tokens is not None and tokens.is_Integer and tokens > 0 and source % int(tokens) == 0
         each = source // int(tokens) if known and tokens is not None else 1
-        return _sized(source // each, SMALL_TOKENS, each, {1, each, ranks, ranks * each})
+        # Not those of all ranks: a peer may bring more than all others.
+        return _sized(source // each, SMALL_TOKENS, each, {1, each})
     top_k = int(fake_value(block.sources["ids"]).shape[1])
     places = {rank * each for rank in (*range(1, ranks + 1),) for each in (1, top_k)}
     return _sized(source, SMALL_TOKENS, 1, places)

@@ -29,10 +29,11 @@ def _resident_bytes() -> int:
 
 
 def _measure(captured: Captured) -> dict[str, object]:
-    before, start = _resident_bytes(), time.perf_counter()
+    before, start, cpu = _resident_bytes(), time.perf_counter(), time.process_time()
     result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
     return {
         "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu,
         "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
         "banks": len(result.plan.banks),
         "refusals": [refusal.reason for refusal in result.refusals],
