@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Node
 
 from moepass.passes.canonical_text import CanonicalText, describe_constant, describe_value
@@ -12,11 +14,12 @@ from moepass.passes.parallel_match import ParallelBlock
 
 def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
     """Everything that a proof of the block looks at: its nodes, their sizes and types, constants, and parts."""
-    text = CanonicalText(_describe_source)
+    known: dict[Any, str] = {}
+    text = CanonicalText(lambda node: _describe_source(node, known))
     for node in dict.fromkeys((*block.sources.values(), *block.expert_tensors, *local.complete.values())):
         text.add_source(node)
     for node in (*block.region, *local.written):
-        text.add(node, describe_value(fake_value(node)))
+        text.add(node, describe_value(fake_value(node), known))
     products = [
         (product.node, product.weights, product.activations, product.inner, product.outer) for product in block.products
     ]
@@ -35,7 +38,7 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
     return str(text)
 
 
-def _describe_source(node: Node) -> str:
+def _describe_source(node: Node, known: dict[Any, str]) -> str:
     if node.op == "get_attr":
         return f"constant {describe_constant(constant_of(node))}"
-    return f"source {describe_value(fake_value(node))}"
+    return f"source {describe_value(fake_value(node), known)}"

@@ -64,13 +64,28 @@ class _Name(str):
     __repr__ = str.__str__
 
 
-def describe_value(value: Any) -> str:
-    """Type and layout of what a node's fake value stands for."""
+def describe_value(value: Any, known: dict[Any, str] | None = None) -> str:
+    """Type and layout of what a node's fake value stands for.
+
+    `known` keeps the texts of sizes: that of a sum of hundreds of symbols takes long to write.
+    """
+    known = {} if known is None else known
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} offset {value.storage_offset()}"
+        sizes = (tuple(value.shape), value.stride(), (value.storage_offset(),))
+        shape, stride, (offset,) = ([_size_text(size, known) for size in part] for part in sizes)
+        return f"{value.dtype} {shape} {stride} {value.device} offset {offset}"
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(describe_value, value))}]"
-    return str(value)
+        return f"[{', '.join(describe_value(item, known) for item in value)}]"
+    return _size_text(value, known)
+
+
+def _size_text(size: Any, known: dict[Any, str]) -> str:
+    if not isinstance(size, torch.SymInt):
+        return str(size)
+    expression = size.node.expr
+    if expression not in known:
+        known[expression] = str(size)
+    return known[expression]
 
 
 def describe_constant(value: object, is_placed: bool = True) -> str:

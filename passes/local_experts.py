@@ -50,6 +50,10 @@ class LocalForm:
         # Of the block's nodes: those whose operation the local form repeats, and the masks that it does without.
         self.copied: set[Node] = set()
         self.left_out: set[Node] = set()
+        # The copies that were written, and what each is a copy of.
+        self.origins: dict[Node, Node] = {}
+        # Nodes that were written with a number of this rank's rows, or of slots, in their arguments.
+        self.sized: set[Node] = set()
         # The experts alone: their rows, sorted, where each expert's rows end, and which expert each row has.
         self.rows: Node
         self.ends: Node
@@ -117,6 +121,7 @@ class LocalForm:
         # A count beyond the capacity means that all slots are filled, no more.
         counts = self._emit(aten.clamp_max.default, self._emit(aten.clamp_min.default, counts, 0), capacity)
         position = self._arange(capacity, device)
+        self.sized.update((counts, position))
         empty = self._emit(aten.ge.Tensor, position, self._emit(aten.unsqueeze.default, counts, -1))
         every = self._emit(aten.unsqueeze.default, self._arange(experts, device), -1)
         nobody = self._emit(aten.scalar_tensor.default, experts, dtype=torch.int64, device=device)
@@ -139,6 +144,7 @@ class LocalForm:
         like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
         counts = self._emit(aten.full.default, [experts], 0, **like)
         ones = self._emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
+        self.sized.add(ones)
         counts = self._emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
         ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
         outputs = self._experts(rows, ends, lambda: sorted_ids)
@@ -160,7 +166,11 @@ class LocalForm:
         """
         if not isinstance(size, torch.SymInt):
             return size
-        known = {str(fake_value(node)): node for node in self.graph.nodes if isinstance(fake_value(node), torch.SymInt)}
+        known = {
+            str(value): node
+            for node in self.graph.nodes
+            if isinstance(value := fake_value(node), torch.SymInt) and value.node.expr.is_Symbol
+        }
         return self._expression(size.node.expr, known)
 
     def _expression(self, expression: Any, known: dict[str, Node]) -> Any:
@@ -199,6 +209,7 @@ class LocalForm:
 
     def _inverse(self, order: Node) -> Node:
         places = self._arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
+        self.sized.add(places)
         return self._emit(aten.index_put.default, self._emit(aten.empty_like.default, order), [order], places)
 
     # ------------------------------------------------------------------------------------------------ the experts
@@ -260,31 +271,65 @@ class LocalForm:
 
     def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
         """`node`, a value between the products, for the rows of the local form; `values` maps what is known."""
-        if node in values:
-            return values[node]
-        if node.op == "get_attr":
-            return node
-        if node.op != "call_function" or not node.all_input_nodes:
-            if node.op == "call_function":
-                return self._copy(node, values)
-            raise NotThisForm(
-                f"what lies between its products reads {named(node)}; expected nothing but their results, and constants"
-            )
+        # Of each node that was met: the operand that takes its place, where it only masks that.
+        unmasked: dict[Node, Node | None] = {}
+
+        def known(used: Node) -> Node | None:
+            while (source := unmasked.get(used)) is not None:
+                used = source
+            return used if used.op == "get_attr" else values.get(used)
+
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            if known(current) is not None:
+                pending.pop()
+                continue
+            if current.op != "call_function":
+                raise NotThisForm(
+                    f"what lies between its products reads {named(current)}; expected nothing but their results, and "
+                    "constants"
+                )
+            if current not in unmasked:
+                unmasked[current] = self._unmasked(current, values)
+            source = unmasked[current]
+            arguments = self._for_any_rows(current)
+            missing = [used for used in _nodes_in(arguments) if known(used) is None]
+            if source is not None:
+                self.left_out.add(current)
+                pending.append(source)
+            elif missing:
+                pending.extend(reversed(missing))
+            else:
+                args, kwargs = map_nodes(arguments, known)
+                self.copied.add(current)
+                values[current] = self._emit(current.target, *args, **kwargs)  # type: ignore[arg-type]
+                if arguments[0] is current.args:
+                    self.origins[values[current]] = current
+        result = known(node)
+        assert result is not None
+        return result
+
+    def _unmasked(self, node: Node, values: dict[Node, Node]) -> Node | None:
+        """The operand of which `node` masks the rows of other ranks' experts, which the local form does not have."""
         if is_call(node, aten.masked_fill.Scalar) and not self._from_products(node.args[1], values):
-            self.left_out.add(node)
-            return self._translate(node.args[0], values)  # type: ignore[arg-type]
+            return node.args[0]  # type: ignore[return-value]
         if is_call(node, aten.where.self) and not self._from_products(node.args[0], values):
             kept = [value for value in node.args[1:] if self._from_products(value, values)]
-            if len(kept) == 1:
-                self.left_out.add(node)
-                return self._translate(kept[0], values)  # type: ignore[arg-type]
-        return self._copy(node, values)
+            return kept[0] if len(kept) == 1 else None  # type: ignore[return-value]
+        return None
 
-    def _copy(self, node: Node, values: dict[Node, Node]) -> Node:
-        args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._translate(used, values))
-        self.copied.add(node)
-        values[node] = self._emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        return values[node]
+    def _for_any_rows(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a node of the activation function, without the number of rows that the block has."""
+        if not is_call(node, aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+            return node.args, node.kwargs
+        source, size = node.args[0], node.args[1]
+        rows = str(fake_value(self.block.down.node).shape[0])
+        before, after = fake_value(source).shape, fake_value(node).shape  # type: ignore[arg-type]
+        by_row = bool(before) and bool(after) and str(before[0]) == rows and str(after[0]) == rows
+        if not by_row or size[0] == -1 or not all(isinstance(part, int) for part in after[1:]):  # type: ignore[index]
+            return node.args, node.kwargs
+        return (source, [-1, *map(int, after[1:])]), node.kwargs
 
     def _from_products(self, node: object, values: dict[Node, Node]) -> bool:
         pending, seen = [node], set()
@@ -298,6 +343,17 @@ class LocalForm:
             if current in self._region:
                 pending.extend(current.all_input_nodes)
         return False
+
+
+def _nodes_in(arguments: Any) -> list[Node]:
+    found: list[Node] = []
+
+    def note(used: Node) -> Node:
+        found.append(used)
+        return used
+
+    map_nodes(arguments, note)
+    return found
 
 
 def _is_cast(node: Node) -> bool:

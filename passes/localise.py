@@ -38,8 +38,9 @@ from moepass.passes.find_parallel import find_parallel_blocks
 from moepass.passes.graph import copy_graph_module, fake_value, is_call, map_nodes, positions
 from moepass.passes.ir import BankSpec, LocalisedBlock, Plan, gather
 from moepass.passes.local_experts import LocalForm
-from moepass.passes.mock_ranks import ContractBroken, check_local_form
+from moepass.passes.mock_run import ContractBroken
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.proof import check_local_form
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.refusals import refusal_of
 from moepass.passes.replicated import Origin, ReplicatedValues

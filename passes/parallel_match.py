@@ -20,6 +20,7 @@ import dataclasses
 import heapq
 import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from moepass.models.expert_placement import shard_bounds
 from moepass.passes.collectives import Collective, Communication, collective_of
 from moepass.passes.detect import BlockMatch, ExpertProduct
 from moepass.passes.graph import fake_value, is_call, is_view, view_source
-from moepass.passes.near_experts import MOST_NODES, is_size
+from moepass.passes.near_experts import MOST_NODES, is_size, most_nodes
 from moepass.passes.protocol import CaptureNotes, Group
 from moepass.passes.source_lines import describe_shape, named
 
@@ -172,6 +173,7 @@ def _match_all_to_all(
     region, exchanges, leaves = _walk_back(
         combine.result,
         place,
+        most_nodes(group.ranks),
         stop_at_inputs_of=lambda found: (
             found.kind == "all_to_all" and found.group_name == combine.group_name and found != combine
         ),
@@ -298,7 +300,7 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
             "[tokens, k]"
         )
     sink = _own_part(combine.result, tokens.shape[0]) if gathered else combine.result
-    region, exchanges, leaves = _walk_back(sink, place, stop_at=frozenset(sources.values()))
+    region, exchanges, leaves = _walk_back(sink, place, most_nodes(group.ranks), stop_at=frozenset(sources.values()))
     stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
     kinds = sorted({exchange.kind for exchange in exchanges})
     # Ranks that always bring equally many tokens need no agreement (the AllReduce) on the largest number.
@@ -485,9 +487,9 @@ def _is_float(node: object) -> bool:
 
 def _row_weights(match: BlockMatch) -> Node:
     """What the expert outputs are multiplied by, row by row."""
-    pending, seen = [match.products[-1].node], set[Node]()
+    pending, seen = deque([match.products[-1].node]), set[Node]()
     while pending and len(seen) < MOST_NODES:
-        node = pending.pop(0)
+        node = pending.popleft()
         for user in node.users:
             if user in seen:
                 continue
@@ -525,6 +527,7 @@ def _own_part(result: Node, tokens: Any) -> Node:
 def _walk_back(
     root: Node,
     place: dict[Node, int],
+    most: int,
     *,
     stop_at_inputs_of: Callable[[Collective], bool] = lambda found: False,
     stop_at: frozenset[Node] = frozenset(),
@@ -546,10 +549,10 @@ def _walk_back(
             leaves.add(node)
             continue
         region.append(node)
-        if len(region) > MOST_NODES:
+        if len(region) > most:
             raise NotThisForm(
                 f"what {named(root)} is computed from cannot be told apart from the rest of the model: more than "
-                f"{MOST_NODES} operations lead to it without an exchange"
+                f"{most} operations lead to it without an exchange"
             )
         inputs = list(node.all_input_nodes)
         collective = collective_of(node)
@@ -589,9 +592,9 @@ def _check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
 
 def ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:
     """Nearest first, and no more than MOST_NODES; all that stand behind place `beyond` where `place` is given."""
-    pending, seen = [node], {node}
+    pending, seen = deque([node]), {node}
     while pending and (place is not None or len(seen) < MOST_NODES):
-        current = pending.pop(0)
+        current = pending.popleft()
         yield current
         for used in current.all_input_nodes:
             if used not in seen and (place is None or place[used] > beyond):

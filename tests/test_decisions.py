@@ -21,7 +21,7 @@ from moepass.models.grouped_experts import grouped_product
 from moepass.models.moe_stack import build_stack
 from moepass.passes import localise
 from moepass.passes.ir import LocalisedBlock
-from moepass.passes.mock_ranks import ContractBroken
+from moepass.passes.mock_run import ContractBroken
 from moepass.passes.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
 from moepass.runtime.rendezvous import PeerError
 

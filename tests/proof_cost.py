@@ -1,0 +1,62 @@
+"""What it costs to prove one block: `python proof_cost.py FORM static|dynamic TOKENS HIDDEN WIDTH EXPERTS TOP_K RANKS`.
+
+Prints JSON: seconds of the pass, bytes of memory beyond those that the process had before, the banks, the refusals.
+Capturing takes longer and more than that, so the proof runs in a forked child, whose peak begins at what it was left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+from simulated_ranks import Captured, capture
+
+from moepass.models.moe_stack import StackConfig
+from moepass.passes.ir import Plan
+from moepass.passes.localise import localise
+from moepass.passes.protocol import PassContext, run_passes
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def _measure(captured: Captured) -> dict[str, object]:
+    before, start, cpu = _resident_bytes(), time.perf_counter(), time.process_time()
+    result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu,
+        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
+        "banks": len(result.plan.banks),
+        "refusals": [refusal.reason for refusal in result.refusals],
+    }
+
+
+def main() -> None:
+    form, mode = sys.argv[1:3]
+    tokens, hidden, width, experts, top_k, ranks = map(int, sys.argv[3:])
+    torch.set_num_threads(1)
+    config = StackConfig(
+        layers=1, hidden=hidden, width=width, experts=experts, top_k=top_k, max_tokens=tokens, dtype=torch.bfloat16
+    )
+    rank = ranks // 2
+    captured = capture(config, form, rank, ranks, tokens, dynamic=mode == "dynamic", moe_alone=True)
+    captured = dataclasses.replace(captured, inputs=())
+    gc.collect()
+    child = os.fork()
+    if child == 0:
+        print(json.dumps(_measure(captured)), flush=True)
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+if __name__ == "__main__":
+    main()
