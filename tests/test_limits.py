@@ -210,8 +210,18 @@ def test_the_slowest_machine_within_the_limits_is_explained(tmp_path: Path) -> N
     profile.write_text(json.dumps({"extends": "8xh100", **figures}))
     report = moepass.explain("deepseek-v3", hardware=profile, dtype="bf16", tokens=limits.MOST_TOKENS)
     assert report.schedule is None or report.schedule.step_seconds > 0
-    assert "nan" not in report.to_json().lower().replace("financ", "")
+    for word in ("NaN", "Infinity"):
+        assert word not in report.to_json()
     assert report.text()
+
+
+def test_a_threshold_beyond_all_numbers_of_tokens_is_not_searched_one_by_one(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    table = {"axes": [{"name": "bytes", "points": [1]}], "seconds": [limits.MOST_SECONDS], "source": "user"}
+    profile.write_text(json.dumps({"extends": "8xh100", "memory": table}))
+    report = moepass.explain("demo", hardware=profile)
+    assert report.saturation is not None
+    assert report.saturation.tokens_per_rank > 1 << 50
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), True, "1", float("inf"), 1e300])
