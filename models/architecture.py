@@ -69,6 +69,10 @@ class Attention:
             raise InputError(f"attention of kind {self.kind!r} is unknown; the kinds are {one_of(ATTENTION_KINDS)}")
         if (self.window is not None) != (self.kind in ("sliding", "chunked")):
             raise InputError(f"attention of kind {self.kind!r} with window {self.window}: sliding and chunked have one")
+        for name in ("heads", "kv_heads", "head_dim", "value_head_dim", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} of attention is {value}; it must be 1 or more")
 
     @property
     def query_width(self) -> int:
@@ -175,7 +179,8 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
         dtype: of the weights, instead of the one that the config names (bf16 where it names none).
 
     Raises:
-        InputError: the family is not known here, or its config lacks what the family's configs have.
+        InputError: the family is not known here, or its config lacks what the family's configs have, or has numbers
+            that make no layers.
     """
     text = config.get_text_config()
     family = FAMILIES.get(str(text.model_type))
@@ -196,6 +201,10 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
         )
     except AttributeError as error:
         raise InputError(f"the config of model_type {text.model_type!r} is incomplete: {error}") from error
+    except InputError:
+        raise
+    except (ArithmeticError, IndexError, TypeError, ValueError) as error:  # numbers that do not fit together
+        raise InputError(f"the config of model_type {text.model_type!r} does not fit together: {error}") from error
 
 
 def _outer_parameters(config: Any) -> tuple[int, int]:

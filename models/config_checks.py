@@ -34,8 +34,14 @@ def check_raw_config(values: Mapping[Any, Any], name: str) -> None:
 
 
 def check_config(config: PreTrainedConfig, name: str) -> None:
-    """Raises CheckpointError where tokens would meet more experts than a layer has; `name` stands in errors."""
-    for part in (config, config.get_text_config()):
+    """Raises CheckpointError where a configuration has no language model, or one whose tokens meet more experts than
+    there are; `name` stands in errors."""
+    try:
+        text: Any = config.get_text_config()
+        str(text.model_type)
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"{name}: the part that describes its language model cannot be read: {error}") from error
+    for part in (config, text):
         count, top_k = _first(part, _COUNTS), _first(part, _TOP_K)
         # Some families have no experts in layers that the config still gives a top_k.
         if count is not None and top_k is not None and count[1] > 0 and not 1 <= top_k[1] <= count[1]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from moepass.models.errors import InputError
+from moepass.models.errors import InputError, OptionError
 
 # Devices of one plan. The largest expert-parallel deployments that are published have 320.
 MOST_RANKS = 512
@@ -25,6 +25,14 @@ MOST_LAYERS = 1024
 MOST_EXPERTS = 1 << 14
 # CPU threads, of one process.
 MOST_THREADS = 1024
+
+# A machine's figures: bytes and FLOPs per second, bytes of memory, and what may take how long, or how much longer. In
+# between, no sum of seconds or bytes overflows.
+LEAST_RATE, MOST_RATE = 1e3, 1e21
+MOST_SECONDS = 1e12
+MOST_SLOWDOWN = 1e3
+# How long ranks wait for each other: what the operating system can wait for, and a person.
+MOST_WAIT_SECONDS = 1e7
 
 # What `score` reads. A text takes up to 300 times its bytes while it becomes tokens.
 MOST_LINE_BYTES = 4 << 20
@@ -46,7 +54,7 @@ class TooLargeError(InputError):
     """Something from outside is beyond a limit of `moepass.models.limits`."""
 
 
-def check_limit(name: str, value: int, most: int, advice: str) -> None:
+def check_limit(name: str, value: float, most: float, advice: str) -> None:
     """Raise TooLargeError, which gives `advice`, where `value` is beyond `most`."""
     if value > most:
         raise TooLargeError(f"{name} is {value}; the limit is {most}: {advice}")
@@ -57,8 +65,18 @@ def read_limited(file: Path, most_bytes: int) -> bytes:
     with file.open("rb") as opened:
         data = opened.read(most_bytes + 1)
     if len(data) > most_bytes:
-        raise TooLargeError(f"{file} has {file.stat().st_size} bytes; the limit is {most_bytes} for a file of its kind")
+        size = max(file.stat().st_size, len(data))  # a device says 0, and has no end
+        raise TooLargeError(f"{file} has {size} bytes or more; the limit is {most_bytes} for a file of its kind")
     return data
+
+
+def check_wait(name: str, seconds: object) -> None:
+    """Raise OptionError where `seconds` is no time that ranks could wait for each other."""
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not seconds > 0:  # type: ignore[operator]
+        raise OptionError(f"{name} is {seconds!r}; it must be a number of seconds above 0")
+    if seconds > MOST_WAIT_SECONDS:  # type: ignore[operator]
+        raise OptionError(f"{name} is {seconds!r}; the limit is {MOST_WAIT_SECONDS:g} seconds")
 
 
 def decode_json(data: bytes | str, kind: Any = Any) -> Any:

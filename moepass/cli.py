@@ -344,6 +344,8 @@ def calibrate(
     computation down. Leave the machine alone meanwhile: what else runs is measured too.
     """
     target = check_output(output)
+    if threads is not None:
+        check_limit("threads", threads, MOST_THREADS, "more than there are cores make nothing faster")
     import torch
     from rich.console import Console
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from moepass.hardware_profiles import load_hardware
 from moepass.models.errors import OptionError, one_of
+from moepass.models.limits import check_wait
 from moepass.passes.hardware import Hardware
 from moepass.passes.lower import LOWERINGS
 from moepass.runtime.adoption import AdoptionOptions
@@ -107,8 +108,8 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
         raise OptionError(f"option slots is {slots!r}; it must be a number from 1 on, 2 to overlap")
     timeout_s = given.get("timeout_s")
-    if timeout_s is not None and (isinstance(timeout_s, bool) or not _is_positive(timeout_s)):
-        raise OptionError(f"option timeout_s is {timeout_s!r}; it must be a number of seconds above 0")
+    if timeout_s is not None:
+        check_wait("option timeout_s", timeout_s)
     link = given.get("link")
     if link is not None:
         parse_link(link)
@@ -139,7 +140,3 @@ def _hardware(given: object, below: object) -> Hardware | None:
             "one of both"
         )
     return machine
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and value > 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from moepass.models.errors import InputError, one_of
 from moepass.models.formulas.memory import ELEMENT_BYTES
-from moepass.models.limits import MOST_RANKS, check_limit
+from moepass.models.limits import LEAST_RATE, MOST_RANKS, MOST_RATE, MOST_SECONDS, MOST_SLOWDOWN, check_limit
 from moepass.passes.seconds_table import SecondsTable, Source
 
 HARDWARE_SCHEMA = "moepass.hardware/1"
@@ -41,9 +41,14 @@ COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p"
 #                0.60 is within all three. That products by expert reach as much is assumed.
 #   bandwidth    8 x H100 reach 370 of 450 GB/s over NVLink; the memory of an H200 reaches 4.3 of 4.8 TB/s, so the
 #                same number is on the safe side there.
+LEAST_EFFICIENCY = 1e-6
 DENSE_GEMM_EFFICIENCY = 0.81
 IRREGULAR_EFFICIENCY = 0.60
 BANDWIDTH_EFFICIENCY = 0.82
+
+
+# Figures that are bytes, or something per second.
+_RATES = ("flops.", "memory_bytes", "peer.", "host.", "disk.", "local.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +204,25 @@ class Hardware:
                     named[f"{name}.emulated_bytes_per_s"] = link.emulated_bytes_per_s
                 if link.seconds is not None:
                     _check_axes(name, link.seconds, ("bytes",))
+                latency = link.latency_seconds.value
+                check_limit(f"{name}.latency_seconds", latency, MOST_SECONDS, "a slice of a copy takes microseconds")
+        latency = self.collective_latency_seconds.value
+        check_limit("collective_latency_seconds", latency, MOST_SECONDS, "a step of a collective takes microseconds")
+        for name in ("gemm", "memory", "copy"):
+            slowdown: float = getattr(self.overlap, name).value
+            check_limit(f"overlap.{name}", slowdown, MOST_SLOWDOWN, "it is a factor, 1 where copies cost nothing")
         for name, figure in named.items():
             if figure.value == 0:
                 raise InputError(f"profile {self.name!r}: {name} is 0; it must be above 0")
+            if name.startswith(_RATES) and not LEAST_RATE <= figure.value <= MOST_RATE:
+                raise InputError(
+                    f"profile {self.name!r}: {name} is {figure.value:g}; it must lie between {LEAST_RATE:g} and "
+                    f"{MOST_RATE:g}"
+                )
+            if name.startswith("efficiency.") and figure.value < LEAST_EFFICIENCY:
+                raise InputError(
+                    f"profile {self.name!r}: {name} is {figure.value:g}; it must be {LEAST_EFFICIENCY:g} or more"
+                )
             if name.startswith("efficiency.") and figure.value > 1:
                 raise InputError(
                     f"profile {self.name!r}: {name} is {figure.value:g}; it is a part of the peak, up to 1"

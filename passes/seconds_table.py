@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from moepass.models.errors import InputError
+from moepass.models.limits import MOST_SECONDS, check_limit
 
 # Where a number comes from:
 #   measured     read off this machine, such as the size of its memory
@@ -67,6 +68,7 @@ class SecondsTable:
         for value in self.seconds:
             if not _is_positive(value):
                 raise InputError(f"a table of {shape} has {value!r} seconds; every one must be a number above 0")
+            check_limit(f"the largest of a table of {shape} seconds", value, MOST_SECONDS, "measure smaller sizes")
         if self.spreads and len(self.spreads) != expected:
             raise InputError(f"a table of {shape} has {len(self.spreads)} spreads; it must have {expected}, or none")
 

@@ -10,6 +10,7 @@ import time
 import torch
 
 from moepass.models.errors import OptionError
+from moepass.models.limits import LEAST_RATE
 
 # [Empirical] How much later than asked for a thread wakes up, at most: a link that is used again so soon had no pause.
 _LATE_SECONDS = 0.002
@@ -82,4 +83,6 @@ def parse_link(text: str, option: str = "link") -> Link:
         bytes_per_s = math.nan
     if kind != "emulate" or not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
         raise OptionError(f"{option} is {text!r}; it must be `real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`")
+    if bytes_per_s < LEAST_RATE:
+        raise OptionError(f"{option} is {text!r}; the slowest link has {LEAST_RATE:g} bytes/s, or a run never ends")
     return Link(bytes_per_s)

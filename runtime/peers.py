@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from moepass.models.errors import InputError, OptionError
+from moepass.models.errors import InputError
+from moepass.models.limits import check_wait
 from moepass.passes.ir import BankSpec
 from moepass.runtime.processes import ProcessIdentity, ProcessWatch, this_process
 from moepass.runtime.rendezvous import PeerError, Rendezvous
@@ -83,10 +84,10 @@ class PeerGroup:
 
         Groups of the same ranks may share a `watch`.
 
-        Raises OptionError for a timeout that is no positive number, PeerError where the store is gone.
+        Raises OptionError for a timeout that is no positive number or beyond MOST_WAIT_SECONDS, PeerError where the
+        store is gone.
         """
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-            raise OptionError(f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0")
+        check_wait("timeout_s", timeout_s)
         self.rank = rank
         self.size = size
         self.transport = transport

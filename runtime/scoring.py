@@ -153,6 +153,11 @@ class Scorer:
             raise InputError(f"{where}: the text is empty")
         tokens = _encode(self.tokenizer, self.prompt.render(self._cut(text, where)), where, special=True)
         room = self.max_tokens - labels.reads + 1
+        if room < 1:
+            raise InputError(
+                f"the longest label has {labels.reads} tokens, but the model takes at most {self.max_tokens} with the "
+                "prompt; shorten the label"
+            )
         if len(tokens) > room:
             raise InputError(
                 f"{where}: the prompt has {len(tokens)} tokens, but the model takes at most {room}"

@@ -251,6 +251,7 @@ def test_a_line_that_is_nested_deeply(checkpoint: Path) -> None:
         (["--batch-size", "1000000000000"], "batch_size is 1000000000000; the limit is 65536"),
         (["--labels", ",".join(f"a{number}" for number in range(2000))], "the number of labels is 2000; the limit is"),
         (["--labels", "[" * 100_000], "are no JSON list of strings"),
+        (["--labels", "no," + "yes " * 90], "the longest label has 90 tokens, but the model takes at most 64"),
     ],
 )
 def test_numbers_of_score_have_limits(options: list[str], message: str, checkpoint: Path) -> None:

@@ -15,10 +15,12 @@ from moepass.cli import limited_lines, parse_bytes, parse_labels, parse_lines
 from moepass.hardware_profiles import load_hardware, read_profile
 from moepass.models import limits
 from moepass.models.checkpoints import load_config, load_model, load_prompt, load_tokenizer
-from moepass.models.errors import CheckpointError, InputError
+from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.limits import MOST_JSON_DEPTH, TooLargeError, decode_json, read_limited
 from moepass.models.presets import preset_config
+from moepass.options import parse_options
 from moepass.passes.microbatches import pipeline_seconds
+from moepass.runtime.link import parse_link
 
 
 def nested(depth: int) -> str:
@@ -91,13 +93,13 @@ def test_files_have_a_most_length(tmp_path: Path, checkpoint: Path, monkeypatch:
     file = tmp_path / "x.json"
     file.write_bytes(b" " * 100)
     assert read_limited(file, 100) == b" " * 100
-    with pytest.raises(TooLargeError, match=r"x\.json has 100 bytes; the limit is 99"):
+    with pytest.raises(TooLargeError, match=r"x\.json has 100 bytes or more; the limit is 99"):
         read_limited(file, 99)
     folder = broken_copy(checkpoint, tmp_path / "long", edit_config())
     for name, read in (("config.json", load_config), ("prompt.json", load_prompt)):
         with (folder / name).open("ab") as opened:
             opened.truncate(limits.MOST_JSON_BYTES + 1)
-        with pytest.raises(CheckpointError, match=rf"{name} has 8388609 bytes; the limit is 8388608"):
+        with pytest.raises(CheckpointError, match=rf"{name} has 8388609 bytes or more; the limit is 8388608"):
             read(folder)
     with (folder / "tokenizer.json").open("ab") as opened:
         opened.truncate(limits.MOST_TOKENIZER_BYTES + 1)
@@ -175,6 +177,66 @@ def test_a_profile_has_no_more_ranks_than_a_plan(tmp_path: Path) -> None:
         load_hardware(profile)
     with pytest.raises(InputError, match="is unknown"):
         load_hardware("9" * 5000 + "xh100")
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"memory_bytes_per_s": 1e-300}, "memory_bytes_per_s is 1e-300; it must lie between 1000 and 1e"),
+        ({"flops": {"bf16": 1e308}}, "flops.bf16 is 1e.308; it must lie between"),
+        ({"host": {"bytes_per_s": 1e-300}}, "host.bytes_per_s is 1e-300; it must lie between"),
+        ({"host": {"latency_seconds": 1e300}}, "host.latency_seconds is 1e.300; the limit is 1"),
+        ({"collective_latency_seconds": 1e308}, "collective_latency_seconds is 1e.308; the limit"),
+        ({"overlap": {"gemm": {"value": 1e300, "source": "user"}}}, "overlap.gemm is 1e.300; the limit is 1000"),
+        ({"efficiency": {"dense_gemm": {"value": 1e-300, "source": "user"}}}, "efficiency.dense_gemm is 1e-300; it"),
+        (
+            {"memory": {"axes": [{"name": "bytes", "points": [1]}], "seconds": [1e300], "source": "user"}},
+            "the largest of a table of 1 bytes seconds is 1e.300; the limit is 1",
+        ),
+    ],
+)
+def test_figures_of_a_machine_have_limits(figures: dict[str, Any], message: str, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"extends": "8xh100", **figures}))
+    with pytest.raises(InputError, match=message):
+        load_hardware(profile)
+
+
+def test_the_slowest_machine_within_the_limits_is_explained(tmp_path: Path) -> None:
+    least = {"bytes_per_s": limits.LEAST_RATE, "latency_seconds": limits.MOST_SECONDS}
+    figures: dict[str, Any] = {"peer": least, "host": least, "memory_bytes_per_s": limits.LEAST_RATE}
+    figures |= {"flops": {"bf16": limits.LEAST_RATE}, "collective_latency_seconds": limits.MOST_SECONDS}
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"extends": "8xh100", **figures}))
+    report = moepass.explain("deepseek-v3", hardware=profile, dtype="bf16", tokens=limits.MOST_TOKENS)
+    assert report.schedule is None or report.schedule.step_seconds > 0
+    for word in ("NaN", "Infinity"):
+        assert word not in report.to_json()
+    assert report.text()
+
+
+def test_a_threshold_beyond_all_numbers_of_tokens_is_not_searched_one_by_one(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    table = {"axes": [{"name": "bytes", "points": [1]}], "seconds": [limits.MOST_SECONDS], "source": "user"}
+    profile.write_text(json.dumps({"extends": "8xh100", "memory": table}))
+    report = moepass.explain("demo", hardware=profile)
+    assert report.saturation is not None
+    assert report.saturation.tokens_per_rank > 1 << 50
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), True, "1", float("inf"), 1e300])
+def test_ranks_wait_for_a_time_that_there_is(seconds: object) -> None:
+    with pytest.raises(OptionError, match=r"timeout_s is .*; (it must be a number of seconds|the limit is 1e\+07 sec)"):
+        limits.check_wait("timeout_s", seconds)
+    with pytest.raises(OptionError, match="option timeout_s is"):
+        parse_options({"timeout_s": seconds})
+    limits.check_wait("timeout_s", 1e7)
+
+
+def test_an_emulated_link_is_no_slower_than_a_run_can_end() -> None:
+    with pytest.raises(OptionError, match="link is 'emulate:1e-300'; the slowest link has 1000 bytes/s"):
+        parse_link("emulate:1e-300")
+    assert parse_link("emulate:1000").bytes_per_s == 1000
 
 
 def test_the_pipeline_of_many_ranks_and_long_texts_is_simulated_in_bounded_steps() -> None:

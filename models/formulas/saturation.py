@@ -164,9 +164,15 @@ def _flops(layer: Layer, hidden: int, count: int, sequence: int | None, one_text
     return count * (flops_per_token(layer, hidden) + _scores_per_token_of(layer, sequence))
 
 
+# Up to here a float tells one number of tokens from the next in all that is computed of it.
+_EXACT_COUNTS = 1 << 44
+
+
 def _smallest(layer: Layer, hidden: int, exact: float, needed: float, sequence: int | None, one_text: bool) -> int:
     """The smallest whole number that does: rounding of floats may be off by one next to a whole solution."""
     count = math.ceil(exact)
+    if count > _EXACT_COUNTS:
+        return count
     while count > 0 and _flops(layer, hidden, count - 1, sequence, one_text) >= needed:
         count -= 1
     while _flops(layer, hidden, count, sequence, one_text) < needed:
