@@ -134,7 +134,9 @@ class IndexRanges:
         sources, experts = self.block.sources, self.block.experts
         if "ids" in sources:
             self.ranges[sources["ids"]] = Range(0, experts - 1, Kind.CHOSEN, sources["ids"])
-            self.tried.require_all(sources["ids"], experts)
+            # A graph for no tokens has no ids of its own, and may have those of other ranks.
+            if not _has_nothing(sources["ids"]):
+                self.tried.require_all(sources["ids"], experts)
         if "counts" in sources:
             slots = fake_value(sources["rows"]).shape[0]
             fixed = self.block.form == "all_to_all_capacity" and isinstance(slots, int)
@@ -208,6 +210,8 @@ class IndexRanges:
             return self._counted(node, base, arguments)
         if base in ("all_gather_into_tensor", "all_to_all_single", "all_reduce"):
             given = self._of(node.args[0])
+            if given.kind is Kind.CHOSEN:
+                self.tried.require_all(node, self.block.experts)
             # What other ranks bring was computed from their tokens.
             return given.moved(node) if given.kind in (Kind.CHOSEN, Kind.BOUND) else growing(given)
         if base == "repeat_interleave":
@@ -464,9 +468,7 @@ class IndexRanges:
 
     def _require_both(self, node: Node, found: Range) -> None:
         truth = found.kind > Kind.CHOSEN and found.small and not found.uniform
-        value = fake_value(node)
-        nothing = isinstance(value, torch.Tensor) and 0 in [size for size in value.shape if isinstance(size, int)]
-        if truth and found.low >= 0 and not nothing and not self.tried.requires_both(node):
+        if truth and found.low >= 0 and not _has_nothing(node) and not self.tried.requires_both(node):
             self.tried.require_both(node)
 
 
@@ -484,6 +486,11 @@ class _Undecided:
             operands = [Range(constant, constant), self.other]
             found.append(is_decided(self.kind, *(operands if self.place == 0 else operands[::-1])) is None)
         return torch.tensor(found, dtype=torch.bool)
+
+
+def _has_nothing(node: Node) -> bool:
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and 0 in [size for size in value.shape if isinstance(size, int)]
 
 
 def _size_range(size: Any) -> Range:
