@@ -93,14 +93,18 @@ def _check_expression(node: Node, structural: Collection[int], tokens: Collectio
 
 
 def _check(node: Node, does: str, shape: Any, arguments: dict[str, Any], constants: Any) -> None:
-    dim = arguments.get("dim", 0)
-    if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
-        raise NotThisForm(f"{node.name} ({node.target}) cuts dimension {dim} of {len(shape)}")
-    if isinstance(shape[dim], int):
+    if isinstance(size_along(node, shape, arguments.get("dim", 0)), int):
         return
     for constant in constants:
         if isinstance(constant, int) and abs(constant) > 1:
             _refuse(node, does, constant)
+
+
+def size_along(node: Node, shape: Any, dim: Any) -> Any:
+    """The size of dimension `dim`, which `node` was given. Raises NotThisForm where there is none."""
+    if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+        raise NotThisForm(f"{node.name} ({node.target}) cuts dimension {dim} of {len(shape)}")
+    return shape[dim]
 
 
 def _refuse(node: Node, does: str, constant: int) -> None:
@@ -112,7 +116,7 @@ def _refuse(node: Node, does: str, constant: int) -> None:
 
 def _check_joined(node: Node, arguments: dict[str, Any]) -> None:
     dim = arguments.get("dim", 0)
-    if isinstance(fake_value(node).shape[dim], int):
+    if isinstance(size_along(node, fake_value(node).shape, dim), int):
         return
     for part in arguments["tensors"]:
         value = fake_value(part)
@@ -140,9 +144,9 @@ def check_lookup(node: Node, source: Node, dim: int, index: Node, index_range: R
 
     Places are those that `index` has, in `index_range`.
     """
-    fixed = isinstance(fake_value(source).shape[dim], int)
+    size = size_along(node, fake_value(source).shape, dim)
+    fixed = isinstance(size, int)
     if fixed and index_range.grows and grows_in_size(index):
-        size = fake_value(source).shape[dim]
         raise NotThisForm(f"{node.name} ({node.target}) looks up places that grow in {size}; {CHANGE}")
     if not fixed and not index_range.grows and not index_range.small:
         raise NotThisForm(
@@ -151,7 +155,11 @@ def check_lookup(node: Node, source: Node, dim: int, index: Node, index_range: R
         )
 
 
+def dimensions_that_grow(node: Node) -> int:
+    value = fake_value(node)
+    return sum(not isinstance(size, int) for size in value.shape) if isinstance(value, torch.Tensor) else 0
+
+
 def grows_in_size(node: Node) -> bool:
     """True where the number of its elements is not constant."""
-    value = fake_value(node)
-    return isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape)
+    return dimensions_that_grow(node) > 0

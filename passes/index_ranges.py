@@ -38,7 +38,9 @@ from moepass.passes.growing_sizes import (
     CHANGE,
     check_lookup,
     check_sizes,
+    dimensions_that_grow,
     grows_in_size,
+    size_along,
     structural_numbers,
     token_numbers,
 )
@@ -111,7 +113,11 @@ class IndexRanges:
                 check_sizes(node, self.structural, self.tokens)
             if node in data:
                 self._check_places(node)
+                self._check_factors(node, data)
                 continue
+            if dimensions_that_grow(node) > 1:
+                # Pairs of rows grow as their square: beside what grows as they do, a threshold without a constant.
+                raise NotThisForm(f"{node.name} ({node.target}) has more than one dimension that grows; {CHANGE}")
             found = self._range(node)
             if found.kind is Kind.FIXED and not found.empty and not found.uniform and grows_in_size(node):
                 found = found.at_least(Kind.BOUND)  # which element has which constant depends on how many there are
@@ -134,7 +140,9 @@ class IndexRanges:
         sources, experts = self.block.sources, self.block.experts
         if "ids" in sources:
             self.ranges[sources["ids"]] = Range(0, experts - 1, Kind.CHOSEN, sources["ids"])
-            self.tried.require_all(sources["ids"], experts)
+            # A graph for no tokens has no ids of its own, and may have those of other ranks.
+            if not _has_nothing(sources["ids"]):
+                self.tried.require_all(sources["ids"], experts)
         if "counts" in sources:
             slots = fake_value(sources["rows"]).shape[0]
             fixed = self.block.form == "all_to_all_capacity" and isinstance(slots, int)
@@ -208,6 +216,8 @@ class IndexRanges:
             return self._counted(node, base, arguments)
         if base in ("all_gather_into_tensor", "all_to_all_single", "all_reduce"):
             given = self._of(node.args[0])
+            if given.kind is Kind.CHOSEN:
+                self.tried.require_all(node, self.block.experts)
             # What other ranks bring was computed from their tokens.
             return given.moved(node) if given.kind in (Kind.CHOSEN, Kind.BOUND) else growing(given)
         if base == "repeat_interleave":
@@ -245,6 +255,8 @@ class IndexRanges:
         found = found.at_least(choice.kind)
         if found.kind is Kind.CHOSEN:
             return dataclasses.replace(found, lane=choice.lane if by_element else node)
+        if len([part for part in parts if part.grows]) > 1:
+            found = dataclasses.replace(found, mixed=True)
         return growing(found) if found.grows else found
 
     def _looked_up(self, node: Node, arguments: dict[str, Any]) -> Range:
@@ -259,7 +271,8 @@ class IndexRanges:
         for dim, index in places:
             if is_mask(index) or len(places) > 1:
                 raise NotThisForm(f"{node.name} ({node.target}) looks up constants in several dimensions; {CHANGE}")
-            self.tried.require_all(index, int(fake_value(node.args[0]).shape[dim]))  # type: ignore[arg-type]
+            size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
+            self.tried.require_all(index, int(size))
         return table.at_least(Kind.BOUND)
 
     def _sum(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
@@ -290,6 +303,8 @@ class IndexRanges:
     def _compared(self, node: Node, kind: str) -> Range:
         left, right = self._operands(node)
         self._check_meeting(node, left, right)
+        if left.mixed or right.mixed:
+            raise NotThisForm(f"{node.name} ({node.target}) compares several sizes at once; compare one by one")
         outcome = is_decided(kind, left, right)
         if outcome is not None:
             return Range(int(outcome), int(outcome))
@@ -334,7 +349,7 @@ class IndexRanges:
         shift = left.shift + right.shift + sum(constants)
         if abs(shift) > MOST_SHIFT:
             self._refuse_constant(node, "adds up to", shift)
-        return Range(found.low, found.high, Kind.GROWS, whole=found.whole, shift=shift)
+        return dataclasses.replace(found, shift=shift)
 
     def _multiplied(self, node: Node, base: str) -> Range:
         if base == "neg":
@@ -462,11 +477,17 @@ class IndexRanges:
             if not is_mask(index):
                 check_lookup(node, node.args[0], dim, index, self._of(index))  # type: ignore[arg-type]
 
+    def _check_factors(self, node: Node, data: set[Node]) -> None:
+        """Rows are weighed and added up with truths and constants alone: of a number not every value was tried."""
+        if base_operation(node) not in ("add", "sub", "mul"):
+            return
+        for used in node.all_input_nodes:
+            if used not in data and self._of(used).kind > Kind.CHOSEN and not self._of(used).small:
+                raise NotThisForm(f"{node.name} ({node.target}) computes rows with places or sizes; {CHANGE}")
+
     def _require_both(self, node: Node, found: Range) -> None:
         truth = found.kind > Kind.CHOSEN and found.small and not found.uniform
-        value = fake_value(node)
-        nothing = isinstance(value, torch.Tensor) and 0 in [size for size in value.shape if isinstance(size, int)]
-        if truth and found.low >= 0 and not nothing and not self.tried.requires_both(node):
+        if truth and found.low >= 0 and not _has_nothing(node) and not self.tried.requires_both(node):
             self.tried.require_both(node)
 
 
@@ -486,6 +507,11 @@ class _Undecided:
         return torch.tensor(found, dtype=torch.bool)
 
 
+def _has_nothing(node: Node) -> bool:
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and 0 in [size for size in value.shape if isinstance(size, int)]
+
+
 def _size_range(size: Any) -> Range:
     if isinstance(size, torch.Tensor):
         return ANYTHING
@@ -501,5 +527,5 @@ def _addends(node: Node, name: str, arguments: dict[str, Any]) -> float:
     dims = arguments.get("dim")
     if name in ("scatter_add", "index_add") or dims in (None, []):
         dims = range(len(shape))
-    sizes = [shape[dim] for dim in (dims if not isinstance(dims, int) else [dims])]
+    sizes = [size_along(node, shape, dim) for dim in (dims if not isinstance(dims, int) else [dims])]
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else math.inf

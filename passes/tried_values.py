@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from moepass.passes.graph import fake_value
@@ -92,15 +93,16 @@ class TriedValues:
 
     def check(self) -> None:
         """Raises NotThisForm for the first of what had to be tried and was not."""
-        for node, seen in self._sets.items():
-            if not bool(seen.all()):
-                missing = int((~seen).nonzero()[0])
-                raise NotThisForm(
-                    f"{node.name} ({node.target}) may be {missing}, which no run that was tried has; compile with more "
-                    "tokens, so that every expert can be tried"
-                )
-        for node, outcomes in self._truths.items():
-            self._check_truth(node, outcomes)
+        with unset_fake_temporarily():  # the compiler runs in fake mode; what was seen is real
+            for node, seen in self._sets.items():
+                if not bool(seen.all()):
+                    missing = int((~seen).nonzero()[0])
+                    raise NotThisForm(
+                        f"{node.name} ({node.target}) may be {missing}, which no run that was tried has; compile with "
+                        "more tokens, so that every expert can be tried"
+                    )
+            for node, outcomes in self._truths.items():
+                self._check_truth(node, outcomes)
 
     def _check_truth(self, node: Node, outcomes: _Outcomes) -> None:
         missing = (torch.as_tensor(outcomes.held) == 0) | (torch.as_tensor(outcomes.failed) == 0)

@@ -36,7 +36,8 @@ class Range:
 
     `lane` is the node whose elements stand in the same order: of CHOSEN values with equal lanes, what is computed
     element by element is a function of one expert id again. `whole` where all values are integers. `shift` is the sum
-    of the constants that were added to what grows.
+    of the constants that were added to what grows. `mixed` where elements that grow came from several nodes: one of
+    them may be on the other side of a threshold in every run, and hide that the rest never is.
     """
 
     low: float
@@ -45,6 +46,7 @@ class Range:
     lane: Node | None = None
     whole: bool = True
     shift: float = 0.0
+    mixed: bool = False
 
     @property
     def empty(self) -> bool:
@@ -95,7 +97,14 @@ def computed(low: float, high: float, *parts: Range, whole: bool = True) -> Rang
     """The range of what is computed from `parts`, element by element."""
     lanes = [part.lane for part in parts if part.kind is Kind.CHOSEN]
     kind = kind_of(*parts)
-    return Range(low, high, kind, lanes[0] if kind is Kind.CHOSEN else None, whole and all(p.whole for p in parts))
+    return Range(
+        low,
+        high,
+        kind,
+        lanes[0] if kind is Kind.CHOSEN else None,
+        whole and all(part.whole for part in parts),
+        mixed=any(part.mixed for part in parts),
+    )
 
 
 def joined(*parts: Range) -> Range:
@@ -109,12 +118,14 @@ def joined(*parts: Range) -> Range:
         max(part.kind for part in written),
         whole=all(part.whole for part in written),
         shift=max((part.shift for part in written), key=abs),
+        mixed=any(part.mixed for part in written),
     )
 
 
 def growing(given: Range) -> Range:
     """What is as large as tokens make it, and negative only where `given` may be."""
-    return Range(0 if given.low >= 0 else -math.inf, math.inf, Kind.GROWS, whole=given.whole, shift=given.shift)
+    low = 0 if given.low >= 0 else -math.inf
+    return dataclasses.replace(given, low=low, high=math.inf, kind=Kind.GROWS, lane=None)
 
 
 def product(left: Range, right: Range) -> Range:
