@@ -179,7 +179,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
         if not node.users:
             graph.erase_node(node)
     # A collective that something else still reads would have been found above; one that stays is a mistake here.
-    assert not any(exchange.node in set(graph.nodes) for exchange in block.exchanges)
+    assert not {exchange.node for exchange in block.exchanges}.intersection(graph.nodes)
     if has_other_sizes:
         _describe_again(graph, result)
     return gathered, result

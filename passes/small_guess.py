@@ -73,7 +73,8 @@ def guesses(small: SmallMock, check: Callable[[MockRun], None]) -> Iterator[Gues
     Raises NoSmallCopy where none were found, ContractBroken where none can be.
     """
     chosen: dict[Node, int] | None = {}
-    first: ContractBroken | None = None
+    # Of readings that fail, those come nearest to what is meant with which most nodes ran.
+    furthest: tuple[int, ContractBroken] | None = None
     found = False
     for _ in range(_MOST_RUNS):
         if chosen is None:
@@ -82,8 +83,9 @@ def guesses(small: SmallMock, check: Callable[[MockRun], None]) -> Iterator[Gues
         try:
             check(run)
         except ContractBroken as error:
-            if not isinstance(error.__cause__, _Stuck):
-                first = first or error
+            ran = len(run.guess.shapes)
+            if not isinstance(error.__cause__, _Stuck) and (furthest is None or ran > furthest[0]):
+                furthest = (ran, error)
         else:
             found = True
             yield run.guess
@@ -92,9 +94,9 @@ def guesses(small: SmallMock, check: Callable[[MockRun], None]) -> Iterator[Gues
         return
     if chosen is not None:
         raise NoSmallCopy("too many of its numbers may be sizes")
-    if first is None or small.has_unread_numbers():
+    if furthest is None or small.has_unread_numbers():
         raise NoSmallCopy("some of its numbers are neither sizes nor constants that are known")
-    raise first
+    raise furthest[1]
 
 
 def _next_choice(choices: list[tuple[Node, int, int]]) -> dict[Node, int] | None:
