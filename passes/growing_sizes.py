@@ -13,6 +13,7 @@ product.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import Any
 
@@ -33,9 +34,13 @@ _VIEWS = {"view", "_unsafe_view", "reshape"}
 
 
 def structural_numbers(block: ParallelBlock) -> frozenset[int]:
-    """Ranks, experts of each token where that is known, and their product."""
-    chosen = [int(fake_value(node).shape[-1]) for role, node in block.sources.items() if role == "ids"]
-    return frozenset(ranks * each for ranks in (1, block.group.ranks) for each in (1, *chosen))
+    """Ranks, experts of each token where that is known, and their product; where every expert has the same number of
+    slots, experts, those of each rank, and these times ranks.
+    """
+    each = [int(fake_value(node).shape[-1]) for role, node in block.sources.items() if role == "ids"]
+    if block.form == "all_to_all_capacity":
+        each += [block.experts, *(stop - start for start, stop in itertools.pairwise(block.bounds))]
+    return frozenset(ranks * number for ranks in (1, block.group.ranks) for number in (1, *each))
 
 
 def token_numbers(block: ParallelBlock) -> frozenset[int]:

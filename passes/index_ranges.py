@@ -252,7 +252,8 @@ class IndexRanges:
         # An operand is taken element by element, or goes to places of its own.
         by_element = name.startswith(("where", "masked_fill"))
         choice = computed(0, 0, *choices, *(parts if by_element else ()), Range(0, 0))
-        found = found.at_least(choice.kind)
+        # Which of some bounded values it is may depend on what grows; the value is bounded all the same.
+        found = found.at_least(choice.kind if any(part.grows for part in parts) else min(choice.kind, Kind.BOUND))
         if found.kind is Kind.CHOSEN:
             return dataclasses.replace(found, lane=choice.lane if by_element else node)
         if len([part for part in parts if part.grows]) > 1:
