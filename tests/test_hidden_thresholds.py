@@ -83,11 +83,13 @@ def _some(
     return rows.masked_fill(~kept.unsqueeze(-1), 0.0), order
 
 
-def _refusal(form: str, experts: type[ShardedExperts], dynamic: bool = True) -> str:
+def _refusal(
+    form: str, experts: type[ShardedExperts], dynamic: bool = True, config: StackConfig = CONFIG, tokens: int = 12
+) -> str:
     """Why the variant is left; empty where it is taken."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, form, experts)
-        captured = capture(CONFIG, form, 1, 2, 12, dynamic=dynamic)
+        captured = capture(config, form, 1, 2, tokens, dynamic=dynamic)
     result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
     return result.refusals[0].reason if result.refusals else ""
 
@@ -166,6 +168,59 @@ def test_the_number_of_rows_as_a_symbol_hides_no_threshold() -> None:
 
     for experts in (Scaled, Divided, Cut):
         assert _refusal("all_to_all", experts)
+
+
+class SeveralAtOnce(AllToAllExperts):
+    """Of two sizes one is always larger, so that it does not show when the other one becomes so."""
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        most = arriving.max()
+        outputs = super()._run_arrived(rows, arriving)
+        return outputs * (torch.stack([most, arriving.sum() + most]) > most).sum()
+
+
+class RowsTimesANumber(AllToAllExperts):
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        return super()._run_arrived(rows, arriving) * (arriving.sum() - arriving.sum() + 1)
+
+
+class PairsOfRows(AllToAllExperts):
+    """Pairs grow as the square of rows, so beside many times the rows there is a threshold without a constant."""
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        places, total = torch.arange(len(rows)), arriving.sum()
+        for _ in range(12):
+            total = total + total
+        pairs = (places.unsqueeze(0) < places.unsqueeze(1)).sum()
+        return torch.where(pairs <= total, super()._run_arrived(rows, arriving), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("experts", "reason"),
+    [
+        (SeveralAtOnce, "compares several sizes at once"),
+        (RowsTimesANumber, "computes rows with places or sizes"),
+        (PairsOfRows, "more than one dimension that grows"),
+    ],
+)
+def test_what_no_single_comparison_shows_is_not_taken(experts: type[ShardedExperts], reason: str) -> None:
+    assert reason in _refusal("all_to_all", experts)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_every_expert_is_tried_however_few_tokens_a_graph_is_for(tokens: int) -> None:
+    """What a layer does with one of 64 experts is seen in a graph for one token, too."""
+
+    class OneLess(AllReduceExperts):
+        def forward(
+            self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            ids = torch.where(top_k_index * 3 + 1 == 61 * 3 + 1, self.placement.experts, top_k_index)
+            return super().forward(hidden_states, ids, top_k_weights)
+
+    config = dataclasses.replace(CONFIG, experts=64, top_k=1)
+    assert _refusal("all_reduce", AllReduceExperts, dynamic=False, config=config, tokens=tokens) == ""
+    assert _refusal("all_reduce", OneLess, dynamic=False, config=config, tokens=tokens)
 
 
 # ------------------------------------------------------------------------------------------------------ random chains
