@@ -65,17 +65,24 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Path:
     """The checkpoint folder that is meant: the embedded one for "demo", else an existing folder with a config.json.
 
-    With `config_alone` the path of a config file is taken too. Raises CheckpointError.
+    With `config_alone` the path of a config file is taken too. Raises CheckpointError, also for a folder with an
+    adapter.
     """
     if str(name_or_path) == DEMO:
         from moepass.models.demo import demo_folder
 
         return demo_folder()
     path = Path(name_or_path)
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a null byte
+        raise CheckpointError(
+            f"{path} does not exist; give the folder of a checkpoint, or {DEMO} for the embedded one"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{str(path)[:200]} is no folder that can be read: {error.strerror}") from error
     if path.is_file() and config_alone:
         return path
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give the folder of a checkpoint, or {DEMO} for the embedded one")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
     if (path / _ADAPTER_FILE).is_file():

@@ -22,6 +22,7 @@ from moepass.models.presets import preset, preset_config
 from moepass.options import parse_options
 from moepass.passes.microbatches import pipeline_seconds
 from moepass.runtime.link import parse_link
+from moepass.runtime.residents import Residents
 
 
 def nested(depth: int) -> str:
@@ -230,6 +231,11 @@ def test_ranks_wait_for_a_time_that_there_is(seconds: object) -> None:
     with pytest.raises(OptionError, match="option timeout_s is"):
         parse_options({"timeout_s": seconds})
     limits.check_wait("timeout_s", 1e7)
+
+
+def test_no_more_layers_stay_than_a_model_has() -> None:
+    with pytest.raises(OptionError, match="resident_layers names 1000000000 layers; the limit is 1024"):
+        Residents(layers=range(10**9))
 
 
 def test_an_emulated_link_is_no_slower_than_a_run_can_end() -> None:
