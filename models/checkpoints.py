@@ -36,6 +36,10 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PROMPT_FILE = "prompt.json"
+_ADAPTER_FILE = "adapter_config.json"
+_LONGEST_NAME = 200
+# Types of safetensors that quantised weights have.
+_EIGHT_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _TEXT_MARK = "{text}"
 # [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
@@ -61,19 +65,32 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Path:
     """The checkpoint folder that is meant: the embedded one for "demo", else an existing folder with a config.json.
 
-    With `config_alone` the path of a config file is taken too. Raises CheckpointError.
+    With `config_alone` the path of a config file is taken too. Raises CheckpointError, also for a folder with an
+    adapter.
     """
     if str(name_or_path) == DEMO:
         from moepass.models.demo import demo_folder
 
         return demo_folder()
     path = Path(name_or_path)
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a null byte
+        raise CheckpointError(
+            f"{path} does not exist; give the folder of a checkpoint, or {DEMO} for the embedded one"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{str(path)[:200]} is no folder that can be read: {error.strerror}") from error
     if path.is_file() and config_alone:
         return path
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give the folder of a checkpoint, or {DEMO} for the embedded one")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+    if (path / _ADAPTER_FILE).is_file():
+        # transformers would load another model, the one that the file names, or leave the adapter out without a word.
+        raise CheckpointError(
+            f"{path} holds an adapter ({_ADAPTER_FILE}); merge it into its model and save that as a checkpoint of its "
+            "own (in peft: model.merge_and_unload().save_pretrained(...))"
+        )
     if not (path / CONFIG_FILE).is_file():
         raise CheckpointError(f"{path} is no checkpoint: it holds no {CONFIG_FILE}")
     return path
@@ -128,7 +145,7 @@ def load_model(
     check_type(f"{folder / CONFIG_FILE}: dtype", config.dtype)
     for file in _weight_files(folder):
         stamps.check(file)
-    check_numbers(folder, _check_weight_files(folder), experts_implementation)
+    check_numbers(folder, _check_weight_files(folder, config), experts_implementation)
     model_class = _model_class(config)
     options = _options(model_class, experts_implementation)
     try:
@@ -262,18 +279,28 @@ def _switch_cache_off(config: PreTrainedConfig) -> None:
             _switch_cache_off(part)
 
 
-def _check_weight_files(folder: Path) -> int:
+def _check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
     """Every weight file is there and complete: safetensors say in their header how long they are.
 
-    Gives how many numbers they hold together.
+    Gives how many numbers they hold together. Raises CheckpointError also for weights in 8 bits of which `config` does
+    not say how they were quantised: read as they are, they would be the weights without their scales.
     """
     from safetensors import SafetensorError, safe_open
 
     numbers = 0
+    is_quantised = any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
-                numbers += sum(math.prod(opened.get_slice(key).get_shape()) for key in opened.keys())  # noqa: SIM118
+                for key in opened.keys():  # noqa: SIM118  it is no mapping
+                    stored = opened.get_slice(key)
+                    numbers += math.prod(stored.get_shape())
+                    if not is_quantised and stored.get_dtype() in _EIGHT_BITS:
+                        raise CheckpointError(
+                            f"{file}: {key} is stored as {stored.get_dtype()}, and the config does not say how to "
+                            "dequantise it; dequantise the weights, to bfloat16 for example, and save them as a "
+                            "checkpoint of their own"
+                        )
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {_one_line(error)}"
@@ -311,7 +338,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(f"{index} has no weight_map that says which file holds which weight")
         names = sorted({str(name) for name in weight_map.values()})
         for name in names:
-            if Path(name).name != name or not name.endswith(".safetensors"):
+            if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
                 raise CheckpointError(f"{index} names {name!r}; it must be a .safetensors file in the same folder")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:

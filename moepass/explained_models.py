@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
+# Of a preset that somebody could have meant.
+_LONGEST_NAME = 200
 # Fields that make no model of any family where they are less than 1.
 _POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -57,7 +59,7 @@ def _by_name(text: str, dtype: str | None) -> ExplainedModel:
     try:
         path = resolve_model(text, config_alone=True)
     except CheckpointError:
-        if os.path.exists(text) or os.sep in text:
+        if os.path.exists(text) or os.sep in text or len(text) > _LONGEST_NAME:
             raise
         known = [*preset_names(), DEMO]
         close = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.4)

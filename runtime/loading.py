@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from moepass.models import checkpoints
 from moepass.models.checkpoint_files import CheckpointFiles
+from moepass.models.checkpoints import check_numbers
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.expert_placement import shard_bounds
 from moepass.models.file_stamp import FileStamps
@@ -237,9 +238,9 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
     config = checkpoints.load_config(folder)
     _refuse_quantised(folder, config)
     checkpoints.check_type(f"{folder / checkpoints.CONFIG_FILE}: dtype", config.dtype)
-    checkpoints._check_weight_files(folder)
+    checkpoints._check_weight_files(folder, config)
     files = CheckpointFiles(checkpoints._weight_files(folder), stamps)
-    checkpoints.check_numbers(folder, files.numbers, experts_implementation)
+    check_numbers(folder, files.numbers, experts_implementation)
     model_class = checkpoints._model_class(config)
     try:
         with checkpoints.quiet_transformers():

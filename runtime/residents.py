@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from moepass.models.errors import InputError, OptionError, one_of
+from moepass.models.limits import MOST_LAYERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Residents:
     def __post_init__(self) -> None:
         if not _is_count(self.nbytes):
             raise OptionError(f"resident_bytes is {self.nbytes!r}; it must be a number of bytes from 0 on")
+        if isinstance(self.layers, Sequence) and len(self.layers) > MOST_LAYERS:
+            raise OptionError(
+                f"resident_layers names {len(self.layers)} layers; the limit is {MOST_LAYERS}, as for layers of a model"
+            )
         if not isinstance(self.layers, Sequence) or not all(_is_count(layer) for layer in self.layers):
             raise OptionError(
                 f"resident_layers is {self.layers!r}; it must be a list of layer numbers from 0 on, as moepass explain "

@@ -183,6 +183,10 @@ def test_paths_that_are_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
         resolve_model(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         resolve_model(tmp_path)
+    with pytest.raises(CheckpointError, match="x is no folder that can be read: File name too long"):
+        resolve_model("x" * 5000)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        resolve_model("a\0b")
     with pytest.raises(CheckpointError, match="is a file; give the folder"):
         resolve_model(checkpoint / "config.json")
     assert resolve_model(str(checkpoint)) == checkpoint

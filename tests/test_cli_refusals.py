@@ -17,6 +17,7 @@ import torch
 from tiny_checkpoint import broken_copy, edit_config, edit_weights, save_tiny_checkpoint
 from typer.testing import CliRunner
 
+import moepass
 from moepass.cli import app
 from moepass.models.checkpoints import load_model, load_tokenizer
 from moepass.models.errors import CheckpointError
@@ -211,6 +212,29 @@ def test_an_fp8_checkpoint_is_refused_with_the_way_out(
     _assert_one_line(_run("score", folder, *QUICK), message)
     explained = _run("explain", folder, "--format", "json")
     assert explained.exit_code == 0, explained.output
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_in_8_bits_without_their_scales_are_refused(
+    dtype: torch.dtype, checkpoint: Path, tmp_path: Path
+) -> None:
+    def convert(weights: dict[str, torch.Tensor]) -> None:
+        weights |= {name: value.to(dtype) for name, value in weights.items() if "experts" in name}
+
+    folder = broken_copy(checkpoint, tmp_path / "bits", edit_weights(convert))
+    for load in (load_model, moepass.load_pretrained):
+        with pytest.raises(CheckpointError, match=r"is stored as (F8_E4M3|I8), and the config does not say how to deq"):
+            load(folder)
+
+
+def test_a_folder_with_an_adapter_is_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    def add(folder: Path) -> None:
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/model"}')
+
+    folder = broken_copy(checkpoint, tmp_path / "adapter", add)
+    _assert_one_line(_run("score", folder, *QUICK), "holds an adapter (adapter_config.json); merge it into its model")
+    with pytest.raises(CheckpointError, match="holds an adapter"):
+        moepass.load_pretrained(folder)
 
 
 def test_more_experts_per_token_than_there_are(checkpoint: Path, tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ from moepass.hardware_profiles import load_hardware, read_profile
 from moepass.models import limits
 from moepass.models.checkpoints import load_config, load_model, load_prompt, load_tokenizer
 from moepass.models.errors import CheckpointError, InputError, OptionError
+from moepass.models.formulas.saturation import saturation
 from moepass.models.limits import MOST_JSON_DEPTH, TooLargeError, decode_json, read_limited
-from moepass.models.presets import preset_config
+from moepass.models.presets import preset, preset_config
 from moepass.options import parse_options
 from moepass.passes.microbatches import pipeline_seconds
 from moepass.runtime.link import parse_link
+from moepass.runtime.residents import Residents
 
 
 def nested(depth: int) -> str:
@@ -215,13 +217,11 @@ def test_the_slowest_machine_within_the_limits_is_explained(tmp_path: Path) -> N
     assert report.text()
 
 
-def test_a_threshold_beyond_all_numbers_of_tokens_is_not_searched_one_by_one(tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
-    table = {"axes": [{"name": "bytes", "points": [1]}], "seconds": [limits.MOST_SECONDS], "source": "user"}
-    profile.write_text(json.dumps({"extends": "8xh100", "memory": table}))
-    report = moepass.explain("demo", hardware=profile)
-    assert report.saturation is not None
-    assert report.saturation.tokens_per_rank > 1 << 50
+def test_a_threshold_beyond_all_numbers_of_tokens_is_not_searched_one_by_one() -> None:
+    model = preset("olmoe-1b-7b")
+    for seconds, rate in ((limits.MOST_SECONDS, limits.MOST_RATE), (3.3e11, 7.7e19), (1e12, 1e13)):
+        found = saturation(model.typical_moe_layer, model.hidden, transfer_seconds=seconds, flops_per_s=rate)
+        assert found.flops == pytest.approx(found.values["gamma"] * seconds * rate)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), True, "1", float("inf"), 1e300])
@@ -231,6 +231,11 @@ def test_ranks_wait_for_a_time_that_there_is(seconds: object) -> None:
     with pytest.raises(OptionError, match="option timeout_s is"):
         parse_options({"timeout_s": seconds})
     limits.check_wait("timeout_s", 1e7)
+
+
+def test_no_more_layers_stay_than_a_model_has() -> None:
+    with pytest.raises(OptionError, match="resident_layers names 1000000000 layers; the limit is 1024"):
+        Residents(layers=range(10**9))
 
 
 def test_an_emulated_link_is_no_slower_than_a_run_can_end() -> None:

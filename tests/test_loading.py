@@ -478,7 +478,7 @@ def _touch(file: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "file", "change"),
     [
-        ("_check_size", "model.safetensors", _replace),
+        ("check_numbers", "model.safetensors", _replace),
         ("offload_experts", "model.safetensors", _replace),
         ("_read_dense", "model.safetensors", _replace),
         ("_read_dense", "model.safetensors", overwrite_with_the_old_time),
