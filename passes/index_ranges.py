@@ -321,6 +321,8 @@ class IndexRanges(RangeArithmetic):
                 raise NotThisForm(f"{node.name} ({node.target}) computes rows with places or sizes; {CHANGE}")
 
     def _require_both(self, node: Node, found: Range) -> None:
+        if isinstance(fake_value(node), (tuple, list)):  # whoever takes an element of it is asked for that
+            return
         truth = found.kind > Kind.CHOSEN and found.small and not found.uniform
         if truth and found.low >= 0 and not _has_nothing(node) and not self.tried.requires_both(node):
             self.tried.require_both(node)

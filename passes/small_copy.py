@@ -40,6 +40,8 @@ from moepass.passes.small_sizes import Reading, run_bytes, scales
 
 # A size of so many symbols, as the sum of what hundreds of ranks send, is taken for one that nothing is known of.
 _MOST_SYMBOLS = 8
+# [Empirical] Where a small copy was not proved, one of a size that takes seconds is not tried as well.
+_WORTH_ANOTHER = 16
 # Where the numbers of a block can be read in several ways, so many are tried.
 _MOST_COPIES = 6
 
@@ -65,7 +67,7 @@ def small_copies(
     for scale in scales(mock.block, features_alike=apart is None):
         if found and scale.growing is not None:
             continue
-        if run_bytes(mock, scale) > most_bytes:
+        if run_bytes(mock, scale) > (most_bytes // _WORTH_ANOTHER if found else most_bytes):
             continue
         small = SmallMock(mock, scale)
         try:

@@ -201,6 +201,16 @@ def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
 
 
 @pytest.mark.parametrize("form", EP_FORMS)
+def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
+    """Whether a row is for that expert is a place and a truth in one."""
+    for dynamic in (True, False):
+        config = StackConfig(layers=1, experts=3, top_k=2, max_tokens=12)
+        result = _localised(capture(config, form, 1, 3, 12, dynamic=dynamic))
+        assert not result.refusals
+        assert len(result.plan.banks) == 1
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -> None:
     config = StackConfig(layers=1, experts=3, top_k=1, max_tokens=12)
     for rank in range(4):
