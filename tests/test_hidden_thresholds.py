@@ -322,4 +322,6 @@ def test_a_threshold_behind_a_chain_of_operations_is_not_taken(
 def test_no_threshold_behind_a_chain_of_operations_is_taken(
     form: str, subject: str, chain: list[Step], beyond: int, dynamic: bool
 ) -> None:
+    # A graph for one number of tokens has no other number of rows, unless other ranks bring them.
+    assume(dynamic or subject != "rows" or form == "all_to_all")
     _check_chain(form, subject, chain, beyond, dynamic)
