@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.graph import fake_value, is_call
+from moepass.passes.node_arguments import named_arguments
 
 _c10d = torch.ops._c10d_functional
 
@@ -53,7 +53,7 @@ def collective_of(node: Node) -> Collective | None:
     if node.op != "call_function" or node.target not in KINDS:
         return None
     kind = KINDS[node.target]
-    values = _arguments(node)
+    values = named_arguments(node)
     return Collective(
         kind,
         node,
@@ -133,7 +133,7 @@ def communication_of(node: Node) -> Communication | None:
 
 
 def _group_argument(node: Node) -> object:
-    values = _arguments(node)
+    values = named_arguments(node)
     return next((values[name] for name in _GROUP_ARGUMENTS if name in values), None)
 
 
@@ -148,11 +148,6 @@ def communications_of(graph: Graph) -> Iterator[Communication]:
 def group_names(graph: Graph) -> set[str]:
     """Process groups that the graph talks to."""
     return {found.group_name for found in communications_of(graph) if found.group_name}
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _result(node: Node) -> Node:

@@ -21,7 +21,8 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph import fake_value
-from moepass.passes.operations import named_arguments, operation
+from moepass.passes.node_arguments import named_arguments
+from moepass.passes.operations import operation
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
 from moepass.passes.value_range import Range
 

@@ -42,7 +42,8 @@ from moepass.passes.growing_sizes import (
     grows_in_size,
     size_along,
 )
-from moepass.passes.operations import base_operation, indexed_dimensions, is_mask, named_arguments, operation
+from moepass.passes.node_arguments import named_arguments
+from moepass.passes.operations import base_operation, indexed_dimensions, is_mask, operation
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
 from moepass.passes.range_arithmetic import DIVISIONS, RangeArithmetic, size_range
 from moepass.passes.value_range import (

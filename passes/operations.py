@@ -1,4 +1,4 @@
-"""What an operation of a graph is called, and its arguments by name."""
+"""What an operation of a graph is called, and what it indexes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,6 @@ def operation(node: Node) -> str:
 def base_operation(node: Node) -> str:
     """The name of a node's operation, whichever variant."""
     return operation(node).split(".", 1)[0]
-
-
-def named_arguments(node: Node) -> dict[str, Any]:
-    """By the names of the schema; by their places where the target has none."""
-    schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema else [*map(str, range(len(node.args)))]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def is_mask(index: Node) -> bool:
