@@ -27,7 +27,14 @@ from moepass.passes.lower import decompositions, lower_segments
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.proposals import NO_BORDER
 from moepass.passes.protocol import CaptureNotes, PassContext
-from moepass.runtime.adoption import adoption, agreement_on_blocks, dispatching, process_groups, replica_check
+from moepass.runtime.adoption import (
+    adoption,
+    agreement_on_blocks,
+    dispatching,
+    process_groups,
+    replica_check,
+    run_checks,
+)
 from moepass.runtime.banks import BankStore, find_store
 from moepass.runtime.dispatching import CapturedFallback
 from moepass.runtime.eager_watch import eager_watch
@@ -149,7 +156,8 @@ def _compile(
     dispatcher = dispatching(result.plan, captured, options.lower, device, options.adoption())
     check = replica_check(result.plan, captured, options.adoption(), options.debug)
     fallback = None if check is None else CapturedFallback(check, captured, options.lower)
-    executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback)
+    checks = run_checks(result.plan, captured, groups, options.adoption().timeout_s)
+    executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback, checks)
     recorded = _recorded.get()
     if recorded is not None:
         recorded.append(Compilation(executor))

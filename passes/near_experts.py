@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives  # defines _wrap_tensor_autograd
 from torch.fx import Node
 
 from moepass.passes.collectives import Communication, collective_of, communication_of

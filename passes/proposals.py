@@ -52,6 +52,11 @@ class Proposal:
         leaves = tuple(RefusedBlock(item.where, _in_full(item)) for item in plan.refusals if item.group == group)
         return Proposal(takes, leaves, tuple(exchanges), border)
 
+    def without_taking(self, reason: str) -> Proposal:
+        """The same of a rank that leaves all that it could take, because of `reason`."""
+        left = tuple(RefusedBlock(block.name, reason) for block in self.takes)
+        return dataclasses.replace(self, takes=(), leaves=(*self.leaves, *left))
+
     def signatures(self, name: str) -> tuple[str, ...]:
         """Of the blocks with this name that the rank takes, in host order: a layer may be applied twice."""
         return tuple(block.signature for block in self.takes if block.name == name)

@@ -7,6 +7,7 @@ pulls what it lacks whenever it wants, or all gather.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -18,10 +19,11 @@ from moepass.models.errors import InputError
 from moepass.passes.graph import graph_inputs
 from moepass.passes.ir import BankSpec, Plan
 from moepass.passes.localise import texts_of
-from moepass.passes.proposals import Proposal, exchanges_by_group
+from moepass.passes.proposals import NO_BORDER, Proposal, exchanges_by_group
 from moepass.passes.protocol import Agree, Group
 from moepass.passes.source_lines import input_name
 from moepass.runtime.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
+from moepass.runtime.agreement import RunCheck, taken_blocks
 from moepass.runtime.decisions import decisions_of, has_others
 from moepass.runtime.device_home import check_transport_to
 from moepass.runtime.dispatching import Dispatcher
@@ -29,6 +31,7 @@ from moepass.runtime.executor import Adopt
 from moepass.runtime.link import check_link_to
 from moepass.runtime.replicas import ReplicaCheck
 from moepass.runtime.ring import Ring
+from moepass.runtime.torch_private import suppresses_errors
 
 
 def process_groups(names: Iterable[str]) -> dict[str, Group]:
@@ -42,22 +45,48 @@ def agreement_on_blocks(captured: GraphModule, groups: Collection[str], border: 
 
     `border` says below how many tokens per rank runs are to be exchanged, in words.
     """
-    exchanges = {
-        name: found
-        for name, found in exchanges_by_group(captured.graph).items()
-        if name in groups and has_others(_group(name))
-    }
+    exchanges = _shared_exchanges(captured, groups)
     if not exchanges:
         return None
+    reason = (
+        "torch._dynamo.config.suppress_errors is on, so a rank with an error would wait at an exchange that no other "
+        "rank joins; turn it off"
+    )
+    refused = reason if suppresses_errors() else None
 
     def agree(module: GraphModule, plan: Plan) -> dict[str, str]:
         leave: dict[str, str] = {}
         for name, found in exchanges.items():
             own, group = Proposal.of(plan, name, found, border), _group(name)
+            if refused is not None:
+                leave |= {block.name: refused for block in own.takes}
+                own = own.without_taking(refused)
             leave |= decisions_of(group).decide(group, own, lambda block: texts_of(module, block), timeout_s)
         return leave
 
     return agree
+
+
+def run_checks(plan: Plan, captured: GraphModule, groups: Collection[str], timeout_s: float) -> list[RunCheck]:
+    """What compares each run of `captured`, of which ranks agreed on `plan`, with those of the other ranks, if need be.
+
+    Where there is a dispatch, ranks agree on each run anyway.
+    """
+    if plan.dispatch is not None:
+        return []
+    return [
+        RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_BORDER), timeout_s)
+        for name, found in _shared_exchanges(captured, groups).items()
+    ]
+
+
+def _shared_exchanges(captured: GraphModule, groups: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The collectives of `captured` in those of `groups` that have other ranks, by group."""
+    return {
+        name: found
+        for name, found in exchanges_by_group(captured.graph).items()
+        if name in groups and has_others(_group(name))
+    }
 
 
 def dispatching(
@@ -75,7 +104,8 @@ def dispatching(
     def register(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         adopted_banks(_group(name), device).register_dispatched(banks, parts)
 
-    return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s)
+    blocks = taken_blocks(plan.localised)
+    return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s, blocks)
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: bool) -> Adopt | None:

@@ -1,9 +1,10 @@
-"""The ranks of a process group agree on the form of each run: gathered weights, or exchanged tokens.
+"""The ranks of a process group agree on each run: on its form, gathered weights or exchanged tokens, and on its layers.
 
 An exchange needs all ranks, and each knows its own tokens only. So where a plan has a dispatch, every run begins with
 a few bytes from every rank to every other, over gloo connections of the group's own: no device waits for them, and
-every wait ends. What follows is computed alike on all ranks, from what was agreed alone; the last form of the group's
-runs, by which a form stays near the border, is a part of that.
+every wait ends. So does every run where ranks may otherwise run different experts at a time (`RunCheck`). What follows
+is computed alike on all ranks, from what was agreed alone; the last form of the group's runs, by which a form stays
+near the border, is a part of that.
 
 Which of a rank's graphs takes part does not matter: ranks compile for different shapes.
 """
@@ -16,7 +17,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
@@ -24,9 +25,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError
 from moepass.passes.dispatch import choose_form
-from moepass.passes.ir import Dispatch
+from moepass.passes.ir import Dispatch, LocalisedBlock
+from moepass.passes.proposals import Proposal
 from moepass.runtime.connections import Connections
-from moepass.runtime.decisions import MEETING
+from moepass.runtime.decisions import MEETING, decisions_of
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.rendezvous import PeerError, Rendezvous
 
@@ -34,13 +36,20 @@ logger = logging.getLogger("moepass")
 
 # Whole numbers up to here are exact on their way, as float64.
 LARGEST_EXACT = 2**53
+# Of a digest: as many as are compared, and short enough for people to compare them too.
+_DIGITS = 12
+
+
+# In the place of the tokens below which runs are exchanged, where none are.
+_NO_BORDER = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Presence:
     """What a rank comes with: its tokens in a block, the border of its graph, and the blocks that are about to run.
 
-    Where the border `is_estimated`, both are in units of it, so that it is 1.
+    `blocks` are these in words that ranks which run the same have in common. Where the border `is_estimated`, both are
+    in units of it, so that it is 1.
     """
 
     tokens: float
@@ -77,6 +86,11 @@ class Agreement:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
 
+    def compare(self, blocks: tuple[str, ...], timeout_s: float) -> None:
+        """Let ranks see that all of them are about to run the same blocks. Raises PeerError as `agree` does."""
+        with self._lock:
+            self._exchange(Presence(0.0, _NO_BORDER, 0.0, blocks), timeout_s)
+
     def agree(self, own: Presence, timeout_s: float) -> str:
         """The form of the next run, the same on all ranks.
 
@@ -107,9 +121,10 @@ class Agreement:
         connections.check()
         found = {rank: torch.empty_like(sent) for rank in connections.others}
         late = (
-            f"did not come to agree on the form of a run within {timeout_s:g} s. With all_to_all_below every rank of "
-            "the group calls its compiled model equally often, as the exchanges of the model itself need it: with no "
-            "tokens if it has none; give ranks that compile longer than others a longer timeout_s"
+            f"did not come to agree on a run within {timeout_s:g} s. With all_to_all_below, and where a group runs "
+            "layers of one name with different experts, or some layers with exchanges and others without, every rank "
+            "of the group calls its compiled model equally often, as the exchanges of the model itself need it: with "
+            "no tokens if it has none; give ranks that compile longer than others a longer timeout_s"
         )
         try:
             connections.exchange(
@@ -117,7 +132,7 @@ class Agreement:
                 {rank: [sent] for rank in found},
                 time.monotonic() + timeout_s,
                 late,
-                "ranks agreed on the form of a run",
+                "ranks agreed on a run",
             )
         except PeerError:
             raise
@@ -126,7 +141,7 @@ class Agreement:
             raise
         found[self.rank] = sent
         present = [found[rank].tolist() for rank in range(self.size)]
-        problem = _difference(present)
+        problem = _difference(present, self.rank, own.blocks)
         if problem is not None:
             raise PeerError(connections.fail(problem))
         return present
@@ -134,33 +149,63 @@ class Agreement:
     def _connect(self, timeout_s: float) -> Connections:
         if self._connections is None:
             if not torch.distributed.is_gloo_available():
-                raise InputError("all_to_all_below needs gloo, which this build of torch lacks; leave that option out")
+                raise InputError(
+                    "ranks agree on each run of these layers over gloo, which this build of torch lacks; leave "
+                    "all_to_all_below out, and let layers of one name compute the same"
+                )
             self._connections = Connections(
                 Rendezvous(self._store, self.rank, self.size, timeout_s, MEETING),
                 "agreements",
-                "all_to_all_below",
-                f"this process was forked from rank {self.rank}, and has no part in what its ranks agree on "
-                "(all_to_all_below); run the model in that process",
+                "agreements on runs",
+                f"this process was forked from rank {self.rank}, and has no part in what its ranks agree on before "
+                "each run; run the model in that process",
             )
         return self._connections
 
 
-def _difference(present: Sequence[Sequence[float]]) -> str | None:
-    """What ranks do not have in common, in words that are the same on all of them."""
+def _difference(present: Sequence[Sequence[float]], own_rank: int, own_blocks: Sequence[str]) -> str | None:
+    """What ranks do not have in common; where it is the blocks, with those of this rank."""
     for rank, (_, border, hysteresis, blocks) in enumerate(present):
         _, first_border, first_hysteresis, first_blocks = present[0]
+        if blocks != first_blocks:
+            return (
+                f"rank {rank} is about to run other layers than rank 0, or the same with other experts, or cuts the "
+                f"model in other graphs (rank {own_rank}: {', '.join(own_blocks) or 'layers with their exchanges'}); "
+                "all ranks must run the same layers, with the same activation functions, in the same order, equally "
+                "often"
+            )
         if (border, hysteresis) != (first_border, first_hysteresis):
             return (
                 f"ranks disagree on the tokens per rank below which runs are exchanged: {first_border:g} (hysteresis "
                 f"{first_hysteresis:g}) on rank 0, {border:g} (hysteresis {hysteresis:g}) on rank {rank}; give all "
                 "ranks the same all_to_all_below"
             )
-        if blocks != first_blocks:
-            return (
-                f"rank {rank} is about to run other layers than rank 0, or cuts the model in other graphs; with "
-                "all_to_all_below all ranks run the same layers in the same order, equally often"
-            )
     return None
+
+
+class RunCheck:
+    """Compares before a run of one graph, where it has to be, which blocks the ranks run without their exchanges."""
+
+    def __init__(self, group: Callable[[], ProcessGroup], own: Proposal, timeout_s: float) -> None:
+        """`own` is what ranks decided on for the graph."""
+        self._group = group
+        self._own = own
+        self._blocks = taken_blocks(own.takes)
+        self._timeout_s = timeout_s
+
+    def __call__(self) -> None:
+        """Raises PeerError where ranks are about to run different blocks, are gone or do not come."""
+        group = self._group()
+        if decisions_of(group).must_agree(self._own):
+            agreement_of(group).compare(self._blocks, self._timeout_s)
+
+
+def taken_blocks(blocks: Sequence[LocalisedBlock]) -> tuple[str, ...]:
+    """Them with what their experts compute, in words that are the same on all ranks."""
+    return tuple(
+        f"{block.name} ({block.form} {hashlib.sha256(block.signature.encode()).hexdigest()[:_DIGITS]})"
+        for block in blocks
+    )
 
 
 _agreements: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()

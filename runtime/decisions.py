@@ -6,6 +6,10 @@ comes here before anything is compiled, whatever it found in it, and all come ou
 
 A decision holds for the life of the group. A rank that captures the same block again, for another shape, keeps it and
 waits for nobody.
+
+Several layers can have one name, where they are compiled one by one, and one layer can be captured in several ways,
+where a Python flag chooses what its experts compute. Once ranks took such a name in two ways, or left some exchanges
+and took others, only a run tells which of these a rank runs: then they compare before each run, too (`must_agree`).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
@@ -41,6 +46,9 @@ class BlockDecisions:
     def __init__(self) -> None:
         # By name and signature of a block, which is empty for one that a rank cannot take: why it is left, or None.
         self._decided: dict[tuple[str, str], str | None] = {}
+        # By name of a block: the signatures with which it is taken.
+        self._taken: dict[str, set[str]] = defaultdict(set)
+        self._has_left_exchanges = False
         self._is_alone = False
         self._lock = threading.Lock()
         renew_after_fork(self)
@@ -63,6 +71,18 @@ class BlockDecisions:
                 self._meet(group, own, texts_of, timeout_s)
             left = {name: self._decided.get((name, signature)) for name, signature in keys if signature}
             return {name: reason for name, reason in left.items() if reason is not None}
+
+    def must_agree(self, own: Proposal) -> bool:
+        """Whether other ranks may run something else while this one runs the graph for which `own` was decided.
+
+        The same on all ranks. A rank that could not compare a graph with others is not asked about its runs either.
+        """
+        keys = _keys(own)
+        if any(key not in self._decided for key in keys):
+            return False
+        if self._has_left_exchanges and self._taken:
+            return True
+        return any(len(self._taken.get(name, ())) > 1 for name, _ in keys)
 
     def _meet(
         self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
@@ -122,7 +142,11 @@ class BlockDecisions:
 
     def _remember(self, proposals: Sequence[Proposal], left: Mapping[str, str]) -> None:
         for name, signature in {key for proposal in proposals for key in _keys(proposal)}:
-            self._decided[name, signature] = left.get(name, None if signature else "")
+            reason = self._decided[name, signature] = left.get(name, None if signature else "")
+            if reason is None:
+                self._taken[name].add(signature)
+            else:
+                self._has_left_exchanges = True
         # A rank that cannot take such a block in another graph either need not ask again.
         self._decided |= {(name, ""): reason for name, reason in left.items()}
 

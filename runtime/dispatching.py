@@ -110,9 +110,10 @@ class Dispatcher:
         group: Callable[[], ProcessGroup],
         register: Callable[[Sequence[BankSpec], Sequence[Sequence[Any]]], None],
         timeout_s: float,
+        blocks: tuple[str, ...] = (),
     ) -> None:
         """`group` gives the process group of the graph's banks; `register` takes banks and this rank's parts of each,
-        and is called where they come first.
+        and is called where they come first. `blocks` are those of the graph in words that all ranks have in common.
         """
         self.statistics = FormStatistics()
         self._dispatch = dispatch
@@ -121,6 +122,7 @@ class Dispatcher:
         self._group = group
         self._register = register
         self._timeout_s = timeout_s
+        self._blocks = blocks
         self._registered: dict[object, tuple[StorageWeakRef, ...]] = {}
 
     def is_exchanged(
@@ -137,8 +139,7 @@ class Dispatcher:
             storages = tuple(StorageWeakRef(part.untyped_storage()) for of_bank in parts for part in of_bank)
             self._registered = {**self._living(), key: storages}
         tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
-        names = tuple(bank.name for bank in banks)
-        presence = Presence.of(self._dispatch, tokens, names)
+        presence = Presence.of(self._dispatch, tokens, self._blocks)
         return agreement_of(self._group()).agree(presence, self._timeout_s) == EXCHANGED
 
     def run_exchanged(self, *arguments: Any) -> Any:

@@ -182,11 +182,13 @@ class Executor:
         adopt: Adopt | None = None,
         dispatcher: Dispatcher | None = None,
         fallback: CapturedFallback | None = None,
+        checks: Sequence[Callable[[], None]] = (),
     ) -> None:
         """Where banks are this rank's parameters, `adopt` completes them when they come first, and has their ring.
 
         `dispatcher` and `fallback` run what does not follow the schedule, because ranks agreed on it or have different
-        tokens; only for such banks, which they read as they are.
+        tokens; only for such banks, which they read as they are. `checks` come before each run, and raise where it must
+        not be.
         """
         self.plan = plan
         self._gathers = plan.gathers()
@@ -198,6 +200,7 @@ class Executor:
         self._fallback = fallback
         self._captured = None if fallback is None else Located(fallback.run, "the captured graph", "")
         self._top = top
+        self._checks = tuple(checks)
         self._is_debug = ring is not None and ring.debug
         names = [node.name for node in graph_inputs(top.graph)]
         streamed = {stay.bank: stay.shards[0] for stay in plan.residencies if stay.shards and not adopt}
@@ -241,6 +244,8 @@ class Executor:
         return outputs
 
     def _run(self, arguments: tuple[Any, ...]) -> Any:
+        for check in self._checks:
+            check()
         if self._dispatcher is not None and self._exchanged is not None:
             banks, parts = self._banks, self._parts_among(arguments)
             if self._dispatcher.is_exchanged(arguments, banks, parts, self._memories(arguments)):

@@ -41,6 +41,11 @@ def on_recompilation(function: Callable[[], None]) -> None:
     register_hook_for_recompile_user_context(hook)
 
 
+def suppresses_errors() -> bool:
+    """Whether Dynamo runs a function in eager mode where compiling it raises."""
+    return bool(torch._dynamo.config.suppress_errors)
+
+
 def _compilation() -> dict[str, Any]:
     """The variables of the function in which Dynamo compiles at this moment."""
     frame = sys._getframe()
