@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.collectives import Communication, collective_of, communications_of
+from moepass.passes.collectives import Communication, collective_of, communication_of, communications_of
 from moepass.passes.detect import BlockMatch, find_blocks, is_grouped_product
 from moepass.passes.graph import fake_value, is_call, positions
 from moepass.passes.ir import Refusal
@@ -76,6 +76,7 @@ def find_parallel_blocks(
         except NotThisForm as error:
             refusals.append(refusal_of(graph, str(error), near[-1].node, match.record.name, group))
     refusals += _of_refused_products(graph, found.refusals, place, groups, claimed)
+    claimed |= _counts_of(claimed)
     refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, groups, capture)
     return tuple(blocks), tuple(refusals)
 
@@ -90,6 +91,29 @@ def _holds_all_experts(match: BlockMatch) -> bool:
     if not isinstance(scores, Node) or not is_call(scores, aten.topk.default):
         return False
     return is_size(fake_value(scores.all_input_nodes[0]).shape[-1], match.record.experts)
+
+
+def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
+    """What talks to other ranks so that they know how many rows come with `exchanges`."""
+    counts: set[Node] = set()
+    pending = [
+        used for node in exchanges for used in node.all_input_nodes if isinstance(fake_value(used), torch.SymInt)
+    ]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if communication_of(node) is not None:
+            counts.add(node)
+            continue
+        for used in node.all_input_nodes:
+            value = fake_value(used)
+            is_count = isinstance(value, torch.SymInt) or (
+                isinstance(value, torch.Tensor) and not value.is_floating_point()
+            )
+            if is_count and used not in seen:
+                seen.add(used)
+                pending.append(used)
+    return counts
 
 
 def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:
@@ -113,12 +137,12 @@ def _of_refused_products(
     told: set[str] = set()
     for refusal in refused:
         product = by_name[refusal.node]
-        if not is_grouped_product(product) or refusal.where in told:
+        if not is_grouped_product(product):
             continue
         after = first_communication_after(product, fake_value(product).shape[-1], place)
         near = [*communications_before(*product.all_input_nodes), *([after] if after is not None else [])]
-        if near:
+        claimed |= {one.node for one in near}
+        if near and refusal.where not in told:
             told.add(refusal.where)
-            claimed |= {one.node for one in near}
             reason = f"its products make no block of experts that moepass knows ({refusal.reason})"
             yield refusal_of(graph, reason, near[-1].node, refusal.where, _known_group(near, groups))

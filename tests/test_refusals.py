@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from moepass.captured import capture_notes, name_inputs
 from moepass.models.collectives import exchange_rows, gather_rows, sum_over_ranks
 from moepass.models.expert_parallel import EP_FORMS, AllGatherExperts, AllReduceExperts, AllToAllExperts
-from moepass.models.grouped_experts import count_per_expert, sort_by_expert, weighted_sum
+from moepass.models.grouped_experts import count_per_expert, grouped_product, sort_by_expert, weighted_sum
 from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.passes.collectives import collectives_of, communications_of, group_names
 from moepass.passes.graph import copy_graph_module
@@ -108,6 +108,36 @@ def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monk
     assert re.match(
         r"\d collectives stay in the graph \(.*\), because of moe.0.experts: its rows or counts", plan.reason
     )
+
+
+class ConvertedProducts(nn.Module):
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        up, down = (each.bfloat16().transpose(1, 2) for each in weights)
+        gate, up_rows = grouped_product(rows.bfloat16(), up, ends).chunk(2, dim=-1)
+        return grouped_product(F.silu(gate) * up_rows, down, ends).to(rows.dtype)
+
+
+class Converted(AllToAllExperts):
+    """Makes bfloat16 weights of its parameters in every run, in a module of its own that exchanges nothing."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.inner = ConvertedProducts()
+
+    def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(rows, counts, self.gate_up_proj, self.down_proj)
+        return result
+
+
+def test_a_refused_product_speaks_for_its_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way there, the way back and the counts: none of them is told of as one without experts."""
+    monkeypatch.setitem(EP_FORMS, "all_to_all", Converted)
+    plan = _plan(capture(CONFIG, "all_to_all", 0, 2, 12))
+    check_readable(plan.refusals)
+    (crossing,) = [refusal for refusal in plan.refusals if refusal.crosses_ranks]
+    assert "the weights are computed in the graph" in crossing.reason
+    assert not any("no product by expert" in refusal.reason for refusal in plan.refusals)
 
 
 def _with_other_way_back(target: Any, arguments: Callable[..., tuple[Any, ...]]) -> Captured:
