@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moepass.passes.canonical_text import CanonicalText, describe_constant, describe_value
+from moepass.passes.canonical_text import CanonicalText, describe_constant_here, describe_value
 from moepass.passes.graph import constant_of, fake_value
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.parallel_match import ParallelBlock
@@ -40,5 +40,5 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
 
 def _describe_source(node: Node, known: dict[Any, str]) -> str:
     if node.op == "get_attr":
-        return f"constant {describe_constant(constant_of(node))}"
+        return f"constant {describe_constant_here(str(node.target), constant_of(node))}"
     return f"source {describe_value(fake_value(node), known)}"

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import Node
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx import GraphModule, Node
 
-from moepass.passes.graph import map_nodes
+from moepass.passes.graph import constant_of, fake_value, map_nodes
+from moepass.passes.not_this_form import NotThisForm
 
 # A size that only a run tells, as torch names it.
 _UNBACKED = re.compile(r"\bu\d+\b")
+# Constants that are what they are called.
+_NAMED = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch._ops.OperatorBase)
 
 
 class CanonicalText:
@@ -25,8 +28,9 @@ class CanonicalText:
         self._names: dict[Node, str] = {}
         self._lines: list[str] = []
 
-    def add_source(self, node: Node) -> None:
-        self._add(node, self._describe_source(node))
+    def add_source(self, node: Node, line: str | None = None) -> None:
+        """`line` describes it, else `describe_source` does."""
+        self._add(node, self._describe_source(node) if line is None else line)
 
     def add(self, node: Node, *remarks: str, arguments: Any = None) -> None:
         """What `node` computes from what; sources that it reads come before it.
@@ -34,7 +38,7 @@ class CanonicalText:
         `arguments` may stand for its (args, kwargs), where some of these should read otherwise.
         """
         arguments = map_nodes((node.args, node.kwargs) if arguments is None else arguments, self._name)
-        self._add(node, " ".join((f"{node.target} {arguments}", *remarks)))
+        self._add(node, " ".join((f"{describe_target(node)} {arguments}", *remarks)))
 
     def remark(self, *texts: str) -> None:
         self._lines += texts
@@ -89,13 +93,73 @@ def _size_text(size: Any, known: dict[Any, str]) -> str:
 
 
 def describe_constant(value: object, is_placed: bool = True) -> str:
-    """A constant of a graph: its type, layout and numbers, and where it lies unless `is_placed` is False."""
+    """A constant of a graph: its type, layout and numbers, and where it lies unless `is_placed` is False.
+
+    A graph, which an operator runs, is described by what it computes. Raises NotThisForm for what has contents that
+    cannot be read: a text without them would be equal for others.
+    """
     if isinstance(value, torch.Tensor):
-        if isinstance(value, torch._subclasses.FakeTensor):
-            return f"fake {id(value)}"
-        # A constant is a real tensor, although the graph is looked at in fake mode.
-        with unset_fake_temporarily():
-            raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        layout = describe_value(value) if is_placed else f"{value.dtype} {tuple(value.shape)}"
-        return f"{layout} {hashlib.sha256(raw).hexdigest()}"
-    return f"{type(value).__name__} {id(value)}"
+        return _describe_tensor(value, is_placed)
+    if isinstance(value, GraphModule):
+        return describe_graph(value, is_placed)
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} [{', '.join(describe_constant(item, is_placed) for item in value)}]"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, _NAMED):
+        return f"{type(value).__name__} {value}"
+    raise NotThisForm(
+        f"it reads a constant of type {type(value).__name__}, whose contents moepass cannot compare; expected tensors "
+        "and numbers"
+    )
+
+
+def describe_constant_here(name: str, value: object) -> str:
+    """A constant that is called `name`, for texts of one graph alone: where it has no contents, its name tells it."""
+    try:
+        return describe_constant(value)
+    except NotThisForm:
+        return f"{type(value).__name__} {name}"
+
+
+def describe_target(node: Node) -> str:
+    """What a node calls, without the addresses that Python gives functions."""
+    target = node.target
+    if isinstance(target, (str, torch._ops.OperatorBase)):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', type(target).__name__)}"
+
+
+def describe_graph(module: GraphModule, is_placed: bool = True) -> str:
+    """What the graph computes, constants included. Raises NotThisForm as `describe_constant` does."""
+    text = CanonicalText(_describe_input)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            text.add_source(node, f"constant {describe_constant(constant_of(node), is_placed)}")
+        elif node.op == "placeholder":
+            text.add_source(node)
+        else:
+            text.add(node)
+    return f"graph ({'; '.join(str(text).splitlines())})"
+
+
+def _describe_input(node: Node) -> str:
+    value = fake_value(node)
+    return f"input {describe_value(value)}" if value is not None else "input"
+
+
+def _describe_tensor(value: torch.Tensor, is_placed: bool) -> str:
+    real = value.constant if isinstance(value, FakeTensor) else value
+    # A constant is a real tensor, although the graph is looked at in fake mode.
+    with unset_fake_temporarily():
+        if real is None or real.is_meta or real.layout is not torch.strided:
+            raise NotThisForm(
+                f"it reads a constant of type {value.dtype} {tuple(value.shape)} whose numbers cannot be read here "
+                f"({'on no device' if value.layout is torch.strided else value.layout}), so ranks cannot compare it; "
+                "expected dense tensors on a device"
+            )
+        flat = real.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+        flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    layout = describe_value(value) if is_placed else f"{value.dtype} {tuple(value.shape)}"
+    return f"{layout} {hashlib.sha256(raw).hexdigest()}"

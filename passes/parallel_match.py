@@ -32,6 +32,7 @@ from moepass.passes.collectives import Collective, Communication, collective_of
 from moepass.passes.detect import BlockMatch, ExpertProduct
 from moepass.passes.graph import fake_value, is_call, is_view, view_source
 from moepass.passes.near_experts import MOST_NODES, is_size, most_nodes
+from moepass.passes.not_this_form import NotThisForm as NotThisForm
 from moepass.passes.protocol import CaptureNotes, Group
 from moepass.passes.source_lines import describe_shape, named
 
@@ -74,10 +75,6 @@ class ParallelBlock:
     @property
     def down(self) -> ExpertProduct:
         return self.products[-1]
-
-
-class NotThisForm(Exception):  # noqa: N818  control flow inside the passes: why a block does not fit
-    """The text becomes the reason of a refusal. It names a node as `name (operator)`: see `passes/source_lines.py`."""
 
 
 def match_block(

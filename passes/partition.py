@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.errors import one_of
-from moepass.passes.canonical_text import CanonicalText, describe_constant, describe_value
+from moepass.passes.canonical_text import CanonicalText, describe_constant_here, describe_value
 from moepass.passes.cost import total_cost
 from moepass.passes.detect import find_blocks
 from moepass.passes.graph import (
@@ -301,7 +301,7 @@ def _text(graph: Graph, constants: dict[str, object]) -> str:
 
     def describe(node: Node) -> str:
         if node.op == "get_attr":
-            return f"constant {describe_constant(constants[str(node.target)])}"
+            return f"constant {describe_constant_here(str(node.target), constants[str(node.target)])}"
         return f"input {describe_value(fake_value(node))}"
 
     text = CanonicalText(describe)

@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-from moepass.passes.canonical_text import describe_constant
+from moepass.passes.canonical_text import describe_constant, describe_target
 from moepass.passes.collectives import communication_of
+from moepass.passes.complete_shards import COMPLETE_EXPERTS, Completion
+from moepass.passes.contents import inputs_read, is_uninitialised
 from moepass.passes.graph import constant_of, fake_value, map_nodes
 from moepass.passes.ir import gather
-from moepass.passes.parallel_match import NotThisForm
+from moepass.passes.known_operators import why_not_pure
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.source_lines import named, source_line
 
 # Their results are the same on all ranks of their group.
 _EQUALISING = {f"_c10d_functional.{kind}.default" for kind in ("all_reduce", "all_gather_into_tensor", "broadcast")}
-_COMPLETE_EXPERTS = "moepass.complete_experts.default"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,46 +55,65 @@ class ReplicatedValues:
 
     def origin(self, nodes: Sequence[Node]) -> Origin:
         """That of `nodes` together. Raises NotThisForm where they depend on what each rank has for itself."""
-        inputs: dict[Node, None] = {}
-        for node in self._on_the_way(nodes):
-            if node.op == "placeholder":
-                inputs[node] = None
-            elif communication_of(node) is not None and not self._is_equalising(node):
+        on_the_way, read = self._on_the_way(nodes)
+        for node in on_the_way:
+            if self._is_equal_by_itself(node):
+                continue
+            reason = why_not_pure(node)
+            if is_uninitialised(node):
+                reason = "gives memory that nothing was written to; fill all of it" if node in read else None
+            elif communication_of(node) is not None or node.target is COMPLETE_EXPERTS:
+                reason = "whose results differ by rank"
+            if reason is not None:
+                which = "" if reason.startswith("whose ") else "which "
                 raise NotThisForm(
                     "its results are summed over ranks, so all must have the same tokens, but these depend on "
-                    f"{named(node)}, whose results differ by rank"
+                    f"{named(node)}, {which}{reason}"
                 )
         digest = hashlib.sha256("\n".join(self._digest(node) for node in nodes).encode()).hexdigest()
-        return Origin(digest, tuple(node.name for node in sorted(inputs, key=self._place_of_input.__getitem__)))
+        return Origin(digest, tuple(node.name for node in on_the_way if node.op == "placeholder"))
 
     def lines(self, nodes: Sequence[Node]) -> list[str]:
         """What `origin` is a digest of, one line for each operation in host order, for people to compare."""
         names: dict[Node, str] = {}
         lines = []
-        for node in sorted(self._on_the_way(nodes)):
+        for node in self._on_the_way(nodes)[0]:
             names[node] = f"%{len(names)}"
             line = source_line(node)
             lines.append(self._describe(node, names) + (f" ({line})" if line else ""))
         return lines
 
-    def _on_the_way(self, nodes: Iterable[Node]) -> list[Node]:
-        """`nodes` and what they are computed from, as far as it need not be equal on all ranks for another reason."""
-        pending, seen = list(nodes), set(nodes)
+    def _on_the_way(self, nodes: Sequence[Node]) -> tuple[list[Node], set[Node]]:
+        """`nodes` and what they are computed from, in host order, and those whose contents matter among them.
+
+        As far as it need not be equal on all ranks for another reason.
+        """
+        pending, seen, read = list(nodes), set(nodes), set(nodes)
         while pending:
             node = pending.pop()
+            if not self._is_equal_by_itself(node):
+                read.update(inputs_read(node)[0])
             for used in self._sources(node):
                 if used not in seen:
                     seen.add(used)
                     pending.append(used)
-        return list(seen)
+        return sorted(seen), read
 
     def _sources(self, node: Node) -> list[Node]:
-        ends_here = node.target is gather or str(node.target) == _COMPLETE_EXPERTS or self._is_equalising(node)
-        return [] if ends_here else list(node.all_input_nodes)
+        if self._is_equal_by_itself(node):
+            return []
+        read, sized = inputs_read(node)
+        known = {_sizes_of(used) for used in read}
+        return read + [used for used in sized if not _has_constant_sizes(used) and _sizes_of(used) not in known]
 
-    def _is_equalising(self, node: Node) -> bool:
-        names_group = self._group_name in (*node.args, *node.kwargs.values())
-        return names_group and str(node.target) in _EQUALISING
+    def _is_equal_by_itself(self, node: Node) -> bool:
+        """Whatever it is made of: complete banks, and what the ranks of the group add up or gather."""
+        if node.target is COMPLETE_EXPERTS:
+            return Completion.of(node).group_name == self._group_name
+        return node.target is gather or (self._names_group(node) and str(node.target) in _EQUALISING)
+
+    def _names_group(self, node: Node) -> bool:
+        return self._group_name in (*node.args, *node.kwargs.values())
 
     def _digest(self, node: Node) -> str:
         """Of how `node` is computed: that of its text, in which the digests of others stand for them."""
@@ -113,17 +134,32 @@ class ReplicatedValues:
         if node.op == "placeholder":
             return f"input {self._place_of_input[node]} {_describe_value(fake_value(node))}"
         if node.op == "get_attr":
-            return f"constant {_describe_constant(constant_of(node))}"
+            return f"constant {describe_constant(constant_of(node), is_placed=False)}"
         if node.target is gather:
             return f"the complete bank of {node.meta.get('moepass_block')}"
-        if not self._sources(node) and node.all_input_nodes:
-            return f"{node.target} number {self._number_of(node)} of group {self._group_name}"
-        arguments = map_nodes((node.args, node.kwargs), names.__getitem__)
-        return f"{node.target} {_without_device_numbers(arguments)}"
+        if self._is_equal_by_itself(node):
+            return f"{describe_target(node)} number {self._number_of(node)} of group {self._group_name}"
+        sources = set(self._sources(node))
+
+        def name(used: Node) -> str:
+            return names[used] if used in sources else _describe_value(fake_value(used))
+
+        arguments = map_nodes((node.args, node.kwargs), name)
+        return f"{describe_target(node)} {_without_device_numbers(arguments)}"
 
     def _number_of(self, node: Node) -> int:
-        """Which of the calls of its kind in the graph: ranks that run the same graph make them in one order."""
-        return sum(1 for other in node.graph.find_nodes(op="call_function", target=node.target) if other < node)
+        """Which of the group's calls of its kind in the graph: ranks that run the same graph make them in one order."""
+        calls = node.graph.find_nodes(op="call_function", target=node.target)
+        return sum(1 for other in calls if other < node and self._names_group(other))
+
+
+def _sizes_of(node: Node) -> str:
+    value = fake_value(node)
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else ""
+
+
+def _has_constant_sizes(node: Node) -> bool:
+    return all(isinstance(size, int) for size in fake_value(node).shape)
 
 
 def _describe_value(value: Any) -> str:
@@ -131,11 +167,6 @@ def _describe_value(value: Any) -> str:
         sizes = [str(size) if isinstance(size, int) else "?" for size in value.shape]
         return f"{value.dtype} [{', '.join(sizes)}] on {value.device.type}"
     return type(value).__name__
-
-
-def _describe_constant(value: object) -> str:
-    # A branch or a body that an operator runs has no contents to compare, but code.
-    return str(value.graph) if isinstance(value, GraphModule) else describe_constant(value, is_placed=False)
 
 
 def _without_device_numbers(arguments: Any) -> Any:

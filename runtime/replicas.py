@@ -18,17 +18,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.passes.proposals import explain_difference
+from moepass.runtime.checksum import checksum
 from moepass.runtime.decisions import MEETING
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.rendezvous import Rendezvous
 
 logger = logging.getLogger("moepass")
-
-# Words of 8 bytes that are added up at a time.
-_CHUNK_WORDS = 2**20
-_MODULUS = 2**64
-# Odd, so that no chunk loses bits.
-_CHUNK_FACTOR = 0x9E3779B97F4A7C15
 
 
 class ReplicaCheck:
@@ -96,32 +91,3 @@ def describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return str(value)
     return f"{value.dtype} {tuple(value.shape)}, checksum {checksum(value):016x}"
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """A number of 64 bits from all bits of `tensor`, computed on its device.
-
-    The weighted sum of its words modulo 2^64, with a factor of its own for each place: single differences always
-    show, and others by all likelihood. No protection against somebody who looks for equal checksums.
-    """
-    flat = tensor.detach().contiguous().view(-1)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    octets = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
-    whole = octets.numel() // 8 * 8
-    # Memory of a view need not begin where an integer of 8 bytes may.
-    aligned = octets[:whole] if octets.storage_offset() % 8 == 0 else octets[:whole].clone()
-    words = aligned.view(torch.int64)
-    rest = int.from_bytes(bytes(octets[whole:].tolist()), "little")
-    factors = _factors(words[:_CHUNK_WORDS])
-    total = octets.numel()
-    for start in range(0, words.numel(), _CHUNK_WORDS):
-        chunk = words[start : start + _CHUNK_WORDS]
-        total = (total * _CHUNK_FACTOR + int((chunk * factors[: chunk.numel()]).sum())) % _MODULUS
-    return (total * _CHUNK_FACTOR + rest) % _MODULUS
-
-
-def _factors(chunk: torch.Tensor) -> torch.Tensor:
-    """An odd factor for each word: so a difference in one word always changes the sum."""
-    places = torch.arange(chunk.numel(), device=chunk.device, dtype=torch.int64)
-    mixed = (places + 1) * -7046029254386353131
-    return (mixed ^ (mixed >> 29)) | 1

@@ -28,7 +28,7 @@ from moepass.passes.ir import Plan, gather
 from moepass.passes.localise import localise
 from moepass.passes.proposals import Proposal, blocks_to_leave, exchanges_by_group
 from moepass.passes.protocol import PassContext, PassResult, run_passes
-from moepass.runtime.replicas import checksum
+from moepass.runtime.checksum import checksum
 
 CONFIG = StackConfig(layers=2, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
 TOKENS = 9

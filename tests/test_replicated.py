@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import run_ranks
 from simulated_ranks import capture
 from test_adoption import SMALL, _compile, _hidden
@@ -21,7 +19,6 @@ from moepass.models.moe_stack import MoELayer, build_stack
 from moepass.passes.ir import Plan
 from moepass.passes.localise import localise
 from moepass.passes.protocol import PassContext, run_passes
-from moepass.runtime.replicas import checksum
 
 on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
@@ -160,32 +157,3 @@ def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypa
         # Only the router's parameters are left to compare: the tokens are equal whatever they were made of.
         assert len(result.plan.replicated) == (2 if is_taken else 0)
     assert signatures[0] == signatures[1]
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.complex64]
-
-
-@given(st.sampled_from(DTYPES), st.integers(1, 40), st.integers(1, 7), st.integers(0, 2**32), st.booleans())
-def test_any_single_difference_changes_a_checksum(
-    dtype: torch.dtype, rows: int, columns: int, seed: int, is_transposed: bool
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (rows, columns * dtype.itemsize), generator=generator)
-    values = raw.to(torch.uint8).view(dtype)
-    shown = values.t() if is_transposed else values
-    assert checksum(shown) == checksum(shown.clone())
-    place = int(torch.randint(0, raw.numel(), (1,), generator=generator))
-    changed = raw.to(torch.uint8).clone()
-    changed.view(-1)[place] ^= 1
-    other = changed.view(dtype)
-    assert checksum(other.t() if is_transposed else other) != checksum(shown)
-
-
-def test_a_checksum_sees_every_part_of_large_tensors_and_their_order() -> None:
-    values = torch.zeros(3 * 2**20 + 5, dtype=torch.int64)
-    found = {checksum(values)}
-    for place in (0, 2**20, 2**21 + 1, values.numel() - 1):
-        values[place] = 1
-        found.add(checksum(values))
-        values[place] = 0
-    assert len(found) == 5
