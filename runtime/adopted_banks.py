@@ -25,7 +25,6 @@ from moepass.runtime.collective import make_transport
 from moepass.runtime.decisions import MEETING
 from moepass.runtime.device_home import packer_on
 from moepass.runtime.eager_watch import FailureLook
-from moepass.runtime.executor import Memory, memory_of
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.homes import Home
 from moepass.runtime.link import Link
@@ -36,6 +35,7 @@ from moepass.runtime.processes import ProcessWatch
 from moepass.runtime.ring import Ring, make_ring
 from moepass.runtime.shared_parameters import share_parts
 from moepass.runtime.sources import Source
+from moepass.runtime.tensor_memory import Memory, memory_of
 from moepass.runtime.transports import PULL, Transport
 
 logger = logging.getLogger("moepass")

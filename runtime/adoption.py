@@ -29,7 +29,7 @@ from moepass.runtime.device_home import check_transport_to
 from moepass.runtime.dispatching import Dispatcher
 from moepass.runtime.executor import Adopt
 from moepass.runtime.link import check_link_to
-from moepass.runtime.replicas import ReplicaCheck
+from moepass.runtime.replicas import ReplicaCheck, replica_check_of
 from moepass.runtime.ring import Ring
 from moepass.runtime.torch_private import suppresses_errors
 
@@ -138,7 +138,7 @@ def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, d
     places = {name: place for place, name in enumerate(nodes)}
     inputs = {places[name]: input_name(nodes[name]) for name in plan.replicated}
     signature = " ".join(block.signature for block in relying)
-    return ReplicaCheck(lambda: _group(group_name), inputs, signature, options.timeout_s, debug)
+    return replica_check_of(functools.partial(_group, group_name), inputs, signature, options.timeout_s, debug)
 
 
 def _group(name: str) -> ProcessGroup:

@@ -86,13 +86,16 @@ class CapturedFallback:
         self._sources = size_sources(captured.graph)
         self._form = ExchangedForm(captured, lower, self.statistics)
 
-    def reason(self, arguments: Sequence[Any], parts: Sequence[Sequence[Any]], key: object) -> str | None:
+    def reason(self, arguments: Sequence[Any], parts: Sequence[Sequence[Any]]) -> str | None:
         """Why a run must not follow the schedule, in the same words on all ranks; None where it may.
 
-        `parts` are this rank's tensors of each bank, `key` tells their memory. Raises PeerError where ranks do not
-        come.
+        `parts` are this rank's tensors of each bank. Raises PeerError where ranks do not come.
         """
-        return self._check.difference(arguments, [part for of_bank in parts for part in of_bank], key)
+        return self._check.difference(arguments, [part for of_bank in parts for part in of_bank])
+
+    def moved(self, arguments: Sequence[Any], parts: Sequence[Sequence[Any]]) -> None:
+        """The parameters of a run that followed the schedule lie elsewhere from now on."""
+        self._check.moved(arguments, [part for of_bank in parts for part in of_bank])
 
     def run(self, *arguments: Any) -> Any:
         self.statistics.exchanged_runs += 1

@@ -26,6 +26,7 @@ from moepass.runtime.dispatching import CapturedFallback, Dispatcher, FormStatis
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.recording import current_recording
 from moepass.runtime.ring import Ring
+from moepass.runtime.tensor_memory import Memory, memory_of
 
 logger = logging.getLogger("moepass")
 
@@ -132,14 +133,6 @@ class Schedule:
     @property
     def is_alive(self) -> bool:
         return self.ring is None or self.ring() is not None
-
-
-# The storage that a tensor lies in, and where in it. Unique only while a StorageWeakRef to that storage exists.
-Memory = tuple[int, int]
-
-
-def memory_of(tensor: torch.Tensor) -> Memory:
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +245,7 @@ class Executor:
                 return self._exchanged(*arguments)
             self._dispatcher.statistics.gathered_runs += 1
         if self._fallback is not None and self._captured is not None:
-            reason = self._fallback.reason(arguments, self._parts_among(arguments), self._memories(arguments))
+            reason = self._fallback.reason(arguments, self._parts_among(arguments))
             if reason is not None:
                 self._refuse_blocks(reason)
                 return self._captured(*arguments)
@@ -329,6 +322,8 @@ class Executor:
                 ring.reserve(self.plan.slots, 0)
             # The memory of these tensors may be another one now.
             memories = self._memories(arguments)
+            if self._fallback is not None:
+                self._fallback.moved(arguments, parts)
             if memories not in self._adopted:
                 remark = f"here for {', '.join(spec.name for spec in specs)}" if specs else ""
                 bound = bind(self._top, dict(zip(self._parts, specs, strict=True)), ring, remark)

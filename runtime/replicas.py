@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,14 +23,17 @@ from moepass.runtime.checksum import checksum
 from moepass.runtime.decisions import MEETING
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.rendezvous import Rendezvous
+from moepass.runtime.tensor_memory import memory_of
 
 logger = logging.getLogger("moepass")
 
 
 class ReplicaCheck:
-    """Compares the inputs of one graph that its replicated tokens are computed from.
+    """Compares the inputs of a graph that its replicated tokens are computed from.
 
-    `inputs` are their places among the graph's inputs, with words for each; `signature` tells graphs apart.
+    `inputs` are their places among the graph's inputs, with words for each; `signature` tells graphs apart that compute
+    differently. Graphs with the same of both share one (`replica_check_of`): a rank that captures its model again,
+    alone, knows what ranks found before.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class ReplicaCheck:
         self._signature = signature
         self._timeout_s = timeout_s
         self._debug = debug
-        # By the memory of the graph's own experts: what kept ranks from having the same tokens, or None.
+        # By the memory of experts and of other parameters: what kept ranks from having the same tokens, or None.
         self._found: dict[object, tuple[str | None, tuple[StorageWeakRef, ...]]] = {}
         self._lock = threading.Lock()
         renew_after_fork(self)
@@ -53,13 +57,15 @@ class ReplicaCheck:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
 
-    def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor], key: object) -> str | None:
+    def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> str | None:
         """What differs between ranks, in the same words on all; None where nothing does.
 
-        `experts` are this rank's tensors of the banks, and `key` tells their memory. Waits for the other ranks in the
-        first run with it, and under `debug` in every one until something differed. Raises PeerError where ranks do not
-        come within the timeout.
+        `experts` are this rank's tensors of the banks. Waits for the other ranks in the first run with these and with
+        the parameters among `arguments`, and under `debug` in every one until something differed. Raises PeerError
+        where ranks do not come within the timeout.
         """
+        parameters = self._parameters(arguments, experts)
+        key = tuple(map(memory_of, parameters))
         with self._lock:
             known = self._found.get(key)
             if known is not None and any(storage.expired() for storage in known[1]):
@@ -67,12 +73,22 @@ class ReplicaCheck:
             if known is not None and (known[0] is not None or not self._debug):
                 return known[0]
             found = self._compare(arguments)
-            storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in experts)
-            living = {
-                other: value for other, value in self._found.items() if not any(item.expired() for item in value[1])
-            }
-            self._found = {**living, key: (found, storages)}
+            self._remember(parameters, found)
             return found
+
+    def moved(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> None:
+        """These, in which nothing differed, lie elsewhere from now on."""
+        with self._lock:
+            self._remember(self._parameters(arguments, experts), None)
+
+    def _parameters(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        values = (arguments[place] for place in self._inputs)
+        return [*experts, *(value for value in values if isinstance(value, torch.nn.Parameter))]
+
+    def _remember(self, parameters: Sequence[torch.Tensor], found: str | None) -> None:
+        storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in parameters)
+        living = {key: value for key, value in self._found.items() if not any(item.expired() for item in value[1])}
+        self._found = {**living, tuple(map(memory_of, parameters)): (found, storages)}
 
     def _compare(self, arguments: Sequence[Any]) -> str | None:
         group = self._group()
@@ -84,6 +100,22 @@ class ReplicaCheck:
         found = dict(rendezvous.read_all("checksums of inputs", list[str], check=lambda: None))
         found[group.rank()] = own
         return explain_difference([found[rank] for rank in sorted(found)], "the inputs that it is computed from")
+
+
+_checks: weakref.WeakKeyDictionary[ProcessGroup, dict[object, ReplicaCheck]] = weakref.WeakKeyDictionary()
+_checks_lock = threading.Lock()
+
+
+def replica_check_of(
+    group: Callable[[], ProcessGroup], inputs: Mapping[int, str], signature: str, timeout_s: float, debug: bool
+) -> ReplicaCheck:
+    """The check of all graphs that give the same of these; it lives as long as the group."""
+    key = signature, tuple(sorted(inputs.items())), timeout_s, debug
+    with _checks_lock:
+        known = _checks.setdefault(group(), {})
+        if key not in known:
+            known[key] = ReplicaCheck(group, inputs, signature, timeout_s, debug)
+        return known[key]
 
 
 def describe(value: Any) -> str:

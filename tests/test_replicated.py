@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -117,6 +119,53 @@ def test_under_debug_every_run_is_compared() -> None:
     assert first == second
     assert len(first) == 2
     assert run_ranks(2, _inputs_differ_later, False) == [[], []]
+
+
+def _compiles_again_alone() -> float:
+    model, hidden = build_stack(SMALL, "all_reduce"), _hidden(SMALL, 8, 0)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(hidden)
+        torch.testing.assert_close(_compile(model, debug=False, timeout_s=20)(hidden), expected, rtol=1e-5, atol=1e-5)
+        dist.barrier()
+        started = time.monotonic()
+        if dist.get_rank() == 1:
+            torch._dynamo.reset()
+            again = _compile(model, debug=False, timeout_s=20)
+            torch.testing.assert_close(again(hidden), expected, rtol=1e-5, atol=1e-5)
+            assert len(compilations) == 2
+        return time.monotonic() - started
+
+
+@on_ranks
+def test_a_rank_that_compiles_again_alone_waits_for_nobody() -> None:
+    assert max(run_ranks(2, _compiles_again_alone)) < 19
+
+
+def _one_bank_and_three_routers(is_odd: bool) -> tuple[bool, list[str]]:
+    """Layers with the same experts, compiled one by one, each with a router; rank 1 has another in the last."""
+    config = dataclasses.replace(SMALL, layers=3)
+    model, hidden = build_stack(config, "all_reduce"), _hidden(config, 8, 0)
+    for layer in model.moe:
+        layer.experts = model.moe[0].experts
+    if is_odd and dist.get_rank() == 1:
+        model.moe[2].router.weight.data.add_(0.5)
+    options = {"lower": "eager", "timeout_s": 20}
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(hidden)
+        for layer in model.moe:
+            layer.compile(backend="asyncep", options=options, fullgraph=True)
+        results = [model(hidden) for _ in range(2)]
+    is_right = all(torch.allclose(result, expected, rtol=1e-5, atol=1e-5) for result in results)
+    return is_right, [refusal.reason for one in compilations for refusal in one.plan.refusals]
+
+
+@on_ranks
+@pytest.mark.parametrize("is_odd", [True, False])
+def test_the_routers_of_layers_that_share_experts_are_all_compared(is_odd: bool) -> None:
+    for is_right, reasons in run_ranks(2, _one_bank_and_three_routers, is_odd):
+        assert is_right
+        assert len(reasons) == is_odd
+        assert all("router" in reason for reason in reasons)
 
 
 class _AfterAnExchange(nn.Module):
