@@ -192,12 +192,18 @@ class RunCheck:
         self._own = own
         self._blocks = taken_blocks(own.takes)
         self._timeout_s = timeout_s
+        self._is_told = False
 
     def __call__(self) -> None:
         """Raises PeerError where ranks are about to run different blocks, are gone or do not come."""
         group = self._group()
-        if decisions_of(group).must_agree(self._own):
-            agreement_of(group).compare(self._blocks, self._timeout_s)
+        if not decisions_of(group).must_agree(self._own):
+            return
+        if not self._is_told:
+            self._is_told = True
+            what = ", ".join(self._blocks) or "a graph with its exchanges"
+            logger.info("from now on ranks compare each run of %s: the group has others that they could run", what)
+        agreement_of(group).compare(self._blocks, self._timeout_s)
 
 
 def taken_blocks(blocks: Sequence[LocalisedBlock]) -> tuple[str, ...]:
