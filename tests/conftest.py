@@ -10,13 +10,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
-# Copies of code that Dynamo compiled must not decide what the next test sees.
+# The same examples in every run, however busy the machine is.
+settings.register_profile("moepass", deadline=None, derandomize=True)
+settings.load_profile("moepass")
+
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
+    # Copies of code that Dynamo compiled must not decide what the next test sees.
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield

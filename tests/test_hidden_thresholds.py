@@ -308,7 +308,7 @@ CHAIN_CASES = {
 CHEAP = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=CHEAP)
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=CHEAP)
 @given(**CHAIN_CASES)
 def test_a_threshold_behind_a_chain_of_operations_is_not_taken(
     form: str, subject: str, chain: list[Step], beyond: int
