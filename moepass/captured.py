@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import GraphModule
 
@@ -36,10 +38,23 @@ def name_inputs(captured: GraphModule, graph: GraphModule) -> None:
     """Write on the inputs of `captured`, which AOT made of Dynamo's `graph`, what they are called in the model."""
     names = [_name(node) for node in graph_inputs(graph.graph)]
     for node in graph_inputs(captured.graph):
-        # AOT calls an input that it passes on as it came by its place among Dynamo's.
-        place = getattr(node.meta.get("desc"), "idx", None)
-        if isinstance(place, int) and place < len(names) and names[place]:
-            node.meta[INPUT_NAME_KEY] = names[place]
+        name = _name_of(node.meta.get("desc"), names)
+        if name:
+            node.meta[INPUT_NAME_KEY] = name
+
+
+def _name_of(description: object, names: Sequence[str]) -> str:
+    """What AOT's `description` of an input says that it is called; `names` are those of Dynamo's inputs."""
+    base = getattr(description, "base", None)
+    if base is not None:
+        # A part of a tensor that is made of several, as this rank's part of a DTensor is, or their common memory.
+        return _name_of(base, names)
+    # AOT calls an input that it passes on as it came by its place among Dynamo's.
+    place = getattr(description, "idx", None)
+    if isinstance(place, int) and place < len(names):
+        return names[place]
+    target = getattr(description, "target", None)
+    return target if isinstance(target, str) else ""
 
 
 def _name(node: torch.fx.Node) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes
+from moepass.passes.operations import operation
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock, bias_after
 from moepass.passes.source_lines import describe_shape, named
 
@@ -83,6 +84,10 @@ class LocalForm:
 
     def _emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call of `target`, with its fake value."""
+        return self._append(target, args, kwargs)
+
+    def _append(self, target: Callable[..., Any], args: Any, kwargs: Any, repeated: Node | None = None) -> Node:
+        """As `_emit`; `repeated` is the node of the block whose operation this is, if it is one's."""
         node = self.graph.call_function(target, args, kwargs)
         fake_args, fake_kwargs = map_nodes((args, kwargs), fake_value)
         self.written.append(node)
@@ -92,11 +97,18 @@ class LocalForm:
             with self.fake_mode:
                 node.meta["val"] = target(*fake_args, **fake_kwargs)
         except Exception as error:  # whatever an operator says to arguments that do not fit it
-            raise NotThisForm(
-                f"its local form cannot be written: {target} does not take {_in_words(fake_args)}; the block that was "
-                f"found around {named(self.block.down.node)} is perhaps none"
-            ) from error
+            raise NotThisForm(self._unfit(node, fake_args, repeated)) from error
         return node
+
+    def _unfit(self, node: Node, arguments: Any, repeated: Node | None) -> str:
+        ups, down = self.block.products[:-1], self.block.down
+        begins = f"repeat {named(repeated)}" if repeated is not None else "be written"
+        return (
+            f"its local form cannot {begins}: {operation(node)} does not take {_in_words(arguments)}, which stand "
+            "there where this rank runs its rows through all experts; expected what lies between "
+            f"{' and '.join(named(up.node) for up in ups)} and {named(down.node)} to be computed row by row from their "
+            "results"
+        )
 
     def _flat(self, counts: Node) -> Node:
         return counts if fake_value(counts).dim() == 1 else self._emit(aten.view.default, counts, [-1])
@@ -303,7 +315,7 @@ class LocalForm:
             else:
                 args, kwargs = map_nodes(arguments, known)
                 self.copied.add(current)
-                values[current] = self._emit(current.target, *args, **kwargs)  # type: ignore[arg-type]
+                values[current] = self._append(current.target, args, kwargs, repeated=current)  # type: ignore[arg-type]
                 if arguments[0] is current.args:
                     self.origins[values[current]] = current
         result = known(node)

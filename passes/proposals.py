@@ -20,8 +20,8 @@ from moepass.passes.ir import LocalisedBlock, Plan, Refusal
 from moepass.passes.refusals import COLLECTIVES_STAY
 
 NO_BORDER = "none"
-# In the place of a reason: only the texts of all ranks tell what differs.
-UNEXPLAINED = ""
+# Until the texts of all ranks tell what differs.
+UNEXPLAINED = "ranks write different local forms for it, or compute its tokens differently"
 
 
 @dataclasses.dataclass(frozen=True)

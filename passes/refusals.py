@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.ir import Refusal
-from moepass.passes.source_lines import in_words, named_nodes, source_line
+from moepass.passes.source_lines import in_words, named, named_nodes, source_line
 
 # The end of the reason of every refusal of something that talks to other ranks.
 COLLECTIVES_STAY = "; its collectives stay"
@@ -29,8 +29,11 @@ def why_it_stopped(error: Exception) -> str:
 def refusal_of(graph: Graph, reason: str, node: Node, where: str, group: str) -> Refusal:
     """The refusal of something that talks to the ranks of `group` and goes on doing so.
 
-    `reason` may name nodes as `name (operator)`: the first of them is what the refusal points to, else `node`.
+    `reason` may name nodes as `name (operator)`: the first of them is what the refusal points to, else `node`. Raises
+    ValueError where there is none: nothing stays without a word.
     """
+    if not reason.strip():
+        raise ValueError(f"the refusal of {where} at {named(node)} gives no reason; this is a mistake in moepass")
     culprit = next(named_nodes(reason, graph), node)
     return Refusal(
         culprit.name,

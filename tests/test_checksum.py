@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.runtime.checksum import checksum
@@ -14,6 +14,7 @@ from moepass.runtime.checksum import checksum
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.complex64]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(1, 40), st.integers(1, 7), st.integers(0, 2**32), st.booleans())
 def test_any_single_difference_changes_a_checksum(
     dtype: torch.dtype, rows: int, columns: int, seed: int, is_transposed: bool
@@ -46,6 +47,7 @@ def _octets(dtype: torch.dtype, words: int, seed: int) -> torch.Tensor:
     return torch.randint(0, limit, (8 * words,), generator=generator).to(torch.uint8)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(1, 4), st.integers(0, 9), st.data())
 def test_any_set_of_flipped_bits_changes_a_checksum(
     dtype: torch.dtype, words: int, seed: int, data: st.DataObject
@@ -59,6 +61,7 @@ def test_any_set_of_flipped_bits_changes_a_checksum(
     assert checksum(changed.view(dtype)) != checksum(octets.view(dtype))
 
 
+@settings(deadline=None)
 @given(st.integers(2, 40), st.integers(0, 9), st.randoms(use_true_random=False), st.sampled_from([1, 2, 8]))
 def test_another_order_of_elements_or_words_changes_a_checksum(
     length: int, seed: int, random: object, columns: int
@@ -74,6 +77,7 @@ def test_another_order_of_elements_or_words_changes_a_checksum(
 WORDS = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 4, torch.complex64: 1}
 
 
+@settings(deadline=None)
 @given(st.sampled_from(list(WORDS)), st.integers(1, 9), st.integers(0, 9), st.data())
 def test_other_signs_change_a_checksum(dtype: torch.dtype, rows: int, seed: int, data: st.DataObject) -> None:
     """Where a sign is the first bit of a word, flips of two cancel out in any weighted sum."""

@@ -7,15 +7,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from simulated_ranks import capture
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moepass.passes.complete_shards  # noqa: F401  registers the operator
+from moepass.models.expert_parallel import EP_FORMS
+from moepass.models.grouped_experts import grouped_product
+from moepass.models.moe_stack import StackConfig
 from moepass.passes.canonical_text import CanonicalText, describe_constant
 from moepass.passes.graph import graph_inputs
+from moepass.passes.ir import Plan
+from moepass.passes.localise import localise
 from moepass.passes.not_this_form import NotThisForm
+from moepass.passes.protocol import PassContext, run_passes
 from moepass.passes.replicated import Origin, ReplicatedValues
 
 GROUP = "0"
@@ -249,3 +257,34 @@ def test_functions_are_called_the_same_on_all_ranks() -> None:
     text = CanonicalText(describe)
     text.add(larger)
     assert str(text).splitlines()[-1] == "torch.sym_max ((%0, 3), {})"
+
+
+def _digests_of_experts(factor_of: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """By rank, those of the blocks that it takes; rank r multiplies between products by `factor_of(r)`, read off."""
+
+    class Experts(EP_FORMS["all_to_all"]):  # type: ignore[misc]
+        def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+            factor = torch.arange(factor_of(self.placement.rank)).sum().item()
+            return grouped_product(nn.functional.silu(gate) * up * factor, self.down_proj.transpose(1, 2), ends)
+
+    monkeypatch.setitem(EP_FORMS, "all_to_all", Experts)
+    found = []
+    for rank in range(2):
+        one = capture(StackConfig(layers=1, hidden=16, width=16, experts=4), "all_to_all", rank, 2, 9, moe_alone=True)
+        result = run_passes((localise,), one.module, Plan(), PassContext(groups=one.groups))
+        found.append([block.experts for block in result.plan.localised])
+    return found
+
+
+# Whoever changes how `passes/experts_text.py` hides sizes: this has to pass then, and the mark has to go.
+@pytest.mark.xfail(strict=True, reason="the text of experts stops at numbers, whatever they are read off")
+def test_numbers_that_are_read_off_constants_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = _digests_of_experts(lambda rank: 4 + rank, monkeypatch)
+    assert first != second or not first, "what differs must show, or be refused"
+
+
+def test_equal_numbers_that_are_read_off_constants_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = _digests_of_experts(lambda rank: 4, monkeypatch)
+    assert first == second

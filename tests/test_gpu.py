@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 import moepass
 from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.runtime.adopted_banks import adopted_banks
+from moepass.runtime.checksum import checksum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -125,3 +126,11 @@ def test_ranks_copy_from_each_others_gpu_memory(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run, (str(Path(folder, "store")), 2), nprocs=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_checksums_are_those_of_the_same_numbers_on_a_processor(dtype: torch.dtype) -> None:
+    octets = torch.randint(0, 2, (3 * 2**20 + 8,), dtype=torch.uint8)
+    values = octets.view(dtype)
+    assert checksum(values.cuda()) == checksum(values)
+    assert checksum(values.cuda()[1:]) == checksum(values[1:])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
+import re
 from typing import Any
 
 import pytest
@@ -508,3 +510,19 @@ def test_a_cut_along_a_dimension_that_is_not_there_is_no_form() -> None:
     assert cuts
     (refusal,) = _localised(dataclasses.replace(one, module=changed)).refusals
     assert "cuts dimension 7 of" in refusal.reason
+
+
+def test_what_a_local_form_cannot_repeat_is_named() -> None:
+    one = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
+    changed = copy_graph_module(one.module)
+    for node in changed.graph.nodes:
+        if node.target is operator.getitem and node.args[0].target is torch.ops.aten.split.Tensor and node.args[1] == 1:
+            node.update_arg(1, 2)
+    (refusal,) = _localised(dataclasses.replace(one, module=changed)).refusals
+    check_readable([refusal])
+    assert re.search(
+        r"its local form cannot repeat `aten.split.Tensor`: getitem does not take float32 \[\*, \d+\], float32 "
+        r"\[\*, \d+\], 2, which stand there where this rank runs its rows through all experts; expected what lies "
+        r"between `\S*grouped_mm\S*` \(.*\) and `\S*grouped_mm\S*` \(.*\) to be computed row by row",
+        refusal.reason,
+    )

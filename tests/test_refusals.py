@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from readable_refusals import check_readable
 from simulated_ranks import Captured, capture, hidden_states, pretend_rank
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
@@ -21,12 +24,13 @@ from moepass.models.expert_parallel import EP_FORMS, AllGatherExperts, AllReduce
 from moepass.models.grouped_experts import count_per_expert, grouped_product, sort_by_expert, weighted_sum
 from moepass.models.moe_stack import StackConfig, build_stack
 from moepass.passes.collectives import collectives_of, communications_of, group_names
-from moepass.passes.graph import copy_graph_module
+from moepass.passes.graph import copy_graph_module, graph_inputs
 from moepass.passes.ir import Plan
 from moepass.passes.localise import localise
 from moepass.passes.lower import decompositions
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.protocol import Group, PassContext
+from moepass.passes.refusals import refusal_of
 from moepass.passes.source_lines import describe_node, input_name, name_of_source, place_of, source_line
 
 SCALARS, MASKS = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
@@ -394,3 +398,41 @@ def test_lines_and_places_of_nodes() -> None:
     assert describe_node(made) == f"`aten.relu.default` ({source_line(made)})"
     made.meta["stack_trace"] = '  File "/m/a.py", line 9, in torch_dynamo_resume_in_forward_at_5\n    y = 1\n'
     assert source_line(made) == "a.py:9, in forward: y = 1"
+
+
+def test_a_refusal_without_a_reason_is_a_mistake() -> None:
+    graph = torch.fx.Graph()
+    given = graph.placeholder("x")
+    for reason in ("", " "):
+        with pytest.raises(ValueError, match=r"the refusal of layers.0.experts at x \(x\) gives no reason"):
+            refusal_of(graph, reason, given, "layers.0.experts", "0")
+
+
+class _Distributed(torch.nn.Module):
+    """A router of which every rank holds the parts of a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(4, 6, bias=False)
+        mesh = init_device_mesh("cpu", (2,))
+        self.router.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)]), False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ self.router.weight.to_local().t()
+
+
+def test_parts_of_distributed_parameters_are_called_as_the_parameter() -> None:
+    names: list[str] = []
+
+    def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        def name(captured: GraphModule, fake_inputs: Sequence[Any]) -> Any:
+            name_inputs(captured, graph)
+            names.extend(input_name(node) for node in graph_inputs(captured.graph))
+            return make_boxed_func(captured.forward)
+
+        return aot_autograd(fw_compiler=name, inference_compiler=name)(graph, example_inputs)
+
+    torch._dynamo.reset()
+    with pretend_rank(0, 2), torch.no_grad():
+        torch.compile(_Distributed(), backend=backend, fullgraph=True)(torch.ones(2, 4))
+    assert set(names) == {"hidden_states", "router.weight"}
