@@ -81,9 +81,9 @@ class _Sizes:
         value, layout = fake_value(node), self._flow.layouts.get(node)
         if not isinstance(value, (torch.Tensor, tuple, list)):
             return type(value).__name__
-        if node not in self._flow.layouts:  # a product, or a bias: what LocalForm writes is by row
-            return _described(value)
         if isinstance(value, torch.Tensor):
+            if node not in self._flow.layouts:  # a product, or a bias: what LocalForm writes is by row
+                return _described(value)
             return self._tensor(value, layout, self._flow.places.get(node, {}))
         layouts = layout if isinstance(layout, tuple) else (None,) * len(value)
         return f"({'; '.join(self._tensor(*parts, {}) for parts in zip(value, layouts, strict=True))})"
