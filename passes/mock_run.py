@@ -323,7 +323,8 @@ class MockRun:
         for rows in read:
             sums += (rows.double() @ torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)).unsqueeze(-1)
         factors, shift = torch.randn(2, width, generator=generator, dtype=torch.float64)
-        return (sums * factors + shift).sin_()
+        outputs: torch.Tensor = (sums * factors + shift).sin_()
+        return outputs
 
 
 def _masked_rows(node: Node, source: Node, value_of: Callable[[Node], Any]) -> torch.Tensor:
