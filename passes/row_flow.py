@@ -63,12 +63,14 @@ class RowFlow:
     """What is known of one activation function: the block's, or its copy in the local form.
 
     `layouts` tell where the rows lie in everything that descends from them, `starts` included. `places` are the
-    numbers in the arguments of nodes that count rows, as how many of each row.
+    numbers in the arguments of nodes that count rows, as how many of each row. `sizes` are numbers that the graph
+    computes from how many rows there are, `whole` are cuts of rows that leave all of them.
     """
 
     layouts: Mapping[Node, Layouts]
     places: Mapping[Node, Mapping[Place, int]]
     sizes: frozenset[Node]
+    whole: frozenset[Node]
 
     def has_rows(self, node: Node) -> bool:
         return _has_rows(self.layouts.get(node))
@@ -93,6 +95,7 @@ class _Walk:
         self._layouts: dict[Node, Layouts] = {start: rows_first(fake_value(start).shape) for start in starts}
         self._places: dict[Node, dict[Place, int]] = {}
         self._sizes: set[Node] = set()
+        self._whole: set[Node] = set()
         self._kept = kept
         # What a node is a copy of, which is what reasons name.
         self._copies = copies
@@ -112,7 +115,7 @@ class _Walk:
         for node, (places, readers) in self._made.items():
             if readers == set(node.users):
                 self._places[node] = places
-        return RowFlow(self._layouts, self._places, frozenset(self._sizes))
+        return RowFlow(self._layouts, self._places, frozenset(self._sizes), frozenset(self._whole))
 
     # --------------------------------------------------------------------------------------------------------- steps
 
@@ -295,8 +298,7 @@ class _Walk:
         dims = _dims_of(node, arguments, len(layout.dimensions))
         if any(layout.has_rows_along(dim) for dim in dims):
             if base == "slice" and _fits(layout, fake_value(node)) and arguments.get("step", 1) == 1:
-                times = features_per_row(layout.dimensions[dims[0]])
-                self._places[node] = {("end", 0): times} if times is not None and "end" in arguments else {}
+                self._whole.add(node)
                 return layout
             self._refuse(node, "puts together, picks out or puts in order rows, not features")
         return _same_shape_as(fake_value(node), lambda shape: _along_result(layout, dims, shape))
