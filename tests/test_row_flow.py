@@ -261,7 +261,7 @@ BY_ROW: dict[str, Step] = {
     "select": lambda a, b: a * b[:, 3].unsqueeze(-1),
     "where": lambda a, b: torch.where(a > b, a, b * 2),
     "interleave": lambda a, b: torch.cat([a[..., ::2], b[..., 1::2]], -1),
-    "gather": lambda a, b: a.gather(-1, b.argsort(-1, stable=True)),
+    "gather": lambda a, b: a.gather(-1, b.argsort(dim=-1, stable=True)),
     "transpose": lambda a, b: (a.t() * b.t()).t(),
     "by feature": lambda a, b: a * torch.arange(16),
     "matrix": lambda a, b: a @ torch.eye(16) * 2,
@@ -276,9 +276,8 @@ ACROSS: dict[str, Step] = {
     "first": lambda a, b: a + b[:1],
     "any": lambda a, b: a * (b > 0.9).any(),
     "gram": lambda a, b: (a.t() @ b).sum(0) + a,
-    "roll": lambda a, b: a.roll(1, 0) + b,
     "norm": lambda a, b: a / b.norm().clamp(min=1.0),
-    "order": lambda a, b: a[b[:, 0].argsort(stable=True)],
+    "order": lambda a, b: a[b[:, 0].argsort(dim=0, stable=True)],
 }
 
 
@@ -289,7 +288,7 @@ def _program(steps: Sequence[Step]) -> Activation:
     return activation
 
 
-SETTINGS = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @SETTINGS
@@ -311,9 +310,7 @@ def test_programs_with_one_step_across_rows_are_refused(
     form: str, before: list[str], across: str, after: list[str]
 ) -> None:
     steps = [*(BY_ROW[name] for name in before), ACROSS[across], *(BY_ROW[name] for name in after)]
-    # A step across rows whose result nobody reads is not in the graph.
-    difference = _largest_difference(form, _program(steps), times=10.0)
-    assert difference is None or (difference < 1e-3 and {"where", "sort", "softmax"} & set(after))
+    assert "between its products" in _refusal(form, _program(steps))
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts
