@@ -104,10 +104,12 @@ def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
 
 def _take_none(pending: list[Part], after: Sequence[sympy.Expr]) -> Dimension | None:
     """As `_take`, for no rows at all: how many features go with them shows in what is left for the sizes `after`."""
-    taken = []
-    while pending and (size_of(tuple(pending)) != sympy.Mul(*after) or pending[0].size == 0):
+    taken: list[Part] = []
+    while pending and (not taken or pending[0].size == 0):
         taken.append(pending.pop(0))
-    return tuple(taken) if size_of(tuple(taken)) == 0 else None
+    together = _ratio(size_of(tuple(pending)), sympy.expand(sympy.Mul(*after)))
+    features_taken = None if together is None or size_of(tuple(taken)) != 0 else _take(pending, together)
+    return None if features_taken is None else (*taken, *features_taken)
 
 
 def _take(pending: list[Part], wanted: sympy.Expr) -> Dimension | None:
