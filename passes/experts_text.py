@@ -21,7 +21,8 @@ from moepass.passes.graph import constant_of, fake_value
 from moepass.passes.input_sizes import size_expression
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.node_arguments import named_arguments
-from moepass.passes.row_flow import Place, RowFlow, flow_in_local_form
+from moepass.passes.row_flow import RowFlow, flow_in_local_form
+from moepass.passes.row_rules import Place
 
 
 def experts_text(local: LocalForm) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 Two things make a run cheap and sharp. Expert products are not computed: a product gives, for each row, a number that
 depends on the row, on the expert and on the product, so that a row that meets the wrong expert shows; nor is the
-activation function, for which other functions of a row stand (passes/row_functions.py). Rows beyond the
-last offset, and memory that nobody wrote, give NaN. And everything runs in float64, where equal means equal to 1e-9,
-whatever types the graph computes in. A value is dropped when its last reader has run.
+activation function, for which other functions of a row stand (passes/row_functions.py). Rows beyond the last offset,
+and memory that nobody wrote, give NaN. And everything runs in float64, where equal means equal to 1e-9, whatever types
+the graph computes in. A value is dropped when its last reader has run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moepass.passes.index_ranges import IndexRanges
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.parallel_match import ParallelBlock
-from moepass.passes.row_functions import RowFunctions
+from moepass.passes.row_functions import RowFunctions, function_of_rows, masked_rows
 from moepass.passes.tried_values import UNWRITTEN
 
 aten = torch.ops.aten
@@ -254,9 +254,9 @@ class MockRun:
         functions = self.mock.functions
         if node in functions.calls:
             function, read = functions.calls[node]
-            return self._row_function(function, list(map(value_of, read)))
+            return function_of_rows(function, list(map(value_of, read)), self.mock.widths[-1][0])
         if node in functions.masks:
-            return _masked_rows(node, functions.masks[node], value_of)
+            return masked_rows(node, functions.masks[node], value_of)
         if node in functions.counts:
             return len(value_of(functions.counts[node]))
         if node in functions.constants:
@@ -311,36 +311,6 @@ class MockRun:
         outputs[:inside].mul_((rows[:inside] @ row_factors).unsqueeze(-1)).sin_()
         outputs[inside:] = math.nan
         return outputs
-
-    def _row_function(self, number: int, read: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A function of each row of `read` [rows, .], [rows, inner width of the last product].
-
-        No row leaves it as another one does, and none as zeros. What is no number stays so.
-        """
-        generator = torch.Generator().manual_seed(number)
-        width = self.mock.widths[-1][0]
-        sums = torch.zeros(len(read[0]), 1, dtype=torch.float64)
-        for rows in read:
-            sums += (rows.double() @ torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)).unsqueeze(-1)
-        factors, shift = torch.randn(2, width, generator=generator, dtype=torch.float64)
-        outputs: torch.Tensor = (sums * factors + shift).sin_()
-        return outputs
-
-
-def _masked_rows(node: Node, source: Node, value_of: Callable[[Node], Any]) -> torch.Tensor:
-    """`node`, which masks whole rows of `source`, where a function of rows stands for that."""
-    rows: torch.Tensor = value_of(source)
-    given = named_arguments(node)
-    is_fill = is_call(node, aten.masked_fill.Scalar)
-    choice = value_of(given["mask" if is_fill else "condition"])
-    other = given["value" if is_fill else "self" if given["other"] is source else "other"]
-    fill = value_of(other) if isinstance(other, Node) else other
-    if isinstance(fill, torch.Tensor):
-        fill = fill.reshape(-1)[:1].double()  # one number everywhere
-    takes_fill = choice if is_fill or given["other"] is source else ~choice
-    takes_fill = takes_fill.reshape(()) if choice.dim() == 0 else takes_fill.reshape(len(choice), -1)[:, :1]
-    masked: torch.Tensor = torch.where(takes_fill, fill, rows)
-    return masked
 
 
 def _no_collectives(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:

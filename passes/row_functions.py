@@ -12,15 +12,20 @@ a few features than in many, and then rows that went wrong would not show.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Node
 
+from moepass.passes.graph import is_call
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import operation
-from moepass.passes.row_flow import RowFlow, flow_in_block, flow_in_local_form, nodes_in
+from moepass.passes.row_flow import RowFlow, flow_in_block, flow_in_local_form
+from moepass.passes.row_rules import nodes_in
+
+aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,3 +86,36 @@ def _counts_rows(node: Node, flow: RowFlow) -> bool:
     given = named_arguments(node)
     layout: Any = flow.layouts.get(given["self"])
     return layout is not None and [part.share for part in layout.dimensions[given["dim"]]] == [()]
+
+
+# ---------------------------------------------------------------------------------------------------------- in a run
+
+
+def function_of_rows(number: int, read: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Function `number` of each row of `read`, each [rows, .]: [rows, `width`].
+
+    No row leaves it as another one does, and none as zeros. What is no number stays so.
+    """
+    generator = torch.Generator().manual_seed(number)
+    sums = torch.zeros(len(read[0]), 1, dtype=torch.float64)
+    for rows in read:
+        sums += (rows.double() @ torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)).unsqueeze(-1)
+    factors, shift = torch.randn(2, width, generator=generator, dtype=torch.float64)
+    outputs: torch.Tensor = (sums * factors + shift).sin_()
+    return outputs
+
+
+def masked_rows(node: Node, source: Node, value_of: Callable[[Node], Any]) -> torch.Tensor:
+    """`node`, which masks whole rows of `source`, where a function of rows stands for that."""
+    rows: torch.Tensor = value_of(source)
+    given = named_arguments(node)
+    is_fill = is_call(node, aten.masked_fill.Scalar)
+    choice = value_of(given["mask" if is_fill else "condition"])
+    other = given["value" if is_fill else "self" if given["other"] is source else "other"]
+    fill = value_of(other) if isinstance(other, Node) else other
+    if isinstance(fill, torch.Tensor):
+        fill = fill.reshape(-1)[:1].double()  # one number everywhere
+    takes_fill = choice if is_fill or given["other"] is source else ~choice
+    takes_fill = takes_fill.reshape(()) if choice.dim() == 0 else takes_fill.reshape(len(choice), -1)[:, :1]
+    masked: torch.Tensor = torch.where(takes_fill, fill, rows)
+    return masked
