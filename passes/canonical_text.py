@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ class CanonicalText:
     def __init__(self, describe_source: Callable[[Node], str]) -> None:
         self._describe_source = describe_source
         self._names: dict[Node, str] = {}
+        self._numbers = itertools.count()
         self._lines: list[str] = []
 
     def add_source(self, node: Node, line: str | None = None) -> None:
@@ -40,6 +42,10 @@ class CanonicalText:
         arguments = map_nodes((node.args, node.kwargs) if arguments is None else arguments, self._name)
         self._add(node, " ".join((f"{describe_target(node)} {arguments}", *remarks)))
 
+    def add_alias(self, node: Node, other: Node) -> None:
+        """`node` is `other`, which was added: as if whoever reads one read the other."""
+        self._names[node] = self._names[other]
+
     def remark(self, *texts: str) -> None:
         self._lines += texts
 
@@ -53,7 +59,7 @@ class CanonicalText:
         return _UNBACKED.sub(lambda found: numbers.setdefault(found[0], f"unbacked_{len(numbers)}"), text)
 
     def _add(self, node: Node, line: str) -> None:
-        self._names[node] = f"%{len(self._names)}"
+        self._names[node] = f"%{next(self._numbers)}"
         self._lines.append(line)
 
     def _name(self, node: Node) -> _Name:

@@ -1,7 +1,8 @@
 """What places and sizes a parallel block computes with, and whether its mock runs tried all that these may do.
 
 Contract
-    in    a block, its data nodes (passes/data_flow.py), and what the mock runs saw of all others
+    in    a block, its data nodes (passes/data_flow.py), and what the mock runs saw of all others; not its activation
+          function, which knows nothing of places and sizes (passes/row_flow.py)
     out   NotThisForm, naming the node and the constant, for an operation on places or sizes that is not known, for a
           type that cannot hold them exactly, for a constant that more tokens may pass, and for what no run tried
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -93,10 +95,12 @@ _SIZES = {"sym_size", "sym_numel", "sym_stride"}
 class IndexRanges(RangeArithmetic):
     """The ranges of a block's places and sizes, and what its mock runs must try of them. Raises NotThisForm."""
 
-    def __init__(self, block: ParallelBlock, data: set[Node]) -> None:
+    def __init__(self, block: ParallelBlock, data: set[Node], inside: Collection[Node]) -> None:
         super().__init__(block)
         self._add_sources()
         for node in block.region:
+            if node in inside:
+                continue
             if node.op == "call_function":
                 check_sizes(node, self.structural, self.tokens)
             if node in data:

@@ -53,6 +53,11 @@ class LocalForm:
         self.left_out: set[Node] = set()
         # The copies that were written, and what each is a copy of.
         self.origins: dict[Node, Node] = {}
+        # Of each copy, also of those with other arguments: what it is a copy of. Of each of `left_out`: what it masks.
+        self.copies: dict[Node, Node] = {}
+        self.kept: dict[Node, Node] = {}
+        # The results of the block's products, biases included, and what stands for them: there the copies start.
+        self.starts: dict[Node, Node] = {}
         # Nodes that were written with a number of this rank's rows, or of slots, in their arguments.
         self.sized: set[Node] = set()
         # The experts alone: their rows, sorted, where each expert's rows end, and which expert each row has.
@@ -234,6 +239,7 @@ class LocalForm:
         values = {up.node: self._product(number, rows, ends) for number, up in enumerate(ups)}
         for up in ups:
             values[up.node] = self._biased(up.node, values[up.node], values)
+        self.starts = dict(values)
         activations = self._translate(down.activations, values)
         result = self._product(len(ups), activations, ends)
         self.outputs = self._biased(down.node, result, {})
@@ -309,6 +315,7 @@ class LocalForm:
             missing = [used for used in _nodes_in(arguments) if known(used) is None]
             if source is not None:
                 self.left_out.add(current)
+                self.kept[current] = source
                 pending.append(source)
             elif missing:
                 pending.extend(reversed(missing))
@@ -316,6 +323,7 @@ class LocalForm:
                 args, kwargs = map_nodes(arguments, known)
                 self.copied.add(current)
                 values[current] = self._append(current.target, args, kwargs, repeated=current)  # type: ignore[arg-type]
+                self.copies[values[current]] = current
                 if arguments[0] is current.args:
                     self.origins[values[current]] = current
         result = known(node)

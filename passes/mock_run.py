@@ -1,9 +1,10 @@
 """Run the nodes of a parallel block, and of its local form, on real numbers, with mock peers.
 
 Two things make a run cheap and sharp. Expert products are not computed: a product gives, for each row, a number that
-depends on the row, on the expert and on the product, so that a row that meets the wrong expert shows. Rows beyond the
-last offset, and memory that nobody wrote, give NaN. And everything runs in float64, where equal means equal to 1e-9,
-whatever types the graph computes in. A value is dropped when its last reader has run.
+depends on the row, on the expert and on the product, so that a row that meets the wrong expert shows; nor is the
+activation function, for which other functions of a row stand (passes/row_functions.py). Rows beyond the last offset,
+and memory that nobody wrote, give NaN. And everything runs in float64, where equal means equal to 1e-9, whatever types
+the graph computes in. A value is dropped when its last reader has run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from moepass.passes.index_ranges import IndexRanges
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.parallel_match import ParallelBlock
+from moepass.passes.row_functions import RowFunctions, function_of_rows, masked_rows
 from moepass.passes.tried_values import UNWRITTEN
 
 aten = torch.ops.aten
@@ -131,8 +133,9 @@ class Steps:
 class MockBlock:
     """A block and the local form that was written for it, ready to run."""
 
-    def __init__(self, block: ParallelBlock, local: LocalForm, result: Node) -> None:
+    def __init__(self, block: ParallelBlock, local: LocalForm, result: Node, functions: RowFunctions) -> None:
         self.block = block
+        self.functions = functions
         self.local = local
         self.result = result
         self.region = Steps(block.region, block.sink)
@@ -248,6 +251,16 @@ class MockRun:
             return self._product(number, node, value_of, self.block.own_experts)
         if node in self.local.products:
             return self._product(self.local.products[node], node, value_of, range(self.block.experts))
+        functions = self.mock.functions
+        if node in functions.calls:
+            function, read = functions.calls[node]
+            return function_of_rows(function, list(map(value_of, read)), self.mock.widths[-1][0])
+        if node in functions.masks:
+            return masked_rows(node, functions.masks[node], value_of)
+        if node in functions.counts:
+            return len(value_of(functions.counts[node]))
+        if node in functions.constants:
+            return None  # only functions of rows read them, and these are not computed
         return self._run_call(node, value_of, answer)
 
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:

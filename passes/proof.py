@@ -6,6 +6,7 @@ Contract
           where telling it would take more memory than `MOST_PROOF_BYTES`
 
 Pseudo-code
+    the activation function treats every row alone (row_flow), so any function of a row stands for it
     data may be moved, weighed and added up only (data_flow); places and sizes get ranges and demands (index_ranges)
     make a small copy of the block: few tokens, slots and features (small_copy)
     where none can be made: the block as it was captured, if that fits in memory
@@ -28,6 +29,7 @@ from moepass.passes.local_experts import LocalForm
 from moepass.passes.mock_ranks import check_run
 from moepass.passes.mock_run import SCENARIOS, ContractBroken, MockBlock, MockRun, Scenario, among, anywhere
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.row_functions import row_functions
 from moepass.passes.small_copy import small_copies
 from moepass.passes.small_guess import NoSmallCopy
 from moepass.passes.small_sizes import run_bytes
@@ -41,16 +43,17 @@ MOST_PROOF_BYTES = 2**30
 def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> None:
     """Raises ContractBroken or NotThisForm where `result`, the local form that was written, is not what the block
     computes, and where that cannot be told for every number and every size."""
+    functions = row_functions(local)
     data = data_nodes(block, local)
     # The compiler runs in fake mode; these numbers, and the constants of the graph, are real.
     with unset_fake_temporarily(), torch.no_grad():
-        ranges = IndexRanges(block, data)
-        mock = MockBlock(block, local, result)
+        mock = MockBlock(block, local, result, functions)
+        ranges = _ranges(mock, data)
         failure: NotThisForm | ContractBroken | None = None
         try:
             for copy in small_copies(mock, data, check_run, MOST_PROOF_BYTES):
                 try:
-                    return _prove(copy.mock, IndexRanges(copy.mock.block, copy.data))
+                    return _prove(copy.mock, _ranges(copy.mock, copy.data))
                 except (NotThisForm, ContractBroken) as error:
                     failure = failure or error
         except NoSmallCopy as error:
@@ -60,6 +63,10 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
             raise failure or error from None
         assert failure is not None, "small copies are tried, or there is a reason"
         raise failure
+
+
+def _ranges(mock: MockBlock, data: set[Node]) -> IndexRanges:
+    return IndexRanges(mock.block, data, mock.local.copied)
 
 
 def _prove(mock: MockBlock, ranges: IndexRanges) -> None:

@@ -142,7 +142,10 @@ class _Copier:
         small_local.origins = {of(node): of(origin) for node, origin in local.origins.items()}
         small_local.rows, small_local.ends, small_local.outputs = of(local.rows), of(local.ends), of(local.outputs)
         small_local.row_ids = None if local.row_ids is None else of(local.row_ids)
-        mock = MockBlock(small_block, small_local, of(self._small.result))
+        small_local.starts = {of(start): of(written) for start, written in local.starts.items()}
+        small_local.copies = {of(written): of(origin) for written, origin in local.copies.items()}
+        small_local.kept = {of(mask): of(masked) for mask, masked in local.kept.items()}
+        mock = MockBlock(small_block, small_local, of(self._small.result), self._small.functions.mapped(of))
         return SmallCopy(mock, {of(node) for node in data})
 
     def _exchange(self, exchange: Collective) -> Collective:

@@ -161,7 +161,7 @@ class SmallMock(MockBlock):
             return number
 
         for node in (*self.block.region, *self.local.written):
-            if node not in self.weights:
+            if node not in self.weights and not self.functions.replaces(node):
                 replace_numbers(node, note)
         return any(self.scale.is_unread(number) for number in found)
 
@@ -204,7 +204,7 @@ class _GuessingRun(MockRun):
         if node in self.mock.weights:
             return None  # only products read them, and these are not computed
         value = super()._run_node(node, value_of, answer)
-        if self._compares_shapes:
+        if self._compares_shapes and not self.mock.functions.replaces(node):
             if not self._fits(fake_value(node), value):
                 raise _Stuck(f"{node.name} ({node.target}) has another shape in small")
             self.guess.shapes[node] = _shapes(value)

@@ -1,0 +1,355 @@
+"""An activation function that does not treat every row alone is refused, and one that does is taken and right."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
+from test_rank_pairs import _banks, _localise
+from torch.nn import functional as F
+
+from moepass.models.expert_parallel import EP_FORMS
+from moepass.models.grouped_experts import grouped_product
+from moepass.models.moe_stack import StackConfig
+from moepass.passes.ir import Plan
+from moepass.passes.row_layout import Layout, broadcast, features, reshaped, rows_first
+
+# Of what the products before it give for gate and up, on a rank.
+Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+CONFIG = StackConfig(layers=1, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
+
+
+def _captured(
+    form: str, activation: Activation, rank: int, tokens: int = 9, dynamic: bool = True, config: StackConfig = CONFIG
+) -> Captured:
+    class Experts(EP_FORMS[form]):  # type: ignore[misc]
+        def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+            inner = activation(self.placement.rank, gate, up)
+            return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(EP_FORMS, form, Experts)
+        return capture(config, form, rank, 2, tokens, dynamic=dynamic)
+
+
+def _plan(form: str, activation: Activation, rank: int = 1, tokens: int = 9, dynamic: bool = True) -> Plan:
+    return _localise(_captured(form, activation, rank, tokens, dynamic), {}).plan
+
+
+def _largest_difference(form: str, activation: Activation, times: float = 1.0) -> float | None:
+    """Between what the ranks compute and what they compute after the rewrite, of tokens that are `times` as large;
+    None where that is refused."""
+    ranks = [_captured(form, activation, rank) for rank in range(2)]
+    results = [_localise(one, {}) for one in ranks]
+    if not all(result.plan.localised for result in results):
+        return None
+    hidden = [times * hidden_states(CONFIG, 9, 0 if form == "all_reduce" else rank) for rank in range(2)]
+    inputs = [with_tokens(one, values) for one, values in zip(ranks, hidden, strict=True)]
+    wanted = run_ranks([one.module for one in ranks], inputs)
+    found = run_ranks([result.module for result in results], inputs, _banks(results, inputs))
+    pairs = zip(wanted, found, strict=True)
+    return max(float((one - other).abs().max() / one.abs().max().clamp(min=1)) for (one,), (other,) in pairs)
+
+
+def _refusal(form: str, activation: Activation, dynamic: bool = True) -> str:
+    plan = _plan(form, activation, dynamic=dynamic)
+    return plan.refusals[0].reason if plan.refusals else ""
+
+
+# ------------------------------------------------------------------------------------------------------ rows that meet
+
+
+def _beyond(limit: int) -> Activation:
+    def activation(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        inner = F.silu(gate) * up
+        return torch.where((inner[:, :1] == inner[:, :1]).cumsum(0) > limit, torch.zeros_like(inner), inner)
+
+    return activation
+
+
+def _by_norm_of_all(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up / gate.pow(2).mean().sqrt().clamp(min=1.0)
+
+
+def _by_largest_row(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    inner = F.silu(gate) * up
+    return inner / inner.abs().amax(0, keepdim=True).clamp(min=1.0)
+
+
+def _by_number_of_truths(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up * ((gate[:, :1].abs() >= 0).sum() <= 5000)
+
+
+def _turned_far_out(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    inner = F.silu(gate) * up
+    return torch.where(torch.arange(inner.shape[1]) < 100, inner, inner.flip(0))
+
+
+def _with_random_numbers(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up + torch.rand_like(gate)
+
+
+def _with_products_of_rows(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up + (gate @ gate.t()) @ up
+
+
+def _shifted(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up.roll(1, 0)
+
+
+def _flattened(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up.flatten().cumsum(0).view(up.shape)
+
+
+@torch.library.custom_op("moepass_tests::some_activation", mutates_args=())
+def _some_activation(gate: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate)
+
+
+@_some_activation.register_fake
+def _(gate: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gate)
+
+
+def _unknown(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _some_activation(gate) * up
+    return result
+
+
+MIXING: dict[str, tuple[Activation, str]] = {
+    "a norm over all rows": (_by_norm_of_all, "mean"),
+    "the largest of all rows": (_by_largest_row, "amax"),
+    "a place among the rows": (_beyond(5000), "cumsum"),
+    "a number of rows that is counted": (_by_number_of_truths, "sum"),
+    "rows in another order beyond some feature": (_turned_far_out, "flip"),
+    "random numbers": (_with_random_numbers, "rand"),
+    "products of rows": (_with_products_of_rows, "mm"),
+    "other rows": (_shifted, "roll"),
+    "sums over everything": (_flattened, "cumsum"),
+    "an operator that nobody knows": (_unknown, "some_activation"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("mixes", MIXING)
+def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool) -> None:
+    activation, operation = MIXING[mixes]
+    reason = _refusal("all_to_all_capacity", activation, dynamic)
+    assert operation in reason
+    assert "computes every row alone" in reason
+    assert "_at_" not in reason  # no name of a node
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_rows_that_meet_only_for_large_numbers_are_refused_in_every_form(form: str) -> None:
+    """The numbers of the mock runs are bounded by 1; so is what `clamp(min=1)` acts on."""
+    assert _largest_difference(form, _by_norm_of_all, times=10.0) is None
+
+
+def test_a_wide_activation_is_not_judged_by_a_narrow_one() -> None:
+    config = dataclasses.replace(CONFIG, width=256)
+    plan = _localise(_captured("all_to_all", _turned_far_out, 1, config=config), {}).plan
+    assert "flip" in plan.refusals[0].reason
+
+
+def test_what_only_some_features_read_is_proved_too() -> None:
+    """A product that counts its rows wrongly, and that only the last features of many read."""
+    config = dataclasses.replace(CONFIG, width=256)
+
+    class Experts(EP_FORMS["all_to_all"]):  # type: ignore[misc]
+        def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            weights = self.gate_up_proj.transpose(1, 2)
+            right = F.silu(grouped_product(rows, weights, ends)[:, :256])
+            wrong = grouped_product(rows, weights, counts.flip(0).cumsum(0, dtype=torch.int32))[:, :256]
+            inner = torch.where(torch.arange(256) < 200, right, wrong)
+            return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(EP_FORMS, "all_to_all", Experts)
+        captured = capture(config, "all_to_all", 1, 2, 9)
+    assert not _localise(captured, {}).plan.localised
+
+
+# ------------------------------------------------------------------------------------------------- what ranks compare
+
+
+def _summed_places(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up * torch.arange(4 + rank).sum()
+
+
+def _own_number(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up * torch.full((4 + rank,), 1.0).sum()
+
+
+def _by_feature(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up * (1 + torch.arange(gate.shape[1]) * 0.1)
+
+
+def _every_second(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.arange(gate.shape[1]) % 2 == 0, F.silu(gate) * up, up)
+
+
+def _half(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.pad(gate[:, ::2], (0, gate.shape[1] // 2)) * up
+
+
+def _largest_four(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(gate).scatter(-1, gate.topk(4, -1)[1], 1.0) * up
+
+
+def _normed(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(F.silu(gate) * up, (gate.shape[1],))
+
+
+def _low_rank(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up + gate @ torch.ones(16, 2) @ torch.ones(2, 16)
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+@pytest.mark.parametrize("activation", [_summed_places, _own_number])
+def test_ranks_with_other_constants_tell_them_apart(form: str, activation: Activation) -> None:
+    digests = {_plan(form, activation, rank).localised[0].experts for rank in range(2)}
+    assert len(digests) == 2
+
+
+ALONE = (_by_feature, _every_second, _half, _largest_four, _normed, _low_rank)
+
+
+@pytest.mark.parametrize("activation", ALONE)
+@pytest.mark.parametrize("form", ["all_to_all", "all_to_all_capacity", "all_reduce"])
+def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: str, activation: Activation) -> None:
+    digests = {
+        _plan(form, activation, 1, tokens, dynamic).localised[0].experts
+        for tokens, dynamic in ((9, False), (8, False), (9, True))
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+@pytest.mark.parametrize("activation", [_by_feature, _normed])
+def test_features_may_differ_from_each_other(form: str, activation: Activation) -> None:
+    difference = _largest_difference(form, activation)
+    assert difference is not None
+    assert difference < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------------ random programs
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+BY_ROW: dict[str, Step] = {
+    "silu": lambda a, b: F.silu(a) * b,
+    "clamp": lambda a, b: a.clamp(-0.5, 0.5) + b,
+    "softmax": lambda a, b: a.softmax(-1),
+    "mean": lambda a, b: a - a.mean(-1, keepdim=True),
+    "max": lambda a, b: a / a.abs().amax(1, keepdim=True).clamp(min=1.0),
+    "cumsum": lambda a, b: a.cumsum(-1) * 0.1,
+    "flip": lambda a, b: a + b.flip(1),
+    "sort": lambda a, b: a.sort(-1)[0],
+    "cat": lambda a, b: torch.cat([a[:, :4], b[:, 4:]], 1),
+    "stack": lambda a, b: torch.stack([a, b], 1).sum(1),
+    "select": lambda a, b: a * b[:, 3].unsqueeze(-1),
+    "where": lambda a, b: torch.where(a > b, a, b * 2),
+    "interleave": lambda a, b: torch.cat([a[..., ::2], b[..., 1::2]], -1),
+    "gather": lambda a, b: a.gather(-1, b.argsort(dim=-1, stable=True)),
+    "transpose": lambda a, b: (a.t() * b.t()).t(),
+    "by feature": lambda a, b: a * torch.arange(16),
+    "matrix": lambda a, b: a @ torch.eye(16) * 2,
+    "index": lambda a, b: a[:, torch.tensor([3, 1, 2, 0]).repeat(4)],
+}
+ACROSS: dict[str, Step] = {
+    "sum": lambda a, b: a + b.sum(0),
+    "softmax": lambda a, b: a.softmax(0),
+    "cumsum": lambda a, b: a + b.cumsum(0),
+    "flip": lambda a, b: a * b.flip(0),
+    "sort": lambda a, b: a.sort(0)[0],
+    "first": lambda a, b: a + b[:1],
+    "any": lambda a, b: a * (b > 0.9).any(),
+    "gram": lambda a, b: (a.t() @ b).sum(0) + a,
+    "norm": lambda a, b: a / b.norm().clamp(min=1.0),
+    "order": lambda a, b: a[b[:, 0].argsort(dim=0, stable=True)],
+}
+
+
+def _program(steps: Sequence[Step]) -> Activation:
+    def activation(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda inner, step: step(inner, up), steps, gate)
+
+    return activation
+
+
+SETTINGS = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@SETTINGS
+@given(st.sampled_from(list(EP_FORMS)), st.lists(st.sampled_from(list(BY_ROW)), min_size=3, max_size=6))
+def test_programs_that_treat_every_row_alone_are_taken_and_right(form: str, names: list[str]) -> None:
+    difference = _largest_difference(form, _program([BY_ROW[name] for name in names]))
+    assert difference is not None
+    assert difference < 1e-3
+
+
+@SETTINGS
+@given(
+    st.sampled_from(list(EP_FORMS)),
+    st.lists(st.sampled_from(list(BY_ROW)), max_size=3),
+    st.sampled_from(list(ACROSS)),
+    st.lists(st.sampled_from(list(BY_ROW)), max_size=3),
+)
+def test_programs_with_one_step_across_rows_are_refused(
+    form: str, before: list[str], across: str, after: list[str]
+) -> None:
+    steps = [*(BY_ROW[name] for name in before), ACROSS[across], *(BY_ROW[name] for name in after)]
+    assert "between its products" in _refusal(form, _program(steps))
+
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize(
+    ("rows", "shapes"),
+    [
+        (9, [[9, 2, 4], [9, 8]]),
+        (9, [[18, 4], [9, 8]]),
+        (9, [[72], [9, 8]]),
+        (6, [[2, 3, 8], [2, 24], [6, 8]]),
+        (0, [[0, 4], [0, 2, 4], [0, 8]]),
+        (1, [[1, 2, 4], [8], [1, 8]]),
+    ],
+)
+def test_views_and_back_keep_rows(rows: int, shapes: list[list[int]]) -> None:
+    before = rows_first([rows, 8])
+    assert functools.reduce(lambda layout, shape: _reshaped(layout, shape), shapes, before) == before
+
+
+def _reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
+    found = reshaped(layout, shape)
+    assert found is not None
+    return found
+
+
+def test_shares_of_rows_in_another_order_are_no_rows() -> None:
+    shared = _reshaped(rows_first([6, 8]), [2, 3, 8])
+    turned = Layout(operator.itemgetter(1, 0, 2)(shared.dimensions))
+    assert not _reshaped(turned, [6, 8]).is_by_row
+    assert _reshaped(shared, [6, 8]).is_by_row
+
+
+def test_rows_meet_their_own_alone() -> None:
+    rows = rows_first([8, 8])
+    turned = Layout(rows.dimensions[::-1])
+    assert broadcast([rows, rows], [8, 8]) == rows
+    assert broadcast([rows, turned], [8, 8]) is None
+    column = Layout((rows.dimensions[0], features(1)))
+    assert broadcast([rows, column], [8, 8]) == rows
+    assert broadcast([column, Layout((features(1), rows.dimensions[0]))], [8, 8]) is None
