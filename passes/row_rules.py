@@ -145,7 +145,7 @@ class RowRules:
             if base == "slice" and fits(layout, fake_value(node)) and arguments.get("step", 1) == 1:
                 self._whole.add(node)
                 return layout
-            self._refuse(node, "puts together, picks out or puts in order rows, not features")
+            self._refuse(node, "works along the rows, not along features")
         return _same_shape_as(fake_value(node), lambda shape: _along_result(layout, dims, shape))
 
     def _together(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
