@@ -22,6 +22,8 @@ _PURE_OPERATORS = {
     "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd",
 }  # fmt: skip
 _READ_FROM_FILES = {"aten::from_file"}
+# They read elements by their places in memory, in whatever order a tensor lies there.
+_READ_MEMORY = {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::_reshape_alias"}
 # They run graphs, which are looked into.
 _RUN_GRAPHS = {"cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention", "invoke_subgraph"}
 # Where functions of numbers come from, and elements of tuples.
@@ -42,6 +44,11 @@ def why_not_pure(node: Node) -> str | None:
         return (
             "is an operator that moepass does not know, which may compute otherwise on each rank; write it in "
             "PyTorch operators, or sum, gather or broadcast its result over the group"
+        )
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _READ_MEMORY:
+        return (
+            "reads memory as it lies, which may be in another order on each rank though the numbers are equal; use "
+            "views that name dimensions"
         )
     for inner in _nodes_run_by(node):
         reason = why_not_pure(inner)

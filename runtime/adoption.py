@@ -8,7 +8,7 @@ pulls what it lacks whenever it wants, or all gather.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
@@ -27,6 +27,7 @@ from moepass.runtime.agreement import RunCheck, taken_blocks
 from moepass.runtime.decisions import decisions_of, has_others
 from moepass.runtime.device_home import check_transport_to
 from moepass.runtime.dispatching import Dispatcher
+from moepass.runtime.eager_watch import refuse_eager_stance
 from moepass.runtime.executor import Adopt
 from moepass.runtime.link import check_link_to
 from moepass.runtime.replicas import ReplicaCheck, replica_check_of
@@ -67,17 +68,21 @@ def agreement_on_blocks(captured: GraphModule, groups: Collection[str], border: 
     return agree
 
 
-def run_checks(plan: Plan, captured: GraphModule, groups: Collection[str], timeout_s: float) -> list[RunCheck]:
-    """What compares each run of `captured`, of which ranks agreed on `plan`, with those of the other ranks, if need be.
+def run_checks(
+    plan: Plan, captured: GraphModule, groups: Collection[str], timeout_s: float
+) -> list[Callable[[], None]]:
+    """What comes before each run of `captured`, of which ranks agreed on `plan`, and raises where it must not be.
 
-    Where there is a dispatch, ranks agree on each run anyway.
+    It compares the run with those of the other ranks, if need be; where there is a dispatch, ranks agree anyway.
     """
-    if plan.dispatch is not None:
-        return []
-    return [
-        RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_BORDER), timeout_s)
-        for name, found in _shared_exchanges(captured, groups).items()
-    ]
+    exchanges = _shared_exchanges(captured, groups)
+    checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.localised else []
+    if plan.dispatch is None:
+        checks += [
+            RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_BORDER), timeout_s)
+            for name, found in exchanges.items()
+        ]
+    return checks
 
 
 def _shared_exchanges(captured: GraphModule, groups: Collection[str]) -> dict[str, tuple[str, ...]]:

@@ -3,7 +3,8 @@
 Where a graph's exchanges were taken out, no rank joins them any more. A rank whose model Dynamo stops compiling, since
 it was compiled too often, would run them again, uncompiled, and wait for nobody. It gets an error in their place; the
 others find it in the store of the group before a later run. (A function that Dynamo cannot capture for another shape
-still has its parts compiled, which come to `runtime/decisions.py`.)
+still has its parts compiled, which come to `runtime/decisions.py`.) Where `torch.compiler.set_stance` sends new shapes
+to eager mode, no code of ours runs when that happens, so a run before is refused.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch.distributed import DistError, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
+from moepass.models.errors import InputError
 from moepass.runtime.rendezvous import PeerError
 from moepass.runtime.torch_private import (
     compiled_code,
+    eager_stance,
     exceeded_recompile_limit,
     on_recompilation,
 )
@@ -94,6 +97,17 @@ class FailureLook:
             return
         if text is not None:
             raise PeerError(text)
+
+
+def refuse_eager_stance() -> None:
+    """Raises InputError where Dynamo would run the next new shape in eager mode: it asks nobody when it does."""
+    stance = eager_stance()
+    if stance is not None:
+        raise InputError(
+            f"torch.compiler.set_stance({stance!r}) would run the model in eager mode for a shape that was not "
+            "compiled: where other ranks have another shape it waits at an exchange that none of them joins; use "
+            "set_stance('fail_on_recompile')"
+        )
 
 
 eager_watch = EagerWatch()

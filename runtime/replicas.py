@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,6 +26,13 @@ from moepass.runtime.rendezvous import Rendezvous
 from moepass.runtime.tensor_memory import memory_of
 
 logger = logging.getLogger("moepass")
+
+
+class _State(NamedTuple):
+    """The experts and other parameters of a run, and what tells whether they are those of another, unchanged."""
+
+    tensors: tuple[torch.Tensor, ...]
+    key: object
 
 
 class ReplicaCheck:
@@ -49,7 +56,7 @@ class ReplicaCheck:
         self._signature = signature
         self._timeout_s = timeout_s
         self._debug = debug
-        # By the memory of experts and of other parameters: what kept ranks from having the same tokens, or None.
+        # By experts and other parameters, as they were then: what kept ranks from having the same tokens, or None.
         self._found: dict[object, tuple[str | None, tuple[StorageWeakRef, ...]]] = {}
         self._lock = threading.Lock()
         renew_after_fork(self)
@@ -61,34 +68,37 @@ class ReplicaCheck:
         """What differs between ranks, in the same words on all; None where nothing does.
 
         `experts` are this rank's tensors of the banks. Waits for the other ranks in the first run with these and with
-        the parameters among `arguments`, and under `debug` in every one until something differed. Raises PeerError
-        where ranks do not come within the timeout.
+        the parameters among `arguments`, in the first after one of the latter was written in place, and under `debug`
+        in every one until something differed. Raises PeerError where ranks do not come within the timeout.
         """
-        parameters = self._parameters(arguments, experts)
-        key = tuple(map(memory_of, parameters))
+        state = self._state(arguments, experts)
         with self._lock:
-            known = self._found.get(key)
+            known = self._found.get(state.key)
             if known is not None and any(storage.expired() for storage in known[1]):
                 known = None
             if known is not None and (known[0] is not None or not self._debug):
                 return known[0]
             found = self._compare(arguments)
-            self._remember(parameters, found)
+            self._remember(state, found)
             return found
 
     def moved(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> None:
         """These, in which nothing differed, lie elsewhere from now on."""
         with self._lock:
-            self._remember(self._parameters(arguments, experts), None)
+            self._remember(self._state(arguments, experts), None)
 
-    def _parameters(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _state(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> _State:
         values = (arguments[place] for place in self._inputs)
-        return [*experts, *(value for value in values if isinstance(value, torch.nn.Parameter))]
+        parameters = [value for value in values if isinstance(value, torch.nn.Parameter)]
+        # What is written into experts is not looked for here: see PartWatch.
+        written = [0 if parameter.is_inference() else parameter._version for parameter in parameters]
+        tensors = (*experts, *parameters)
+        return _State(tensors, (*map(memory_of, tensors), *written))
 
-    def _remember(self, parameters: Sequence[torch.Tensor], found: str | None) -> None:
-        storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in parameters)
+    def _remember(self, state: _State, found: str | None) -> None:
+        storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in state.tensors)
         living = {key: value for key, value in self._found.items() if not any(item.expired() for item in value[1])}
-        self._found = {**living, tuple(map(memory_of, parameters)): (found, storages)}
+        self._found = {**living, state.key: (found, storages)}
 
     def _compare(self, arguments: Sequence[Any]) -> str | None:
         group = self._group()

@@ -8,7 +8,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.utils import register_hook_for_recompile_user_context
 
@@ -44,6 +44,12 @@ def on_recompilation(function: Callable[[], None]) -> None:
 def suppresses_errors() -> bool:
     """Whether Dynamo runs a function in eager mode where compiling it raises."""
     return bool(torch._dynamo.config.suppress_errors)
+
+
+def eager_stance() -> str | None:
+    """The stance of torch.compiler in which Dynamo runs what is not compiled yet in eager mode; None in others."""
+    stance: str = eval_frame._stance.stance
+    return stance if stance == "eager_on_recompile" else None
 
 
 def _compilation() -> dict[str, Any]:

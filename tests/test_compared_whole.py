@@ -138,6 +138,12 @@ def test_equal_names_of_unknown_operators_prove_nothing(what: str) -> None:
     assert "an operator that moepass does not know, which may compute otherwise on each rank; write it in" in reason
 
 
+def test_equal_numbers_may_lie_in_memory_otherwise() -> None:
+    reason = _reason(lambda x, y: y + x.as_strided((1, 4), (1, 1)))
+    assert "aten.as_strided.default" in reason
+    assert "reads memory as it lies" in reason
+
+
 def _summed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda x, y: c10d.all_reduce(function(x, y), "sum", GROUP)
 

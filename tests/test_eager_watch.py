@@ -12,6 +12,7 @@ from ranks import run_ranks
 from test_adoption import SMALL, _hidden
 from torch import nn
 
+from moepass.models.errors import InputError
 from moepass.models.moe_stack import build_stack
 from moepass.runtime import eager_watch
 from moepass.runtime.rendezvous import PeerError
@@ -89,6 +90,29 @@ def _one_breaks_its_graph() -> None:
 
 def test_a_rank_that_cuts_its_graph_otherwise_for_a_shape_waits_for_nobody() -> None:
     run_ranks(2, _one_breaks_its_graph)
+
+
+def _stances() -> list[str]:
+    full, model = build_stack(SMALL), build_stack(SMALL, "all_to_all")
+    with torch.no_grad():
+        compiled, hidden = _compiled(model, dynamic=False), _hidden(SMALL, 8, 0)
+        expected = full(hidden)
+        torch.testing.assert_close(compiled(hidden), expected)
+        with torch.compiler.set_stance("eager_on_recompile"), pytest.raises(InputError) as eager:
+            compiled(hidden)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            torch.testing.assert_close(compiled(hidden), expected)
+            with pytest.raises(RuntimeError) as failed:
+                compiled(_hidden(SMALL, 9, 0))
+        torch.testing.assert_close(compiled(hidden), expected)
+    return [str(eager.value), str(failed.value)]
+
+
+def test_a_stance_that_sends_new_shapes_to_eager_mode_is_refused_before_one_comes() -> None:
+    for eager, failed in run_ranks(2, _stances):
+        assert eager.startswith("torch.compiler.set_stance('eager_on_recompile') would run the model in eager mode")
+        assert eager.endswith("use set_stance('fail_on_recompile')")
+        assert "Detected recompile" in failed
 
 
 def _models_that_keep_their_exchanges() -> None:

@@ -21,6 +21,7 @@ from moepass.models.moe_stack import MoELayer, build_stack
 from moepass.passes.ir import Plan
 from moepass.passes.localise import localise
 from moepass.passes.protocol import PassContext, run_passes
+from moepass.runtime.rendezvous import PeerError
 
 on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
@@ -166,6 +167,43 @@ def test_the_routers_of_layers_that_share_experts_are_all_compared(is_odd: bool)
         assert is_right
         assert len(reasons) == is_odd
         assert all("router" in reason for reason in reasons)
+
+
+def _all_write_into_their_routers() -> None:
+    model, hidden = build_stack(SMALL, "all_reduce"), _hidden(SMALL, 8, 0)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = _compile(model, debug=False, timeout_s=20)
+        for _ in range(3):
+            expected = model(hidden)
+            torch.testing.assert_close(compiled(hidden), expected, rtol=1e-5, atol=1e-5)
+            dist.barrier()
+            model.moe[1].router.weight.add_(0.5)
+    assert not compilations[0].plan.refusals
+
+
+@on_ranks
+def test_routers_that_are_written_in_place_are_compared_again() -> None:
+    run_ranks(2, _all_write_into_their_routers)
+
+
+def _one_writes_into_its_router() -> str:
+    model, hidden = build_stack(SMALL, "all_reduce"), _hidden(SMALL, 8, 0)
+    with torch.no_grad():
+        compiled = _compile(model, debug=False, timeout_s=4)
+        compiled(hidden)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            return ""
+        model.moe[1].router.weight.add_(0.5)
+        with pytest.raises(PeerError) as caught:
+            compiled(hidden)
+    return str(caught.value)
+
+
+@on_ranks
+def test_a_router_that_one_rank_writes_in_place_is_an_error_there() -> None:
+    _, text = run_ranks(2, _one_writes_into_its_router)
+    assert text.startswith("rank 0 did not publish a checksums of inputs within 4 s")
 
 
 class _AfterAnExchange(nn.Module):
