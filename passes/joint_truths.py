@@ -11,8 +11,8 @@ out both ways in the runs, and a and b together never. A truth that is computed 
 is asked for both ways anyhow (passes/index_ranges.py). Places and rows carry the truths that they were selected by:
 
     ALIGNED   each element depends on the element of the truth that is broadcast to it, or on the only one there is
-    SORTED    on some elements: places in the order of a few numbers, as those of experts. In one run both truths must
-              have come in every combination, whichever elements have them
+    ANYWHERE  on any of its elements, as places in the order of a few numbers do, and counts. In one run both truths
+              must have come in every combination, whichever elements have them
     MOVED     on some other elements; may not meet another truth, unless that has one element
 
 Truths about one expert id are one: each id is tried, so they are asked for together as they came.
@@ -47,6 +47,7 @@ _BY_ELEMENT = {
     "floor_divide", "div", "remainder", "fmod", "getitem", "logical_and", "bitwise_and",
 }  # fmt: skip
 _SORTS = {"sort", "argsort"}
+_COUNTS = {"sum", "cumsum", "scatter_add", "index_add", "bincount", "histc"}
 # Combinations beyond this number are not waited for.
 _MOST_COMBINATIONS = 64
 _CHANGE = "let nothing between the collectives of the experts depend on both"
@@ -54,7 +55,7 @@ _CHANGE = "let nothing between the collectives of the experts depend on both"
 
 class State(enum.IntEnum):
     ALIGNED = 0
-    SORTED = 1
+    ANYWHERE = 1
     MOVED = 2
 
 
@@ -65,6 +66,10 @@ class Dependence:
     truth: Node
     group: Any
     state: State
+
+    def as_it_came(self) -> Dependence:
+        """Together with those of other expert ids, where it is about one."""
+        return self if self.group == self.truth else dataclasses.replace(self, group="ids")
 
 
 @dataclasses.dataclass
@@ -108,7 +113,7 @@ class JointTruths:
             self._found[node] = frozenset()
             return
         given = [self._of(used) for used in node.all_input_nodes]
-        after = [self._after(node, dependences, by_row) for dependences in given]
+        after = [frozenset(self._moved(node, each, found is None, by_row) for each in part) for part in given]
         together = frozenset().union(*after)
         if together and not any(together == part for part in after):
             self._add_meeting(node, together)
@@ -157,24 +162,24 @@ class JointTruths:
             self._found[node] = found
         return self._found[node]
 
-    def _after(self, node: Node, given: Iterable[Dependence], by_row: bool) -> frozenset[Dependence]:
-        """What of `given` holds of `node`, which is computed from what depends on that."""
-        return frozenset(self._moved(node, each, by_row) for each in given)
-
-    def _moved(self, node: Node, given: Dependence, by_row: bool) -> Dependence:
-        if given.state is not State.ALIGNED or _has_one_element(given.truth):
-            return given
+    def _moved(self, node: Node, given: Dependence, is_data: bool, by_row: bool) -> Dependence:
         name = base_operation(node)
-        if name in _BY_ELEMENT or (by_row and _is_column(given.truth)):
+        if given.state is State.ANYWHERE or name in _BY_ELEMENT or (by_row and _is_column(given.truth)):
             return given
-        group = "ids" if given.group != given.truth else given.group
+        if given.group != given.truth:
+            return Dependence(given.truth, "ids", State.ANYWHERE)
+        if _has_one_element(given.truth):
+            return given
         # Few different numbers are sorted into as many groups, in which all keep their order.
         few = name in _SORTS and not self._range_of(node.args[0]).grows  # type: ignore[arg-type]
-        return Dependence(given.truth, group, State.SORTED if few or group == "ids" else State.MOVED)
+        counted = name in _COUNTS and not is_data
+        return dataclasses.replace(given, state=State.ANYWHERE if few or counted else State.MOVED)
 
     def _add_meeting(self, node: Node, together: frozenset[Dependence]) -> None:
-        groups = {each.group for each in together}
-        if len(groups) == 1:
+        if any(each.group == "ids" for each in together):
+            # Which ids come together is not the model's to say.
+            together = frozenset(each.as_it_came() for each in together)
+        if len({each.group for each in together}) == 1:
             return
         for each in together:
             others = [other for other in together if other.group != each.group and other.group != "ids"]
@@ -266,4 +271,4 @@ def _is_column(truth: Node) -> bool:
 
 
 def _names(dependences: Iterable[Dependence]) -> str:
-    return " and ".join(dict.fromkeys(each.truth.name for each in sorted(dependences, key=lambda each: each.truth.name)))
+    return " and ".join(sorted({each.truth.name for each in dependences}))
