@@ -263,6 +263,15 @@ def test_ranks_with_other_constants_tell_them_apart(form: str, activation: Activ
     assert len(digests) == 2
 
 
+def _of_two_results(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(up)
+    return F.silu(gate) * mantissa + exponent
+
+
+def _log_sigmoid(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.logsigmoid(gate) * up
+
+
 ALONE = (_by_feature, _every_second, _half, _largest_four, _normed, _low_rank)
 
 
@@ -274,6 +283,14 @@ def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: s
         for tokens, dynamic in ((9, False), (8, False), (9, True))
     }
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+@pytest.mark.parametrize("activation", [_of_two_results, _log_sigmoid])
+def test_an_operation_on_elements_may_have_several_results(form: str, activation: Activation) -> None:
+    difference = _largest_difference(form, activation)
+    assert difference is not None
+    assert difference < 1e-4
 
 
 @pytest.mark.parametrize("form", EP_FORMS)
