@@ -44,10 +44,11 @@ from moepass.passes.growing_sizes import (
     grows_in_size,
     size_along,
 )
+from moepass.passes.joint_truths import JointTruths
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import base_operation, indexed_dimensions, is_mask, operation
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
-from moepass.passes.range_arithmetic import DIVISIONS, RangeArithmetic, size_range
+from moepass.passes.range_arithmetic import BOUNDS, DIVISIONS, RangeArithmetic, size_range
 from moepass.passes.value_range import (
     ANYTHING,
     COMPARISONS,
@@ -85,7 +86,6 @@ _TRUTHS = {
     "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not",
     "bitwise_xor", "any", "all",
 }  # fmt: skip
-_BOUNDS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "sym_max", "sym_min"}
 _FILLS = {"full": None, "scalar_tensor": None, "new_full": None, "full_like": None, "zeros": 0, "new_zeros": 0,
           "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}  # fmt: skip
 _EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -98,14 +98,18 @@ class IndexRanges(RangeArithmetic):
     def __init__(self, block: ParallelBlock, data: set[Node], inside: Collection[Node]) -> None:
         super().__init__(block)
         self._add_sources()
+        self._joint = JointTruths(self.range_of)
+        by_row = {*inside, *(product.node for product in block.products)}
         for node in block.region:
             if node in inside:
+                self._joint.add(node, None, by_row=True)
                 continue
             if node.op == "call_function":
                 check_sizes(node, self.structural, self.tokens)
             if node in data:
                 self._check_places(node)
                 self._check_factors(node, data)
+                self._joint.add(node, None, by_row=node in by_row)
                 continue
             if dimensions_that_grow(node) > 1:
                 # Pairs of rows grow as their square: beside what grows as they do, a threshold without a constant.
@@ -116,15 +120,19 @@ class IndexRanges(RangeArithmetic):
             check_type(node, found)
             self.ranges[node] = found
             self._require_both(node, found)
+            self._joint.add(node, found)
+            self._add_bound(node, found)
 
     def observe(self, node: Node, value: Any) -> None:
         """Note what `node` had in a run. Raises NotThisForm where that is memory that nobody has written."""
         if node in self.ranges and not self.ranges[node].empty:
             self.tried.observe(node, value)
+        self._joint.observe(node, value)
 
     def check(self) -> None:
         """Raises NotThisForm for the first of what the runs had to try and did not."""
         self.tried.check()
+        self._joint.check()
 
     # --------------------------------------------------------------------------------------------------- inputs
 
@@ -166,8 +174,8 @@ class IndexRanges(RangeArithmetic):
             return self.added(node, base)
         if base in ("mul", "neg"):
             return self.multiplied(node, base)
-        if base in _BOUNDS:
-            return self.bounded(node, base, arguments)
+        if base in BOUNDS:
+            return self.bounded(node, arguments)
         rounded = base == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")
         if base in DIVISIONS or rounded:
             return self.divided(node, base)
@@ -331,6 +339,17 @@ class IndexRanges(RangeArithmetic):
         truth = found.kind > Kind.CHOSEN and found.small and not found.uniform
         if truth and found.low >= 0 and not _has_nothing(node) and not self.tried.requires_both(node):
             self.tried.require_both(node)
+
+    def _add_bound(self, node: Node, found: Range) -> None:
+        """A bound that what is computed from the tokens may pass, or not, is a truth about it."""
+        if base_operation(node) not in BOUNDS or found.kind <= Kind.CHOSEN or self.tried.requires_both(node):
+            return
+        value, lower, upper = self.bounds_of(node, named_arguments(node))
+        given = self.range_of(value)
+        below = lower is not None and given.low < self.range_of(lower).high
+        above = upper is not None and given.high > self.range_of(upper).low
+        if below or above:
+            self._joint.add_bound(node, value, below, above)
 
 
 def _has_nothing(node: Node) -> bool:

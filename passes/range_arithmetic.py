@@ -21,6 +21,7 @@ from moepass.passes.value_range import ANYTHING, COUNT, EMPTY, Kind, Range, comp
 
 # Every mock run has more tokens than this.
 MOST_SHIFT = 2
+BOUNDS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "sym_max", "sym_min"}
 REMAINDERS = {"remainder", "mod"}
 _DIVISIONS = {"floor_divide", "floordiv"}
 DIVISIONS = _DIVISIONS | REMAINDERS
@@ -122,13 +123,8 @@ class RangeArithmetic:
                 )
         return product(left, right)
 
-    def bounded(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
-        if base.startswith("clamp"):
-            value, lower, upper = node.args[0], arguments.get("min"), arguments.get("max")
-        else:
-            # What is not known when the graph is compiled is bounded by what is.
-            value, other = sorted(node.args[:2], key=lambda argument: -self.range_of(argument).kind)
-            lower, upper = (other, None) if "max" in base else (None, other)
+    def bounded(self, node: Node, arguments: dict[str, Any]) -> Range:
+        value, lower, upper = self.bounds_of(node, arguments)
         found = self.range_of(value)
         bounds = [self.range_of(bound) for bound in (lower, upper) if bound is not None]
         low = found.low if lower is None else max(found.low, self.range_of(lower).low)
@@ -140,6 +136,14 @@ class RangeArithmetic:
                 if bound.kind is not Kind.FIXED or not (bound.small or (idle and bound.uniform)):
                     self.refuse_constant(node, "bounds a place or a size by", bound.high)
         return result
+
+    def bounds_of(self, node: Node, arguments: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """What `node` bounds, from below and from above; None where it does not."""
+        if base_operation(node).startswith("clamp"):
+            return node.args[0], arguments.get("min"), arguments.get("max")
+        # What is not known when the graph is compiled is bounded by what is.
+        value, other = sorted(node.args[:2], key=lambda argument: -self.range_of(argument).kind)
+        return (value, other, None) if "max" in base_operation(node) else (value, None, other)
 
     def divided(self, node: Node, base: str) -> Range:
         left, right = self.operands(node)

@@ -31,6 +31,7 @@ from moepass.passes.graph import draws_random_numbers, fake_value, is_call
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import base_operation, operation
+from moepass.passes.parallel_match import NotThisForm
 from moepass.passes.row_layout import Layout, no_rows
 from moepass.passes.row_operations import MADE, MADE_LIKE, VIEWS
 from moepass.passes.row_rules import (
@@ -45,6 +46,7 @@ from moepass.passes.row_rules import (
     nodes_in,
     several,
 )
+from moepass.passes.source_lines import describe_shape, named
 
 aten = torch.ops.aten
 
@@ -79,6 +81,33 @@ def flow_in_local_form(local: LocalForm) -> RowFlow:
     results = [node.args[0] for node, number in local.products.items() if number == down]
     copied = [node for node in local.written if node in local.copies]
     return _Walk(local.starts.values(), {}, local.copies).follow(copied, results)
+
+
+def check_equal_flow(of_block: RowFlow, of_local_form: RowFlow, copies: Mapping[Node, Node]) -> None:
+    """Both do the same to each row: of every node and its copy, the features of a row lie in the same places.
+
+    A number in the arguments of a node may be that of the rows which the block has, and something else where there are
+    others: a view by 20 of 20 rows, first features, then rows, is one of features by rows, of 10 rows it is none.
+    Raises NotThisForm.
+    """
+    for copy, origin in copies.items():
+        if _of_a_row(of_block, origin) != _of_a_row(of_local_form, copy):
+            raise NotThisForm(
+                f"between its products {named(origin)} has {_shape(origin)} in the block and {_shape(copy)} where this "
+                "rank runs its rows through all experts, which are not the same features of a row; expected sizes that "
+                "do not depend on how many rows there are, or -1 in their place, and rows in the first dimension"
+            )
+
+
+def _of_a_row(flow: RowFlow, node: Node) -> tuple[Any, ...]:
+    """None in it for what has no rows."""
+    layouts = several(flow.layouts.get(node))
+    return tuple(layout.of_a_row if layout is not None and layout.has_rows else None for layout in layouts)
+
+
+def _shape(node: Node) -> str:
+    value = fake_value(node)
+    return describe_shape(value) if isinstance(value, torch.Tensor) else str(value)
 
 
 class _Walk(RowRules):

@@ -22,7 +22,7 @@ from moepass.passes.graph import is_call
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import operation
-from moepass.passes.row_flow import RowFlow, flow_in_block, flow_in_local_form
+from moepass.passes.row_flow import RowFlow, check_equal_flow, flow_in_block, flow_in_local_form
 from moepass.passes.row_rules import nodes_in
 
 aten = torch.ops.aten
@@ -63,7 +63,9 @@ def row_functions(local: LocalForm) -> RowFunctions:
     constants: set[Node] = set()
     numbers = {node: number for number, node in enumerate(local.block.region)}
     in_block = ((node, node) for node in local.block.region if node in local.copied)
-    for flow, nodes in ((flow_in_block(local), in_block), (flow_in_local_form(local), iter(local.copies.items()))):
+    of_block, of_local_form = flow_in_block(local), flow_in_local_form(local)
+    check_equal_flow(of_block, of_local_form, local.copies)
+    for flow, nodes in ((of_block, in_block), (of_local_form, iter(local.copies.items()))):
         for node, origin in nodes:
             read = tuple(used for used in nodes_in((node.args, node.kwargs)) if flow.has_rows(used))
             if flow.has_rows(node):

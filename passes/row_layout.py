@@ -59,6 +59,11 @@ class Layout:
     def has_rows_along(self, dim: int) -> bool:
         return any(part.is_rows for part in self.dimensions[dim])
 
+    @property
+    def of_a_row(self) -> tuple[sympy.Expr, ...]:
+        """The sizes that a tensor of one row has. The order of rows and features in one dimension does not show."""
+        return tuple(size_of(tuple(part for part in dimension if not part.is_rows)) for dimension in self.dimensions)
+
 
 def rows_first(shape: Sequence[Any]) -> Layout:
     """Of a tensor [rows, features, ..]."""

@@ -80,15 +80,17 @@ class RowRules:
 
     # ---------------------------------------------------------------------------------------------------- operations
 
-    def _elementwise(self, node: Node) -> Layout:
-        shape = fake_value(node).shape
+    def _elementwise(self, node: Node) -> Layouts:
+        value = fake_value(node)
+        # Of several results, as those of `frexp`, the first tells the shape; a buffer of another one nobody reads.
+        shape = several(value)[0].shape
         tensors = [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
         found = broadcast([self._layout(used) for used in tensors if self._has_rows(used)], shape)
         if found is None:
             self._refuse(node, "lets rows meet other rows")
         for constant in (used for used in tensors if not self._has_rows(used)):
             self._check_constant(node, constant, found)
-        return found
+        return _same_shape_as(value, lambda other: found if other == shape else None)
 
     def _check_constant(self, node: Node, constant: Node, layout: Layout) -> None:
         """A constant that meets rows is the same for all of them."""
@@ -244,10 +246,12 @@ class RowRules:
         return found
 
     def _layout(self, node: Any) -> Layout:
+        if not isinstance(node, Node):
+            return no_rows(())
         known = self._layouts.get(node)
         if isinstance(known, Layout):
             return known
-        value = fake_value(node) if isinstance(node, Node) else None
+        value = fake_value(node)
         return no_rows(value.shape) if isinstance(value, torch.Tensor) else no_rows(())
 
     def _has_rows(self, node: Node) -> bool:

@@ -83,7 +83,7 @@ def _some(
     return rows.masked_fill(~kept.unsqueeze(-1), 0.0), order
 
 
-def _refusal(
+def refusal(
     form: str, experts: type[ShardedExperts], dynamic: bool = True, config: StackConfig = CONFIG, tokens: int = 12
 ) -> str:
     """Why the variant is left; empty where it is taken."""
@@ -98,7 +98,7 @@ def _refusal(
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce", "all_gather"])
 def test_what_keeps_everything_is_taken(form: str, subject: str) -> None:
     """The variants themselves are no reason to refuse."""
-    assert _refusal(form, _variant(form, subject, lambda value: value * 0 == 0)) == ""
+    assert refusal(form, _variant(form, subject, lambda value: value * 0 == 0)) == ""
 
 
 # What is false beyond some place, and part of the reason for which it is refused.
@@ -147,7 +147,7 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
 def test_a_threshold_is_not_taken(name: str) -> None:
     keeps, reason = THRESHOLDS[name]
     form = ("all_to_all", "all_reduce")[list(THRESHOLDS).index(name) % 2]
-    found = _refusal(form, _variant(form, "places", keeps))
+    found = refusal(form, _variant(form, "places", keeps))
     assert found, "it was taken"
     assert reason in found
 
@@ -167,7 +167,7 @@ def test_the_number_of_rows_as_a_symbol_hides_no_threshold() -> None:
             return super()._run_arrived(rows, arriving) * mask.view(-1, 5000).sum(-1).sign().unsqueeze(-1)
 
     for experts in (Scaled, Divided, Cut):
-        assert _refusal("all_to_all", experts)
+        assert refusal("all_to_all", experts)
 
 
 class SeveralAtOnce(AllToAllExperts):
@@ -204,7 +204,7 @@ class PairsOfRows(AllToAllExperts):
     ],
 )
 def test_what_no_single_comparison_shows_is_not_taken(experts: type[ShardedExperts], reason: str) -> None:
-    assert reason in _refusal("all_to_all", experts)
+    assert reason in refusal("all_to_all", experts)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
@@ -219,8 +219,8 @@ def test_every_expert_is_tried_however_few_tokens_a_graph_is_for(tokens: int) ->
             return super().forward(hidden_states, ids, top_k_weights)
 
     config = dataclasses.replace(CONFIG, experts=64, top_k=1)
-    assert _refusal("all_reduce", AllReduceExperts, dynamic=False, config=config, tokens=tokens) == ""
-    assert _refusal("all_reduce", OneLess, dynamic=False, config=config, tokens=tokens)
+    assert refusal("all_reduce", AllReduceExperts, dynamic=False, config=config, tokens=tokens) == ""
+    assert refusal("all_reduce", OneLess, dynamic=False, config=config, tokens=tokens)
 
 
 # ------------------------------------------------------------------------------------------------------ random chains
@@ -295,7 +295,7 @@ def _check_chain(form: str, subject: str, chain: list[Step], beyond: int, dynami
     keeps = _threshold(chain, beyond)
     assume(keeps is not None)
     assert keeps is not None
-    assert _refusal(form, _variant(form, subject, keeps), dynamic), f"{subject} {chain} was taken"
+    assert refusal(form, _variant(form, subject, keeps), dynamic), f"{subject} {chain} was taken"
 
 
 CHAIN_CASES = {

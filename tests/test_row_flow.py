@@ -46,14 +46,16 @@ def _plan(form: str, activation: Activation, rank: int = 1, tokens: int = 9, dyn
     return _localise(_captured(form, activation, rank, tokens, dynamic), {}).plan
 
 
-def _largest_difference(form: str, activation: Activation, times: float = 1.0) -> float | None:
+def _largest_difference(
+    form: str, activation: Activation, times: float = 1.0, tokens: int = 9, dynamic: bool = True
+) -> float | None:
     """Between what the ranks compute and what they compute after the rewrite, of tokens that are `times` as large;
     None where that is refused."""
-    ranks = [_captured(form, activation, rank) for rank in range(2)]
+    ranks = [_captured(form, activation, rank, tokens, dynamic) for rank in range(2)]
     results = [_localise(one, {}) for one in ranks]
     if not all(result.plan.localised for result in results):
         return None
-    hidden = [times * hidden_states(CONFIG, 9, 0 if form == "all_reduce" else rank) for rank in range(2)]
+    hidden = [times * hidden_states(CONFIG, tokens, 0 if form == "all_reduce" else rank) for rank in range(2)]
     inputs = [with_tokens(one, values) for one, values in zip(ranks, hidden, strict=True)]
     wanted = run_ranks([one.module for one in ranks], inputs)
     found = run_ranks([result.module for result in results], inputs, _banks(results, inputs))
@@ -61,8 +63,8 @@ def _largest_difference(form: str, activation: Activation, times: float = 1.0) -
     return max(float((one - other).abs().max() / one.abs().max().clamp(min=1)) for (one,), (other,) in pairs)
 
 
-def _refusal(form: str, activation: Activation, dynamic: bool = True) -> str:
-    plan = _plan(form, activation, dynamic=dynamic)
+def _refusal(form: str, activation: Activation, dynamic: bool = True, tokens: int = 9) -> str:
+    plan = _plan(form, activation, tokens=tokens, dynamic=dynamic)
     return plan.refusals[0].reason if plan.refusals else ""
 
 
@@ -181,6 +183,44 @@ def test_what_only_some_features_read_is_proved_too() -> None:
     assert not _localise(captured, {}).plan.localised
 
 
+def _features_first(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    inner = (F.silu(gate) * up).t().contiguous()
+    by_feature = inner.view(-1, inner.shape[1])
+    return by_feature.softmax(0).view(inner.shape[0], -1).t()
+
+
+def _unpadded(form: str) -> type[torch.nn.Module]:
+    """Ranks that take turns to be static bring equally many tokens each, without rows that stand for none."""
+
+    class Experts(EP_FORMS[form]):  # type: ignore[misc]
+        def _most_tokens(self, hidden_states: torch.Tensor) -> int:
+            return hidden_states.shape[0]
+
+    return Experts
+
+
+@pytest.mark.parametrize("tokens", [3, 5, 8])
+def test_a_number_that_is_the_number_of_the_blocks_rows_is_no_number_of_features(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The local form has half as many rows, so a view by the block's number of rows takes features for rows."""
+    monkeypatch.setitem(EP_FORMS, "all_gather", _unpadded("all_gather"))
+    assert _largest_difference("all_gather", _features_first, tokens=tokens, dynamic=False) is None
+    reason = _refusal("all_gather", _features_first, tokens=tokens, dynamic=False)
+    assert "view" in reason
+    assert f"[16, {4 * tokens}]" in reason
+
+
+def test_rows_behind_features_are_taken_where_no_number_of_them_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turned(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return (F.silu(gate) * up).t().contiguous().softmax(0).t()
+
+    monkeypatch.setitem(EP_FORMS, "all_gather", _unpadded("all_gather"))
+    difference = _largest_difference("all_gather", turned, tokens=5, dynamic=False)
+    assert difference is not None
+    assert difference < 1e-4
+
+
 # ------------------------------------------------------------------------------------------------- what ranks compare
 
 
@@ -223,6 +263,15 @@ def test_ranks_with_other_constants_tell_them_apart(form: str, activation: Activ
     assert len(digests) == 2
 
 
+def _of_two_results(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(up)
+    return F.silu(gate) * mantissa + exponent
+
+
+def _log_sigmoid(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.logsigmoid(gate) * up
+
+
 ALONE = (_by_feature, _every_second, _half, _largest_four, _normed, _low_rank)
 
 
@@ -234,6 +283,14 @@ def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: s
         for tokens, dynamic in ((9, False), (8, False), (9, True))
     }
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+@pytest.mark.parametrize("activation", [_of_two_results, _log_sigmoid])
+def test_an_operation_on_elements_may_have_several_results(form: str, activation: Activation) -> None:
+    difference = _largest_difference(form, activation)
+    assert difference is not None
+    assert difference < 1e-4
 
 
 @pytest.mark.parametrize("form", EP_FORMS)
