@@ -82,6 +82,7 @@ _CHOICES = ("condition", "mask", "indices", "index")
 _LOOKUPS = {"index.Tensor", "_unsafe_index.Tensor", "index_select", "gather"}
 _PLACED = {"index_put", "_unsafe_index_put", "index_copy", "scatter.src", "scatter.value", "scatter_add", "index_add"}
 _SUMS = {"sum", "sum.dim_IntList", "cumsum", "scatter_add", "index_add", "bincount", "histc", "sym_sum"}
+_PLAIN_SUMS = {"sum", "sum.dim_IntList", "cumsum", "sym_sum"}
 _TRUTHS = {
     "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not",
     "bitwise_xor", "any", "all",
@@ -118,7 +119,7 @@ class IndexRanges(RangeArithmetic):
             if found.kind is Kind.FIXED and not found.empty and not found.uniform and grows_in_size(node):
                 found = found.at_least(Kind.BOUND)  # which element has which constant depends on how many there are
             check_type(node, found)
-            self.ranges[node] = found
+            self.ranges[node] = found = self._copied(node, found)
             self._require_both(node, found)
             self._joint.add(node, found)
             self._add_bound(node, found)
@@ -274,10 +275,43 @@ class IndexRanges(RangeArithmetic):
         number = _addends(node, name, arguments)
         if addends.grows and math.isinf(number):
             raise NotThisForm(f"{node.name} ({node.target}) adds up a growing number of what grows itself; {CHANGE}")
-        if addends.kind is Kind.FIXED and name in ("sum", "sum.dim_IntList", "cumsum", "sym_sum") and number < math.inf:
+        if addends.grows:
+            times = addends.factor * min(addends.copies, number) + (start.factor if start.grows else 0)
+            return self.counted(node, growing(joined(start, addends)), addends.shift * number, times)
+        is_static = addends.kind is not Kind.FIXED and self._is_of_tokens(number)
+        if name in _PLAIN_SUMS and number < math.inf and not is_static:
+            # Truths, as often as a constant says, are that constant.
             ends = [end * times for end in (addends.low, addends.high) for times in (min(1, number), number)]
-            return Range(min(ends), max(ends), whole=addends.whole)
+            kind = Kind.FIXED if addends.kind is Kind.FIXED else max(addends.kind, Kind.BOUND)
+            return Range(min(ends), max(ends), kind, whole=addends.whole)
         return COUNT if addends.low >= 0 and start.low >= 0 else ANYTHING
+
+    def _is_of_tokens(self, number: float) -> bool:
+        """Whether a graph for a fixed number of tokens has so many of what another has a growing number of."""
+        return any(number == tokens * times for tokens in self.tokens for times in self.structural)
+
+    def _copied(self, node: Node, found: Range) -> Range:
+        """`found` with how many elements of `node`, where that is a fixed number, may be the same one."""
+        value = fake_value(node)
+        if not found.grows or not isinstance(value, torch.Tensor) or grows_in_size(node):
+            return found
+        elements, base = value.numel(), base_operation(node)
+        used = [self.range_of(other) for other in node.all_input_nodes]
+        if base in ("index", "_unsafe_index", "index_select", "gather"):
+            places = used[1:]
+            again = elements if any(part.uniform or part.kind is Kind.FIXED for part in places) else used[0].copies
+        elif base == "cumsum":
+            again = elements
+        else:
+            again = max(
+                (
+                    part.copies * _times(node, other)
+                    for part, other in zip(used, node.all_input_nodes, strict=True)
+                    if part.grows
+                ),
+                default=1,
+            )
+        return dataclasses.replace(found, copies=min(elements, again))
 
     def _counted(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
         if base == "iota":
@@ -355,6 +389,14 @@ class IndexRanges(RangeArithmetic):
 def _has_nothing(node: Node) -> bool:
     value = fake_value(node)
     return isinstance(value, torch.Tensor) and 0 in [size for size in value.shape if isinstance(size, int)]
+
+
+def _times(node: Node, used: Node) -> float:
+    """How many elements `node` has for each of `used`."""
+    given = fake_value(used)
+    if not isinstance(given, torch.Tensor):
+        return float(fake_value(node).numel())
+    return 1.0 if grows_in_size(used) else max(1.0, fake_value(node).numel() / max(1, given.numel()))
 
 
 def _addends(node: Node, name: str, arguments: dict[str, Any]) -> float:
