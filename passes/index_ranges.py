@@ -288,7 +288,8 @@ class IndexRanges(RangeArithmetic):
 
     def _is_of_tokens(self, number: float) -> bool:
         """Whether a graph for a fixed number of tokens has so many of what another has a growing number of."""
-        return any(number == tokens * times for tokens in self.tokens for times in self.structural)
+        each = {tokens // self.block.experts for tokens in self.tokens if self.block.form == "all_to_all_capacity"}
+        return any(number == tokens * times for tokens in (*self.tokens, *each) for times in self.structural)
 
     def _copied(self, node: Node, found: Range) -> Range:
         """`found` with how many elements of `node`, where that is a fixed number, may be the same one."""
@@ -356,8 +357,17 @@ class IndexRanges(RangeArithmetic):
         if name not in _LOOKUPS | _PLACED:
             return
         for dim, index in indexed_dimensions(arguments):
-            if not is_mask(index):
-                check_lookup(node, node.args[0], dim, index, self.range_of(index))  # type: ignore[arg-type]
+            if is_mask(index):
+                continue
+            places = self.range_of(index)
+            check_lookup(node, node.args[0], dim, index, places)  # type: ignore[arg-type]
+            elements = 1 if grows_in_size(index) else fake_value(index).numel()
+            size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
+            if places.grows and isinstance(size, int) and not self._is_of_tokens(elements):
+                raise NotThisForm(
+                    f"{node.name} ({node.target}) takes {elements} of {size} by sizes, of which not every order was "
+                    f"tried; {CHANGE}"
+                )
 
     def _check_factors(self, node: Node, data: set[Node]) -> None:
         """Rows are weighed and added up with truths and constants alone: of a number not every value was tried."""

@@ -41,8 +41,8 @@ class Range:
     elements that grow came from several nodes: one of them may be on the other side of a threshold in every run, and
     hide that the rest never is.
 
-    Of what grows, `shift` is the sum of the constants that were added to it, `factor` how often tokens are counted in it
-    at most, `divisor` what it was divided by, and `copies` how many of its elements may be the same one.
+    Of what grows, `shift` is the sum of the constants that were added to it, `factor` how often tokens are counted in
+    it at most, `divisor` what it was divided by, and `copies` how many of its elements may be the same one.
     """
 
     low: float
