@@ -44,7 +44,7 @@ from moepass.passes.growing_sizes import (
     grows_in_size,
     size_along,
 )
-from moepass.passes.joint_truths import JointTruths
+from moepass.passes.joint_truths import JointTruths, is_single
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import base_operation, indexed_dimensions, is_mask, operation
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
@@ -277,7 +277,9 @@ class IndexRanges(RangeArithmetic):
             raise NotThisForm(f"{node.name} ({node.target}) adds up a growing number of what grows itself; {CHANGE}")
         if addends.grows:
             times = addends.factor * min(addends.copies, number) + (start.factor if start.grows else 0)
-            return self.counted(node, growing(joined(start, addends)), addends.shift * number, times)
+            found = growing(joined(start, addends))
+            found = dataclasses.replace(found, mixed=found.mixed and not is_single(node))
+            return self.counted(node, found, addends.shift * number, times)
         is_static = addends.kind is not Kind.FIXED and self._is_of_tokens(number)
         if name in _PLAIN_SUMS and number < math.inf and not is_static:
             # Truths, as often as a constant says, are that constant.

@@ -181,7 +181,7 @@ class JointTruths:
             return given
         if given.group != given.truth:
             return Dependence(given.truth, "ids", State.ANYWHERE)
-        if _has_one_element(given.truth):
+        if is_single(given.truth):
             return given
         if name not in _COUNTS and not grows_in_size(given.truth):
             self._by_element.setdefault(given.truth, {})
@@ -199,7 +199,7 @@ class JointTruths:
             return
         for each in together:
             others = [other for other in together if other.group != each.group and other.group != "ids"]
-            if each.state is State.MOVED and not all(_has_one_element(other.truth) for other in others):
+            if each.state is State.MOVED and not all(is_single(other.truth) for other in others):
                 raise NotThisForm(
                     f"{node.name} ({node.target}) depends on {_names(together)}, of which {each.truth.name} was moved "
                     f"since, so that it cannot be told which of them were tried together; {_CHANGE}"
@@ -277,13 +277,14 @@ def _itself(node: Node, found: Range) -> Dependence:
     return Dependence(node, group, State.ALIGNED)
 
 
-def _has_one_element(truth: Node) -> bool:
-    value = fake_value(truth)
+def is_single(node: Node) -> bool:
+    """True for a number, and for a tensor of one."""
+    value = fake_value(node)
     return not isinstance(value, torch.Tensor) or all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _stands_still(dependence: Dependence) -> bool:
-    return dependence.state is State.ALIGNED or _has_one_element(dependence.truth)
+    return dependence.state is State.ALIGNED or is_single(dependence.truth)
 
 
 def _is_column(truth: Node) -> bool:
