@@ -27,7 +27,6 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -44,13 +43,13 @@ from moepass.passes.growing_sizes import (
     grows_in_size,
     size_along,
 )
-from moepass.passes.joint_truths import JointTruths, is_single
+from moepass.passes.joint_truths import JointTruths
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import base_operation, indexed_dimensions, is_mask, operation
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
-from moepass.passes.range_arithmetic import BOUNDS, DIVISIONS, RangeArithmetic, size_range
+from moepass.passes.range_arithmetic import BOUNDS, DIVISIONS, size_range
+from moepass.passes.range_sums import SUMS, RangeSums
 from moepass.passes.value_range import (
-    ANYTHING,
     COMPARISONS,
     COUNT,
     EMPTY,
@@ -81,8 +80,6 @@ _JOINS = {
 _CHOICES = ("condition", "mask", "indices", "index")
 _LOOKUPS = {"index.Tensor", "_unsafe_index.Tensor", "index_select", "gather"}
 _PLACED = {"index_put", "_unsafe_index_put", "index_copy", "scatter.src", "scatter.value", "scatter_add", "index_add"}
-_SUMS = {"sum", "sum.dim_IntList", "cumsum", "scatter_add", "index_add", "bincount", "histc", "sym_sum"}
-_PLAIN_SUMS = {"sum", "sum.dim_IntList", "cumsum", "sym_sum"}
 _TRUTHS = {
     "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not",
     "bitwise_xor", "any", "all",
@@ -93,7 +90,7 @@ _EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
 _SIZES = {"sym_size", "sym_numel", "sym_stride"}
 
 
-class IndexRanges(RangeArithmetic):
+class IndexRanges(RangeSums):
     """The ranges of a block's places and sizes, and what its mock runs must try of them. Raises NotThisForm."""
 
     def __init__(self, block: ParallelBlock, data: set[Node], inside: Collection[Node]) -> None:
@@ -119,7 +116,7 @@ class IndexRanges(RangeArithmetic):
             if found.kind is Kind.FIXED and not found.empty and not found.uniform and grows_in_size(node):
                 found = found.at_least(Kind.BOUND)  # which element has which constant depends on how many there are
             check_type(node, found)
-            self.ranges[node] = found = self._copied(node, found)
+            self.ranges[node] = found = self.copied(node, found)
             self._require_both(node, found)
             self._joint.add(node, found)
             self._add_bound(node, found)
@@ -167,8 +164,9 @@ class IndexRanges(RangeArithmetic):
             return self._joined(node, name, arguments)
         if name in _LOOKUPS:
             return self._looked_up(node, arguments)
-        if name in _SUMS:
-            return self._sum(node, name, arguments)
+        if name in SUMS:
+            self._check_places(node)
+            return self.summed(node, name, arguments)
         if base in _TRUTHS:
             return self.truth(node)
         if base in ("add", "sub"):
@@ -255,67 +253,6 @@ class IndexRanges(RangeArithmetic):
             self.tried.require_all(index, int(size))
         return table.at_least(Kind.BOUND)
 
-    def _sum(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
-        self._check_places(node)
-        if name in ("bincount", "histc"):
-            counted = self.range_of(node.args[0])
-            if counted.kind > Kind.CHOSEN or arguments.get("weights") is not None:
-                raise NotThisForm(f"{node.name} ({node.target}) counts what are no expert ids; {CHANGE}")
-            return COUNT
-        start = self.range_of(arguments["self"]) if name in ("scatter_add", "index_add") else Range(0, 0)
-        if name in ("scatter_add", "index_add"):
-            self.check_constant(node, start)
-            if arguments.get("alpha", 1) != 1:
-                self.refuse_constant(node, "adds a multiple of", arguments["alpha"])
-            addends = self.range_of(arguments.get("src", arguments.get("source")))
-        else:
-            addends = self.range_of(node.args[0])
-        if addends.empty or start.empty:
-            raise NotThisForm(f"{node.name} ({node.target}) adds up memory that nobody has written")
-        number = _addends(node, name, arguments)
-        if addends.grows and math.isinf(number):
-            raise NotThisForm(f"{node.name} ({node.target}) adds up a growing number of what grows itself; {CHANGE}")
-        if addends.grows:
-            times = addends.factor * min(addends.copies, number) + (start.factor if start.grows else 0)
-            found = growing(joined(start, addends))
-            found = dataclasses.replace(found, mixed=found.mixed and not is_single(node))
-            return self.counted(node, found, addends.shift * number, times)
-        is_static = addends.kind is not Kind.FIXED and self._is_of_tokens(number)
-        if name in _PLAIN_SUMS and number < math.inf and not is_static:
-            # Truths, as often as a constant says, are that constant.
-            ends = [end * times for end in (addends.low, addends.high) for times in (min(1, number), number)]
-            kind = Kind.FIXED if addends.kind is Kind.FIXED else max(addends.kind, Kind.BOUND)
-            return Range(min(ends), max(ends), kind, whole=addends.whole)
-        return COUNT if addends.low >= 0 and start.low >= 0 else ANYTHING
-
-    def _is_of_tokens(self, number: float) -> bool:
-        """Whether a graph for a fixed number of tokens has so many of what another has a growing number of."""
-        each = {tokens // self.block.experts for tokens in self.tokens if self.block.form == "all_to_all_capacity"}
-        return any(number == tokens * times for tokens in (*self.tokens, *each) for times in self.structural)
-
-    def _copied(self, node: Node, found: Range) -> Range:
-        """`found` with how many elements of `node`, where that is a fixed number, may be the same one."""
-        value = fake_value(node)
-        if not found.grows or not isinstance(value, torch.Tensor) or grows_in_size(node):
-            return found
-        elements, base = value.numel(), base_operation(node)
-        used = [self.range_of(other) for other in node.all_input_nodes]
-        if base in ("index", "_unsafe_index", "index_select", "gather"):
-            places = used[1:]
-            again = elements if any(part.uniform or part.kind is Kind.FIXED for part in places) else used[0].copies
-        elif base == "cumsum":
-            again = elements
-        else:
-            again = max(
-                (
-                    part.copies * _times(node, other)
-                    for part, other in zip(used, node.all_input_nodes, strict=True)
-                    if part.grows
-                ),
-                default=1,
-            )
-        return dataclasses.replace(found, copies=min(elements, again))
-
     def _counted(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
         if base == "iota":
             start, step, end = node.kwargs["start"], node.kwargs["step"], None
@@ -365,7 +302,7 @@ class IndexRanges(RangeArithmetic):
             check_lookup(node, node.args[0], dim, index, places)  # type: ignore[arg-type]
             elements = 1 if grows_in_size(index) else fake_value(index).numel()
             size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
-            if places.grows and isinstance(size, int) and not self._is_of_tokens(elements):
+            if places.grows and isinstance(size, int) and not self.is_of_tokens(elements):
                 raise NotThisForm(
                     f"{node.name} ({node.target}) takes {elements} of {size} by sizes, of which not every order was "
                     f"tried; {CHANGE}"
@@ -401,24 +338,3 @@ class IndexRanges(RangeArithmetic):
 def _has_nothing(node: Node) -> bool:
     value = fake_value(node)
     return isinstance(value, torch.Tensor) and 0 in [size for size in value.shape if isinstance(size, int)]
-
-
-def _times(node: Node, used: Node) -> float:
-    """How many elements `node` has for each of `used`."""
-    given = fake_value(used)
-    if not isinstance(given, torch.Tensor):
-        return float(fake_value(node).numel())
-    return 1.0 if grows_in_size(used) else max(1.0, fake_value(node).numel() / max(1, given.numel()))
-
-
-def _addends(node: Node, name: str, arguments: dict[str, Any]) -> float:
-    """How many numbers go into each that `node` gives; without bound where that is not constant."""
-    if name == "sym_sum":
-        return len(node.args[0])  # type: ignore[arg-type]
-    added = arguments.get("src", arguments.get("source", arguments.get("self")))
-    shape = fake_value(added).shape  # type: ignore[arg-type]
-    dims = arguments.get("dim")
-    if name in ("scatter_add", "index_add") or dims in (None, []):
-        dims = range(len(shape))
-    sizes = [size_along(node, shape, dim) for dim in (dims if not isinstance(dims, int) else [dims])]
-    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else math.inf

@@ -110,7 +110,9 @@ class RangeArithmetic:
             return found
         added = [part.low for part in (left, right) if not part.grows and part.uniform]
         constants = [constant for constant in added if abs(constant) not in self.tokens]
-        times = sum(part.factor for part in (left, right) if part.grows)
+        factors = [part.factor for part in (left, right) if part.grows]
+        # How often each size is in a symbol is known of the symbol (passes/growing_sizes.py).
+        times = sum(factors) if isinstance(fake_value(node), torch.Tensor) else max(factors)
         return self.counted(node, found, left.shift + right.shift + sum(constants), times)
 
     def counted(self, node: Node, found: Range, shift: float, factor: float) -> Range:
