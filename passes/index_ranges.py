@@ -9,12 +9,13 @@ Contract
 A block that keeps 64 rows for each expert and drops the rest is right on every run with fewer. So whatever could hide a
 threshold is refused, or asks for something that the runs must have tried:
 
-    GROWS    is only moved, counted, added up, and compared with what grows too, or with -1, 0 and 1. It is divided by
-             the number of experts that each token has, and by nothing else.
+    GROWS    is only moved, counted, added up a few times, and compared with what grows too, or with -1, 0 and 1. It is
+             divided by the number of experts that each token has, once, and by nothing else.
     BOUND    is moved, added, and compared with anything.
     CHOSEN   every expert id must have been tried; so functions of one may do what they like, in integers
     truths   of what GROWS or is BOUND must have come out both ways in every node that computes, selects or joins them;
-             compared with many constants, for each of these
+             compared with many constants, for each of these. So must bounds, and truths that meet in one row or place
+             in every combination (passes/joint_truths.py)
 
 Floating point numbers and narrow integers must hold what they are given exactly. Mock runs, in float64, do not see it.
 

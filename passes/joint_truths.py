@@ -15,7 +15,7 @@ is asked for both ways anyhow (passes/index_ranges.py). Places and rows carry th
               must have come in every combination, whichever elements have them
     MOVED     on some other elements. May not meet another truth, unless that has one element
 
-Where some of a fixed number of truths are taken, each of them must have come both ways.
+Where some of a fixed number of truths are taken, or counted, each of them must have come both ways.
 
 Truths about one expert id are one: each id is tried, so they are asked for together as they came.
 
@@ -157,8 +157,8 @@ class JointTruths:
             for outcome, elements in seen.items():
                 if not bool(elements.all()):
                     raise NotThisForm(
-                        f"{node.name} ({node.target}) has {elements.numel()} elements, some of which are taken, and "
-                        f"number {int((~elements).flatten().nonzero()[0])} was {outcome} in no run that was tried; "
+                        f"{node.name} ({node.target}) has {elements.numel()} elements, some of which are taken or counted, "
+                        f"and number {int((~elements).flatten().nonzero()[0])} was {outcome} in no run that was tried; "
                         "let nothing between the collectives of the experts depend on it"
                     )
         for node, meeting in self._meetings.items():
@@ -183,7 +183,7 @@ class JointTruths:
             return Dependence(given.truth, "ids", State.ANYWHERE)
         if is_single(given.truth):
             return given
-        if name not in _COUNTS and not grows_in_size(given.truth):
+        if not grows_in_size(given.truth):
             self._by_element.setdefault(given.truth, {})
             self._watched.add(given.truth)
         # Few different numbers are sorted into as many groups, in which all keep their order.

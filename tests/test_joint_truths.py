@@ -95,6 +95,13 @@ class OneOfSeveralTruths(AllToAllExperts):
         return super()._run_arrived(rows[torch.arange(rows.shape[0]) + far], arriving)
 
 
+class OneOfSeveralTruthsInASum(AllToAllExperts):
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        few = torch.where(arriving > arriving.sum() - arriving, 0, arriving)
+        far = (few * torch.tensor([0, 0, 0, 0, 0, 0, 1, 0])).sum() - arriving[6]
+        return super()._run_arrived(rows[torch.arange(rows.shape[0]) + far], arriving)
+
+
 class MaskedPlaces(Arrived):
     """Rows that a mask has written, then another."""
 
@@ -124,7 +131,8 @@ class CutAtASize(AllToAllExperts):
 
 NESTED = (
     NestedSelections, ProductOfMasks, NestedPlaces, SuccessivePlaces, FilledOneAfterTheOther, SumOfMasksAsAFactor,
-    MovedBetween, OneOfSeveralBySorting, OneOfSeveralByTheLargest, OneOfSeveralTruths, MaskedPlaces, SumOfSelections,
+    MovedBetween, OneOfSeveralBySorting, OneOfSeveralByTheLargest, OneOfSeveralTruths, OneOfSeveralTruthsInASum,
+    MaskedPlaces, SumOfSelections,
     CutAtASize,
 )  # fmt: skip
 
