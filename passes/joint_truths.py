@@ -157,8 +157,8 @@ class JointTruths:
             for outcome, elements in seen.items():
                 if not bool(elements.all()):
                     raise NotThisForm(
-                        f"{node.name} ({node.target}) has {elements.numel()} elements, some of which are taken or counted, "
-                        f"and number {int((~elements).flatten().nonzero()[0])} was {outcome} in no run that was tried; "
+                        f"{node.name} ({node.target}) has {elements.numel()} elements, some of which are taken or "
+                        f"counted, and number {int((~elements).flatten().nonzero()[0])} was {outcome} in no run that was tried; "
                         "let nothing between the collectives of the experts depend on it"
                     )
         for node, meeting in self._meetings.items():
