@@ -156,10 +156,11 @@ class JointTruths:
         for node, seen in self._by_element.items():
             for outcome, elements in seen.items():
                 if not bool(elements.all()):
+                    number = int((~elements).flatten().nonzero()[0])
                     raise NotThisForm(
                         f"{node.name} ({node.target}) has {elements.numel()} elements, some of which are taken or "
-                        f"counted, and number {int((~elements).flatten().nonzero()[0])} was {outcome} in no run that was tried; "
-                        "let nothing between the collectives of the experts depend on it"
+                        f"counted, and number {number} was {outcome} in no run that was tried; let nothing between the "
+                        "collectives of the experts depend on it"
                     )
         for node, meeting in self._meetings.items():
             self._check_meeting(node, meeting)
