@@ -9,12 +9,13 @@ Contract
 A block that keeps 64 rows for each expert and drops the rest is right on every run with fewer. So whatever could hide a
 threshold is refused, or asks for something that the runs must have tried:
 
-    GROWS    is only moved, counted, added up, and compared with what grows too, or with -1, 0 and 1. It is divided by
-             the number of experts that each token has, and by nothing else.
+    GROWS    is only moved, counted, added up a few times, and compared with what grows too, or with -1, 0 and 1. It is
+             divided by the number of experts that each token has, once, and by nothing else.
     BOUND    is moved, added, and compared with anything.
     CHOSEN   every expert id must have been tried; so functions of one may do what they like, in integers
     truths   of what GROWS or is BOUND must have come out both ways in every node that computes, selects or joins them;
-             compared with many constants, for each of these
+             compared with many constants, for each of these. So must bounds, and truths that meet in one row or place
+             in every combination (passes/joint_truths.py)
 
 Floating point numbers and narrow integers must hold what they are given exactly. Mock runs, in float64, do not see it.
 
@@ -27,7 +28,6 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -48,9 +48,9 @@ from moepass.passes.joint_truths import JointTruths
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import base_operation, indexed_dimensions, is_mask, operation
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock
-from moepass.passes.range_arithmetic import BOUNDS, DIVISIONS, RangeArithmetic, size_range
+from moepass.passes.range_arithmetic import BOUNDS, DIVISIONS, size_range
+from moepass.passes.range_sums import SUMS, RangeSums
 from moepass.passes.value_range import (
-    ANYTHING,
     COMPARISONS,
     COUNT,
     EMPTY,
@@ -81,7 +81,6 @@ _JOINS = {
 _CHOICES = ("condition", "mask", "indices", "index")
 _LOOKUPS = {"index.Tensor", "_unsafe_index.Tensor", "index_select", "gather"}
 _PLACED = {"index_put", "_unsafe_index_put", "index_copy", "scatter.src", "scatter.value", "scatter_add", "index_add"}
-_SUMS = {"sum", "sum.dim_IntList", "cumsum", "scatter_add", "index_add", "bincount", "histc", "sym_sum"}
 _TRUTHS = {
     "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not",
     "bitwise_xor", "any", "all",
@@ -92,7 +91,7 @@ _EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
 _SIZES = {"sym_size", "sym_numel", "sym_stride"}
 
 
-class IndexRanges(RangeArithmetic):
+class IndexRanges(RangeSums):
     """The ranges of a block's places and sizes, and what its mock runs must try of them. Raises NotThisForm."""
 
     def __init__(self, block: ParallelBlock, data: set[Node], inside: Collection[Node]) -> None:
@@ -118,7 +117,7 @@ class IndexRanges(RangeArithmetic):
             if found.kind is Kind.FIXED and not found.empty and not found.uniform and grows_in_size(node):
                 found = found.at_least(Kind.BOUND)  # which element has which constant depends on how many there are
             check_type(node, found)
-            self.ranges[node] = found
+            self.ranges[node] = found = self.copied(node, found)
             self._require_both(node, found)
             self._joint.add(node, found)
             self._add_bound(node, found)
@@ -166,8 +165,9 @@ class IndexRanges(RangeArithmetic):
             return self._joined(node, name, arguments)
         if name in _LOOKUPS:
             return self._looked_up(node, arguments)
-        if name in _SUMS:
-            return self._sum(node, name, arguments)
+        if name in SUMS:
+            self._check_places(node)
+            return self.summed(node, name, arguments)
         if base in _TRUTHS:
             return self.truth(node)
         if base in ("add", "sub"):
@@ -254,31 +254,6 @@ class IndexRanges(RangeArithmetic):
             self.tried.require_all(index, int(size))
         return table.at_least(Kind.BOUND)
 
-    def _sum(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
-        self._check_places(node)
-        if name in ("bincount", "histc"):
-            counted = self.range_of(node.args[0])
-            if counted.kind > Kind.CHOSEN or arguments.get("weights") is not None:
-                raise NotThisForm(f"{node.name} ({node.target}) counts what are no expert ids; {CHANGE}")
-            return COUNT
-        start = self.range_of(arguments["self"]) if name in ("scatter_add", "index_add") else Range(0, 0)
-        if name in ("scatter_add", "index_add"):
-            self.check_constant(node, start)
-            if arguments.get("alpha", 1) != 1:
-                self.refuse_constant(node, "adds a multiple of", arguments["alpha"])
-            addends = self.range_of(arguments.get("src", arguments.get("source")))
-        else:
-            addends = self.range_of(node.args[0])
-        if addends.empty or start.empty:
-            raise NotThisForm(f"{node.name} ({node.target}) adds up memory that nobody has written")
-        number = _addends(node, name, arguments)
-        if addends.grows and math.isinf(number):
-            raise NotThisForm(f"{node.name} ({node.target}) adds up a growing number of what grows itself; {CHANGE}")
-        if addends.kind is Kind.FIXED and name in ("sum", "sum.dim_IntList", "cumsum", "sym_sum") and number < math.inf:
-            ends = [end * times for end in (addends.low, addends.high) for times in (min(1, number), number)]
-            return Range(min(ends), max(ends), whole=addends.whole)
-        return COUNT if addends.low >= 0 and start.low >= 0 else ANYTHING
-
     def _counted(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
         if base == "iota":
             start, step, end = node.kwargs["start"], node.kwargs["step"], None
@@ -322,8 +297,17 @@ class IndexRanges(RangeArithmetic):
         if name not in _LOOKUPS | _PLACED:
             return
         for dim, index in indexed_dimensions(arguments):
-            if not is_mask(index):
-                check_lookup(node, node.args[0], dim, index, self.range_of(index))  # type: ignore[arg-type]
+            if is_mask(index):
+                continue
+            places = self.range_of(index)
+            check_lookup(node, node.args[0], dim, index, places)  # type: ignore[arg-type]
+            elements = 1 if grows_in_size(index) else fake_value(index).numel()
+            size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
+            if places.grows and isinstance(size, int) and not self.is_of_tokens(elements):
+                raise NotThisForm(
+                    f"{node.name} ({node.target}) takes {elements} of {size} by sizes, of which not every order was "
+                    f"tried; {CHANGE}"
+                )
 
     def _check_factors(self, node: Node, data: set[Node]) -> None:
         """Rows are weighed and added up with truths and constants alone: of a number not every value was tried."""
@@ -355,16 +339,3 @@ class IndexRanges(RangeArithmetic):
 def _has_nothing(node: Node) -> bool:
     value = fake_value(node)
     return isinstance(value, torch.Tensor) and 0 in [size for size in value.shape if isinstance(size, int)]
-
-
-def _addends(node: Node, name: str, arguments: dict[str, Any]) -> float:
-    """How many numbers go into each that `node` gives; without bound where that is not constant."""
-    if name == "sym_sum":
-        return len(node.args[0])  # type: ignore[arg-type]
-    added = arguments.get("src", arguments.get("source", arguments.get("self")))
-    shape = fake_value(added).shape  # type: ignore[arg-type]
-    dims = arguments.get("dim")
-    if name in ("scatter_add", "index_add") or dims in (None, []):
-        dims = range(len(shape))
-    sizes = [size_along(node, shape, dim) for dim in (dims if not isinstance(dims, int) else [dims])]
-    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else math.inf

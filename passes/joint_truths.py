@@ -13,7 +13,9 @@ is asked for both ways anyhow (passes/index_ranges.py). Places and rows carry th
     ALIGNED   each element depends on the element of the truth that is broadcast to it, or on the only one there is
     ANYWHERE  on any of its elements, as places in the order of a few numbers do, and counts. In one run both truths
               must have come in every combination, whichever elements have them
-    MOVED     on some other elements; may not meet another truth, unless that has one element
+    MOVED     on some other elements. May not meet another truth, unless that has one element
+
+Where some of a fixed number of truths are taken, or counted, each of them must have come both ways.
 
 Truths about one expert id are one: each id is tried, so they are asked for together as they came.
 
@@ -36,6 +38,7 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph import fake_value
+from moepass.passes.growing_sizes import grows_in_size
 from moepass.passes.operations import base_operation
 from moepass.passes.parallel_match import NotThisForm
 from moepass.passes.value_range import Kind, Range
@@ -100,6 +103,8 @@ class JointTruths:
         self._watched: set[Node] = set()
         self._values: dict[Node, torch.Tensor] = {}
         self._outcomes: dict[Node, set[int]] = {}
+        # Of a fixed number of truths some are taken: in which elements each outcome came.
+        self._by_element: dict[Node, dict[int, torch.Tensor]] = {}
 
     def add(self, node: Node, found: Range | None, *, by_row: bool = False) -> None:
         """The next node of the region, of range `found` where it is no data.
@@ -148,6 +153,15 @@ class JointTruths:
                     f"{node.name} ({node.target}) bounds what was never {side} in the runs that were tried, and may be "
                     "with other numbers of tokens; let nothing between the collectives of the experts depend on it"
                 )
+        for node, seen in self._by_element.items():
+            for outcome, elements in seen.items():
+                if not bool(elements.all()):
+                    number = int((~elements).flatten().nonzero()[0])
+                    raise NotThisForm(
+                        f"{node.name} ({node.target}) has {elements.numel()} elements, some of which are taken or "
+                        f"counted, and number {number} was {outcome} in no run that was tried; let nothing between the "
+                        "collectives of the experts depend on it"
+                    )
         for node, meeting in self._meetings.items():
             self._check_meeting(node, meeting)
 
@@ -168,8 +182,11 @@ class JointTruths:
             return given
         if given.group != given.truth:
             return Dependence(given.truth, "ids", State.ANYWHERE)
-        if _has_one_element(given.truth):
+        if is_single(given.truth):
             return given
+        if not grows_in_size(given.truth):
+            self._by_element.setdefault(given.truth, {})
+            self._watched.add(given.truth)
         # Few different numbers are sorted into as many groups, in which all keep their order.
         few = name in _SORTS and not self._range_of(node.args[0]).grows  # type: ignore[arg-type]
         counted = name in _COUNTS and not is_data
@@ -183,7 +200,7 @@ class JointTruths:
             return
         for each in together:
             others = [other for other in together if other.group != each.group and other.group != "ids"]
-            if each.state is State.MOVED and not all(_has_one_element(other.truth) for other in others):
+            if each.state is State.MOVED and not all(is_single(other.truth) for other in others):
                 raise NotThisForm(
                     f"{node.name} ({node.target}) depends on {_names(together)}, of which {each.truth.name} was moved "
                     f"since, so that it cannot be told which of them were tried together; {_CHANGE}"
@@ -202,6 +219,10 @@ class JointTruths:
             value = torch.sign(given.double() - value.double())
             self._outcomes[node].update(int(outcome) for outcome in value.unique().tolist())
         self._values[node] = value
+        if node in self._by_element:
+            seen = self._by_element[node]
+            for outcome in self._own_outcomes(node):
+                seen[outcome] = seen.get(outcome, torch.zeros_like(value, dtype=torch.bool)) | (value == outcome)
 
     def _meet(self, meeting: _Meeting) -> None:
         values = [self._values[each.truth] for each in meeting.truths]
@@ -215,6 +236,9 @@ class JointTruths:
         for fixed, free in itertools.product(together, itertools.product(*present)):
             pairs = [*zip(aligned, fixed, strict=True), *zip(loose, free, strict=True)]
             meeting.seen.add(tuple(int(outcome) for _, outcome in sorted(pairs)))
+
+    def _own_outcomes(self, truth: Node) -> frozenset[int]:
+        return self._bounds[truth].outcomes if truth in self._bounds else frozenset({0, 1})
 
     def _check_meeting(self, node: Node, meeting: _Meeting) -> None:
         groups: dict[Any, list[int]] = {}
@@ -235,10 +259,8 @@ class JointTruths:
     def _possible(self, meeting: _Meeting, places: list[int]) -> set[tuple[int, ...]]:
         """What the truths of one group may be: one that is on its own anything, others what they were."""
         (first, *others) = (meeting.truths[place] for place in places)
-        if not others and first.truth in self._bounds:
-            return {(outcome,) for outcome in self._bounds[first.truth].outcomes}
         if not others and first.group == first.truth:
-            return {(0,), (1,)}
+            return {(outcome,) for outcome in self._own_outcomes(first.truth)}
         return {tuple(outcomes[place] for place in places) for outcomes in meeting.seen}
 
 
@@ -256,13 +278,14 @@ def _itself(node: Node, found: Range) -> Dependence:
     return Dependence(node, group, State.ALIGNED)
 
 
-def _has_one_element(truth: Node) -> bool:
-    value = fake_value(truth)
+def is_single(node: Node) -> bool:
+    """True for a number, and for a tensor of one."""
+    value = fake_value(node)
     return not isinstance(value, torch.Tensor) or all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _stands_still(dependence: Dependence) -> bool:
-    return dependence.state is State.ALIGNED or _has_one_element(dependence.truth)
+    return dependence.state is State.ALIGNED or is_single(dependence.truth)
 
 
 def _is_column(truth: Node) -> bool:

@@ -21,6 +21,8 @@ from moepass.passes.value_range import ANYTHING, COUNT, EMPTY, Kind, Range, comp
 
 # Every mock run has more tokens than this.
 MOST_SHIFT = 2
+# A place is a few offsets and a place among those of one expert. Whatever was tried, loads of other ratios may come.
+_LEAST_FACTOR = 6
 BOUNDS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum", "sym_max", "sym_min"}
 REMAINDERS = {"remainder", "mod"}
 _DIVISIONS = {"floor_divide", "floordiv"}
@@ -36,6 +38,7 @@ class RangeArithmetic:
         self.tried = TriedValues()
         self.structural = structural_numbers(block)
         self.tokens = token_numbers(block)
+        self.most_factor = max(_LEAST_FACTOR, 2 * max(self.structural))
 
     def range_of(self, argument: Any) -> Range:
         """The range of an operand: a node, or a number."""
@@ -98,6 +101,8 @@ class RangeArithmetic:
         factor: Any = node.kwargs.get("alpha", 1)
         if factor not in (1, -1):
             self.refuse_constant(node, "adds a multiple of", factor)
+        if node.args[0] is node.args[1] and (factor == 1) == (base == "sub"):
+            return Range(0, 0)
         self._check_meeting(node, left, right)
         right = right if (factor == 1) == (base == "add") else right.negated()
         found = computed(left.low + right.low, left.high + right.high, left, right)
@@ -105,10 +110,18 @@ class RangeArithmetic:
             return found
         added = [part.low for part in (left, right) if not part.grows and part.uniform]
         constants = [constant for constant in added if abs(constant) not in self.tokens]
-        shift = left.shift + right.shift + sum(constants)
+        factors = [part.factor for part in (left, right) if part.grows]
+        # How often each size is in a symbol is known of the symbol (passes/growing_sizes.py).
+        times = sum(factors) if isinstance(fake_value(node), torch.Tensor) else max(factors)
+        return self.counted(node, found, left.shift + right.shift + sum(constants), times)
+
+    def counted(self, node: Node, found: Range, shift: float, factor: float) -> Range:
+        """`found`, in which `shift` was added up and tokens are counted `factor` times. Raises NotThisForm."""
         if abs(shift) > MOST_SHIFT:
             self.refuse_constant(node, "adds up to", shift)
-        return dataclasses.replace(found, shift=shift)
+        if factor > self.most_factor:
+            self.refuse_constant(node, "counts the tokens as often as", factor)
+        return dataclasses.replace(found, shift=shift, factor=factor)
 
     def multiplied(self, node: Node, base: str) -> Range:
         if base == "neg":
@@ -121,7 +134,11 @@ class RangeArithmetic:
                 raise NotThisForm(
                     f"{node.name} ({node.target}) multiplies what grows with what is no constant; {CHANGE}"
                 )
-        return product(left, right)
+        found = product(left, right)
+        times = math.prod(abs(part.low) for part in (left, right) if part.uniform)
+        if not found.grows or not times:
+            return found
+        return self.counted(node, found, found.shift * times, found.factor * times)
 
     def bounded(self, node: Node, arguments: dict[str, Any]) -> Range:
         value, lower, upper = self.bounds_of(node, arguments)
@@ -152,7 +169,8 @@ class RangeArithmetic:
                 f"{node.name} ({node.target}) divides places or sizes by what is no whole constant above 0; {CHANGE}"
             )
         divisor, remains = right.low, base in REMAINDERS
-        if left.kind > Kind.CHOSEN and divisor not in self._divisors(left):
+        # What is divided again and again is 0 until there are very many.
+        if left.kind > Kind.CHOSEN and divisor != 1 and (left.divisor != 1 or divisor not in self._divisors(left)):
             self.refuse_constant(node, "divides a place or a size by", divisor)
         if remains:
             inside = left.low >= 0 and left.high < divisor
@@ -161,7 +179,7 @@ class RangeArithmetic:
         rounds_down = base in _DIVISIONS or node.kwargs.get("rounding_mode") == "floor" or left.low >= 0
         ends = [end / divisor for end in (left.low, left.high)]
         low, high = (end if math.isinf(end) else (math.floor(end) if rounds_down else math.trunc(end)) for end in ends)
-        return computed(low, high, left)
+        return dataclasses.replace(computed(low, high, left), divisor=max(left.divisor, divisor))
 
     def _divisors(self, value: Range) -> set[int]:
         """What a place may be divided by: the number of experts that each token has."""

@@ -12,6 +12,8 @@ import dataclasses
 import enum
 import math
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 from torch.fx import Node
 
@@ -35,9 +37,12 @@ class Range:
     """From `low` to `high`. A value that GROWS has no bound above but where it is a truth, 0 or 1.
 
     `lane` is the node whose elements stand in the same order: of CHOSEN values with equal lanes, what is computed
-    element by element is a function of one expert id again. `whole` where all values are integers. `shift` is the sum
-    of the constants that were added to what grows. `mixed` where elements that grow came from several nodes: one of
-    them may be on the other side of a threshold in every run, and hide that the rest never is.
+    element by element is a function of one expert id again. `whole` where all values are integers. `mixed` where
+    elements that grow came from several nodes: one of them may be on the other side of a threshold in every run, and
+    hide that the rest never is.
+
+    Of what grows, `shift` is the sum of the constants that were added to it, `factor` how often tokens are counted in
+    it at most, `divisor` what it was divided by, and `copies` how many of its elements may be the same one.
     """
 
     low: float
@@ -46,6 +51,9 @@ class Range:
     lane: Node | None = None
     whole: bool = True
     shift: float = 0.0
+    factor: float = 1.0
+    divisor: float = 1.0
+    copies: float = 1.0
     mixed: bool = False
 
     @property
@@ -64,7 +72,7 @@ class Range:
 
     @property
     def grows(self) -> bool:
-        return self.kind is Kind.GROWS and not self.small
+        return self.kind is Kind.GROWS and (math.isinf(self.low) or math.isinf(self.high)) and not self.empty
 
     def is_constant(self, *numbers: float) -> bool:
         return self.kind is Kind.FIXED and self.uniform and self.low in numbers
@@ -93,6 +101,16 @@ def kind_of(*parts: Range) -> Kind:
     return Kind.BOUND if kind is Kind.CHOSEN and len(lanes) > 1 else kind
 
 
+def _carried(parts: Sequence[Range]) -> dict[str, Any]:
+    """What is known of how the tokens came into what is computed from `parts`."""
+    return {
+        "shift": max((part.shift for part in parts), key=abs),
+        "factor": max(part.factor for part in parts),
+        "divisor": max(part.divisor for part in parts),
+        "copies": max(part.copies for part in parts),
+    }
+
+
 def computed(low: float, high: float, *parts: Range, whole: bool = True) -> Range:
     """The range of what is computed from `parts`, element by element."""
     lanes = [part.lane for part in parts if part.kind is Kind.CHOSEN]
@@ -104,6 +122,7 @@ def computed(low: float, high: float, *parts: Range, whole: bool = True) -> Rang
         lanes[0] if kind is Kind.CHOSEN else None,
         whole and all(part.whole for part in parts),
         mixed=any(part.mixed for part in parts),
+        **_carried(parts),
     )
 
 
@@ -117,8 +136,8 @@ def joined(*parts: Range) -> Range:
         max(part.high for part in written),
         max(part.kind for part in written),
         whole=all(part.whole for part in written),
-        shift=max((part.shift for part in written), key=abs),
         mixed=any(part.mixed for part in written),
+        **_carried(written),
     )
 
 

@@ -72,17 +72,68 @@ class MovedBetween(Arrived):
         return torch.where(ends.flip(0), lost, rows.flip(0)).flip(0)
 
 
-class SortedMasks(Arrived):
-    """The order of three truths is another one only where both hold."""
+class OneOfSeveralBySorting(AllToAllExperts):
+    """Rows are lost where the seventh count is the largest: no truth says so, the order of eight counts does."""
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        most = arriving.argsort()[-1:]
+        return super()._run_arrived(torch.stack([*[rows] * 6, rows * 0, rows])[most][0], arriving)
+
+
+class OneOfSeveralByTheLargest(AllToAllExperts):
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        most = arriving.max(dim=0, keepdim=True).indices
+        return super()._run_arrived(torch.stack([*[rows] * 6, rows * 0, rows])[most][0], arriving)
+
+
+class OneOfSeveralTruths(AllToAllExperts):
+    """A truth about each of eight counts comes out both ways, that about the seventh one way only."""
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        most = arriving > arriving.sum() - arriving
+        far = torch.where(most, 0, arriving)[6] - arriving[6]
+        return super()._run_arrived(rows[torch.arange(rows.shape[0]) + far], arriving)
+
+
+class OneOfSeveralTruthsInASum(AllToAllExperts):
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        few = torch.where(arriving > arriving.sum() - arriving, 0, arriving)
+        far = (few * torch.tensor([0, 0, 0, 0, 0, 0, 1, 0])).sum() - arriving[6]
+        return super()._run_arrived(rows[torch.arange(rows.shape[0]) + far], arriving)
+
+
+class MaskedPlaces(Arrived):
+    """Rows that a mask has written, then another."""
 
     def changed(self, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        order = torch.stack([~first, ~second]).long().sort(stable=True).indices
-        return torch.where(order[0] == 1, torch.where(first, rows * 0, rows), rows)
+        begins = torch.arange(rows.shape[0]) < 1
+        lost = rows.index_put((begins & first,), torch.zeros(()))
+        return torch.where(((torch.arange(rows.shape[0]) > 0) | second).unsqueeze(-1), lost, rows)
+
+
+class SumOfSelections(Arrived):
+    """Each selection alone takes nothing away."""
+
+    def changed(self, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return rows + rows * (first * 1.0 + second) - rows * (first | second)
+
+
+class CutAtASize(AllToAllExperts):
+    """Rows beyond many times one expert's are lost, though nothing is compared."""
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        few = arriving[0].item() + arriving[1].item() + arriving[4].item() + arriving[5].item()
+        torch._check(few >= 0)
+        kept = torch.arange(rows.shape[0])[: few + few]
+        places = torch.zeros(rows.shape[0], dtype=torch.int64).index_copy(0, kept, kept)
+        return super()._run_arrived(rows[places], arriving)
 
 
 NESTED = (
     NestedSelections, ProductOfMasks, NestedPlaces, SuccessivePlaces, FilledOneAfterTheOther, SumOfMasksAsAFactor,
-    MovedBetween,
+    MovedBetween, OneOfSeveralBySorting, OneOfSeveralByTheLargest, OneOfSeveralTruths, OneOfSeveralTruthsInASum,
+    MaskedPlaces, SumOfSelections,
+    CutAtASize,
 )  # fmt: skip
 
 

@@ -1,0 +1,116 @@
+"""Constants that are put together from what is allowed once: quotients of quotients, sums of sums, differences of 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_hidden_thresholds import CONFIG, refusal
+
+from moepass.models.expert_parallel import AllReduceExperts, AllToAllExperts
+from moepass.models.grouped_experts import count_per_expert, sort_by_expert
+
+WIDE = dataclasses.replace(CONFIG, max_tokens=400)
+# Takes the places [S] of the pairs in order, their experts [S], and experts of each token; gives places.
+Places = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+def _variant(places: Places) -> type[AllReduceExperts]:
+    """Runs the rows at other `places` than those of their pairs."""
+
+    class Moved(AllReduceExperts):
+        def run_some(self, hidden_states: torch.Tensor, local_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            experts, top_k = self.gate_up_proj.shape[0], local_ids.shape[1]
+            sorted_ids, order = sort_by_expert(local_ids)
+            rows = hidden_states[places(order, sorted_ids, top_k) // top_k]
+            rows = self.run_groups(rows, count_per_expert(sorted_ids, experts))
+            return rows.masked_fill((sorted_ids == experts).unsqueeze(-1), 0.0), order
+
+    return Moved
+
+
+def _quotient_of_quotients(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
+    far = order
+    for _ in range(7):
+        far = far // top_k
+    return order - far
+
+
+def _many_times_a_count(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
+    many = (ids >= 0).sum()
+    for _ in range(6):
+        many = many + many
+    return torch.where(order < many, order, 0)
+
+
+def _a_count_many_times(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
+    return torch.where(order < (ids == ids[0]).sum().expand(64).sum(), order, 0)
+
+
+def _nothing_and_one(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
+    nothing = count_per_expert(ids, 4) - count_per_expert(ids, 4).clone()
+    many = (nothing + 1).sum()
+    for _ in range(6):
+        many = (nothing + many).sum()
+    return order - (order - many).clamp(min=0)
+
+
+def _nothing_and_one_times_top_k(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
+    counts = count_per_expert(ids, 4)
+    many = (counts - counts.flip(0).flip(0) + 1)[0] * top_k * top_k * top_k * top_k * top_k * top_k
+    return torch.where(order < many, order, 0)
+
+
+def _truths_many_times(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
+    """64 in every run, put together from a truth and its opposite."""
+    counts = count_per_expert(ids, 4)
+    larger = counts[0] > counts[1]
+    many = larger.expand(64).sum() + (~larger).expand(64).sum()
+    return torch.where(order < many, order, 0)
+
+
+def _truths_times_a_constant(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
+    counts = count_per_expert(ids, 4)
+    larger = counts[0] > counts[1]
+    return torch.where(order < larger * 64 + (~larger) * 64, order, 0)
+
+
+def _bounded_by_a_count(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Beyond all pairs, unless there are more than 64 of them for each expert."""
+    far = (ids >= 0).sum() + (ids >= 0).sum()
+    return order - (order - far).clamp(min=0)
+
+
+HIDDEN = (
+    _quotient_of_quotients, _many_times_a_count, _a_count_many_times, _nothing_and_one, _nothing_and_one_times_top_k,
+    _truths_many_times, _truths_times_a_constant, _bounded_by_a_count,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("places", HIDDEN, ids=lambda places: places.__name__.strip("_"))
+def test_a_constant_that_is_put_together_is_not_taken(places: Places) -> None:
+    assert refusal("all_reduce", _variant(places), config=WIDE)
+
+
+def test_places_as_they_are_are_taken() -> None:
+    """The variant itself is no reason to refuse, nor is what is computed once."""
+    assert refusal("all_reduce", _variant(lambda order, ids, top_k: order), config=WIDE) == ""
+    assert refusal("all_reduce", _variant(lambda order, ids, top_k: order + order - order), config=WIDE) == ""
+    assert refusal("all_reduce", _variant(lambda order, ids, top_k: order - (order - order)), config=WIDE) == ""
+
+
+class TenTimes(AllToAllExperts):
+    """Of the rows that arrived only those up to many times one expert's are what they were."""
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        most = arriving[0] + (arriving[0] == 0) * arriving.sum()
+        for _ in range(7):
+            most = most + most
+        places = torch.arange(rows.shape[0])
+        return super()._run_arrived(rows[places - (places - most).clamp(min=0)], arriving)
+
+
+def test_a_ratio_that_no_run_has_is_not_taken() -> None:
+    assert refusal("all_to_all", TenTimes, config=WIDE)
