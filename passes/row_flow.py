@@ -72,7 +72,7 @@ class RowFlow:
 def flow_in_block(local: LocalForm) -> RowFlow:
     """The rows of the block's own activation function. Raises NotThisForm."""
     inside = [node for node in local.block.region if node in local.copied or node in local.kept]
-    return _Walk(local.starts, local.kept, {}).follow(inside, [local.block.down.activations])
+    return _Walk(local.starts, local.kept, {}, local.sizes).follow(inside, [local.block.down.activations])
 
 
 def flow_in_local_form(local: LocalForm) -> RowFlow:
@@ -80,7 +80,8 @@ def flow_in_local_form(local: LocalForm) -> RowFlow:
     down = len(local.block.products) - 1
     results = [node.args[0] for node, number in local.products.items() if number == down]
     copied = [node for node in local.written if node in local.copies]
-    return _Walk(local.starts.values(), {}, local.copies).follow(copied, results)
+    sizes = (size for size in local.sizes.values() if isinstance(size, Node))
+    return _Walk(local.starts.values(), {}, local.copies, sizes).follow(copied, results)
 
 
 def check_equal_flow(of_block: RowFlow, of_local_form: RowFlow, copies: Mapping[Node, Node]) -> None:
@@ -111,10 +112,16 @@ def _shape(node: Node) -> str:
 
 
 class _Walk(RowRules):
-    def __init__(self, starts: Iterable[Node], kept: Mapping[Node, Node], copies: Mapping[Node, Node]) -> None:
+    def __init__(
+        self,
+        starts: Iterable[Node],
+        kept: Mapping[Node, Node],
+        copies: Mapping[Node, Node],
+        sizes: Iterable[Node],
+    ) -> None:
         super().__init__(starts, copies)
         self._kept = kept
-        self._sizes: set[Node] = set()
+        self._sizes = set(sizes)
 
     def follow(self, nodes: Iterable[Node], results: Iterable[Any]) -> RowFlow:
         for node in nodes:
@@ -153,6 +160,8 @@ class _Walk(RowRules):
                 continue
             if layout is None or not fits(layout, value):
                 self._refuse(node, "gives rows in a way that cannot be followed")
+            if any(size.free_symbols for size in layout.of_a_row):
+                self._refuse(node, "gives each row as many features as there are rows")
 
     def _check_operator(self, node: Node) -> None:
         target = node.target

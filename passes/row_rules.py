@@ -101,7 +101,7 @@ class RowRules:
             if not self._is_uniform(constant) and not is_flat(constant, place):
                 self._refuse(node, f"meets rows with {self._named(constant)}, which has another value for each of them")
             times = features_per_row(layout.dimensions[place])
-            if times is not None and base_operation(constant) in MADE:
+            if times is not None and base_operation(constant) in MADE | {"expand"}:
                 places, readers = self._made.setdefault(constant, ({}, set()))
                 places["size", place % value.dim()] = times
                 readers.add(node)

@@ -144,6 +144,9 @@ class _Copier:
         small_local.row_ids = None if local.row_ids is None else of(local.row_ids)
         small_local.starts = {of(start): of(written) for start, written in local.starts.items()}
         small_local.copies = {of(written): of(origin) for written, origin in local.copies.items()}
+        small_local.sizes = {
+            of(size): of(rows) if isinstance(rows, Node) else rows for size, rows in local.sizes.items()
+        }
         small_local.kept = {of(mask): of(masked) for mask, masked in local.kept.items()}
         mock = MockBlock(small_block, small_local, of(self._small.result), self._small.functions.mapped(of))
         return SmallCopy(mock, {of(node) for node in data})

@@ -272,10 +272,28 @@ def _log_sigmoid(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tenso
     return F.logsigmoid(gate) * up
 
 
+def _in_fours(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return (F.silu(gate) * up).view(-1, 4).softmax(-1).view_as(gate)
+
+
+def _with_ones(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up * torch.ones(gate.shape[0], 1)
+
+
+def _stretched(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up * torch.full((1,), 1.5).expand(gate.shape[0], 1)
+
+
+def _by_einsum(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("rf,fg->rg", F.silu(gate) * up, torch.eye(16) * 2)
+
+
 ALONE = (_by_feature, _every_second, _half, _largest_four, _normed, _low_rank)
+# They write the number of rows into the graph.
+SIZED = (_in_fours, _with_ones, _stretched, _by_einsum)
 
 
-@pytest.mark.parametrize("activation", ALONE)
+@pytest.mark.parametrize("activation", [*ALONE, *SIZED])
 @pytest.mark.parametrize("form", ["all_to_all", "all_to_all_capacity", "all_reduce"])
 def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: str, activation: Activation) -> None:
     digests = {
@@ -291,6 +309,30 @@ def test_an_operation_on_elements_may_have_several_results(form: str, activation
     difference = _largest_difference(form, activation)
     assert difference is not None
     assert difference < 1e-4
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+@pytest.mark.parametrize("activation", SIZED)
+def test_the_number_of_rows_may_say_how_long_something_is(form: str, activation: Activation) -> None:
+    difference = _largest_difference(form, activation)
+    assert difference is not None
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
+def test_the_number_of_rows_may_say_nothing_else(form: str) -> None:
+    assert "`aten.div.Tensor` computes with the number of rows" in _refusal(form, lambda _, g, u: g * u / g.shape[0])
+    copies = _refusal(form, lambda _, g, u: g * u + u.unsqueeze(0).expand(u.shape[0], -1, -1).sum(0))
+    assert "as many features as there are rows" in copies
+    places = _refusal(form, lambda _, g, u: g * u * torch.arange(u.shape[0]).unsqueeze(-1))
+    assert "`aten.arange.default` computes with the number of rows" in places
+
+
+@pytest.mark.parametrize("form", ["all_gather", "all_reduce"])
+def test_another_size_is_named(form: str) -> None:
+    reason = _refusal(form, lambda _, g, u: g * u * torch.ones(g.shape[0] // 2 + 1).sum())
+    assert "reads a size" in reason
+    assert "no multiple of how many rows of its experts there are" in reason
 
 
 @pytest.mark.parametrize("form", EP_FORMS)
