@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from moepass.passes.collectives import collective_of
 from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes
 from moepass.passes.input_sizes import size_expression
 from moepass.passes.operations import operation
@@ -360,9 +361,9 @@ class LocalForm:
 
     def _unmasked(self, node: Node, values: dict[Node, Node]) -> Node | None:
         """The operand of which `node` masks the rows of other ranks' experts, which the local form does not have."""
-        if is_call(node, aten.masked_fill.Scalar) and not self._from_products(node.args[1], values):
+        if is_call(node, aten.masked_fill.Scalar) and self._is_of_other_ranks(node.args[1], values):
             return node.args[0]  # type: ignore[return-value]
-        if is_call(node, aten.where.self) and not self._from_products(node.args[0], values):
+        if is_call(node, aten.where.self) and self._is_of_other_ranks(node.args[0], values):
             kept = [value for value in node.args[1:] if self._from_products(value, values)]
             return kept[0] if len(kept) == 1 else None  # type: ignore[return-value]
         return None
@@ -378,6 +379,10 @@ class LocalForm:
         if not by_row or size[0] == -1 or not all(isinstance(part, int) for part in after[1:]):  # type: ignore[index]
             return node.args, node.kwargs
         return (source, [-1, *map(int, after[1:])]), node.kwargs
+
+    def _is_of_other_ranks(self, condition: object, values: dict[Node, Node]) -> bool:
+        """Whether a condition may tell rows of other ranks' experts: neither rows nor constants alone make it."""
+        return not self._from_products(condition, values) and not _is_constant(condition)
 
     def _from_products(self, node: object, values: dict[Node, Node]) -> bool:
         pending, seen = [node], set()
@@ -402,6 +407,20 @@ def _nodes_in(arguments: Any) -> list[Node]:
 
     map_nodes(arguments, note)
     return found
+
+
+def _is_constant(node: object) -> bool:
+    """True for what constants alone make, whose sizes are constants too."""
+    pending, seen = [node], set()
+    while pending:
+        current = pending.pop()
+        if not isinstance(current, Node) or current in seen or current.op == "get_attr":
+            continue
+        if current.op != "call_function" or collective_of(current) is not None:
+            return False
+        seen.add(current)
+        pending.extend(current.all_input_nodes)
+    return True
 
 
 def _is_of_sizes(node: Node) -> bool:

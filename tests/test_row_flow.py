@@ -319,6 +319,33 @@ def test_the_number_of_rows_may_say_how_long_something_is(form: str, activation:
     assert difference < 1e-4
 
 
+def _masked_features(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return (F.silu(gate) * up).masked_fill(torch.arange(16) >= 12, 0.0)
+
+
+def _chosen_features(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.where((torch.arange(16) < 12).unsqueeze(0), F.silu(gate) * up, torch.zeros(()))
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+@pytest.mark.parametrize("activation", [_masked_features, _chosen_features])
+def test_a_constant_mask_of_features_is_repeated(form: str, activation: Activation) -> None:
+    difference = _largest_difference(form, activation)
+    assert difference is not None
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_a_constant_mask_of_rows_is_refused(form: str, dynamic: bool) -> None:
+    def masked(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        inner = F.silu(gate) * up
+        return inner.masked_fill((torch.arange(inner.shape[0]) >= 5).unsqueeze(-1), 0.0)
+
+    plan = _plan(form, masked, dynamic=dynamic)
+    assert not plan.localised
+
+
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
 def test_the_number_of_rows_may_say_nothing_else(form: str) -> None:
     assert "`aten.div.Tensor` computes with the number of rows" in _refusal(form, lambda _, g, u: g * u / g.shape[0])
