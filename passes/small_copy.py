@@ -76,8 +76,10 @@ def small_copies(
                 yield _Copier(small, guess).copy(data)
         except NoSmallCopy as error:
             reason = reason or str(error)
-        # How many tokens there are differs from graph to graph, how many slots is the model's own constant.
-        if found and mock.block.form != "all_to_all_capacity":
+        # How many tokens there are differs from graph to graph, how many slots is the model's own constant. In a graph
+        # of a single token, torch writes what holds for no other number of them.
+        is_single = scale.growing is not None and scale.growing.captured == 1
+        if found and mock.block.form != "all_to_all_capacity" and not is_single:
             return
     if not found:
         raise NoSmallCopy(reason or "nothing in it can be smaller")
