@@ -354,9 +354,11 @@ class LocalForm:
                 f"what lies between its products reads a size, {named(node)}, that is no multiple of how many rows of "
                 "its experts there are; expected constants, and sizes of what the products give"
             )
-        if node.op != "call_function":
+        if node.op != "call_function" or collective_of(node) is not None:
+            what = "what ranks exchange at " if node.op == "call_function" else ""
             raise NotThisForm(
-                f"what lies between its products reads {named(node)}; expected nothing but their results, and constants"
+                f"what lies between its products reads {what}{named(node)}; expected nothing but their results, and "
+                "constants"
             )
 
     def _unmasked(self, node: Node, values: dict[Node, Node]) -> Node | None:

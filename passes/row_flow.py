@@ -33,7 +33,7 @@ from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import base_operation, operation
 from moepass.passes.parallel_match import NotThisForm
 from moepass.passes.row_layout import Layout, no_rows
-from moepass.passes.row_operations import MADE, MADE_LIKE, VIEWS
+from moepass.passes.row_operations import GROUP_NORMS, MADE, MADE_LIKE, VIEWS
 from moepass.passes.row_rules import (
     Layouts,
     Place,
@@ -184,9 +184,10 @@ class _Walk(RowRules):
         """What depends on the number of rows says how long something is, and nothing else."""
         if not any(used in self._sizes for used in node.all_input_nodes):
             return
+        counted = {("slice", "end"), *GROUP_NORMS.items()}
         shapes = base_operation(node) in MADE | {"view", "_unsafe_view", "reshape", "expand"}
         for name, value in named_arguments(node).items():
-            is_shape = (shapes and name in ("size", "shape")) or (base_operation(node) == "slice" and name == "end")
+            is_shape = (shapes and name in ("size", "shape")) or (base_operation(node), name) in counted
             if not is_shape and any(used in self._sizes for used in nodes_in(value)):
                 self._refuse(node, "computes with the number of rows")
 

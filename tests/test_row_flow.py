@@ -288,9 +288,13 @@ def _by_einsum(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.einsum("rf,fg->rg", F.silu(gate) * up, torch.eye(16) * 2)
 
 
+def _by_groups(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.group_norm(F.silu(gate) * up, 4)
+
+
 ALONE = (_by_feature, _every_second, _half, _largest_four, _normed, _low_rank)
 # They write the number of rows into the graph.
-SIZED = (_in_fours, _with_ones, _stretched, _by_einsum)
+SIZED = (_in_fours, _with_ones, _stretched, _by_einsum, _by_groups)
 
 
 @pytest.mark.parametrize("activation", [*ALONE, *SIZED])
@@ -353,6 +357,21 @@ def test_the_number_of_rows_may_say_nothing_else(form: str) -> None:
     assert "as many features as there are rows" in copies
     places = _refusal(form, lambda _, g, u: g * u * torch.arange(u.shape[0]).unsqueeze(-1))
     assert "`aten.arange.default` computes with the number of rows" in places
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
+    class Experts(EP_FORMS["all_gather"]):  # type: ignore[misc]
+        def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            inner = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends)[:, :16].relu()
+            return grouped_product(inner / rows.abs().amax(), self.down_proj.transpose(1, 2), ends)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(EP_FORMS, "all_gather", Experts)
+        captured = capture(CONFIG, "all_gather", 1, 2, 9, dynamic=dynamic)
+    (refusal,) = _localise(captured, {}).plan.refusals
+    assert "reads what ranks exchange at `_c10d_functional.all_gather" in refusal.reason
 
 
 @pytest.mark.parametrize("form", ["all_gather", "all_reduce"])
