@@ -11,6 +11,8 @@ from the products' results, and it is known of every value in which of its dimen
 (passes/row_layout.py). An operation that is not known to leave rows apart is refused. A value without rows is a
 constant: the same in the block and in the local form, and on all ranks that have the same text of it
 (passes/experts_text.py). A size that depends on the number of rows may say how long something is, and nothing else.
+A number in the arguments of a node may be the number of the block's rows, so that its copy does something else with
+other rows: the features of a row must lie in the same dimensions on both sides, node by node (`check_equal_flow`).
 A mask that the local form does without (LocalForm.left_out) must take or leave whole rows; which ones, the mock runs
 tell.
 
