@@ -17,9 +17,12 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from moepass.passes.collectives import collective_of
 from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes
+from moepass.passes.input_sizes import size_expression
 from moepass.passes.operations import operation
 from moepass.passes.parallel_match import NotThisForm, ParallelBlock, bias_after
+from moepass.passes.row_layout import ratio
 from moepass.passes.source_lines import describe_shape, named
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -56,6 +59,8 @@ class LocalForm:
         # Of each copy, also of those with other arguments: what it is a copy of. Of each of `left_out`: what it masks.
         self.copies: dict[Node, Node] = {}
         self.kept: dict[Node, Node] = {}
+        # Of each number of rows that the activation function computes with: what stands for it.
+        self.sizes: dict[Node, int | Node] = {}
         # The results of the block's products, biases included, and what stands for them: there the copies start.
         self.starts: dict[Node, Node] = {}
         # Nodes that were written with a number of this rank's rows, or of slots, in their arguments.
@@ -292,10 +297,10 @@ class LocalForm:
         # Of each node that was met: the operand that takes its place, where it only masks that.
         unmasked: dict[Node, Node | None] = {}
 
-        def known(used: Node) -> Node | None:
+        def known(used: Node) -> Any:
             while (source := unmasked.get(used)) is not None:
                 used = source
-            return used if used.op == "get_attr" else values.get(used)
+            return used if used.op == "get_attr" else self.sizes.get(used, values.get(used))
 
         pending = [node]
         while pending:
@@ -303,11 +308,10 @@ class LocalForm:
             if known(current) is not None:
                 pending.pop()
                 continue
-            if current.op != "call_function":
-                raise NotThisForm(
-                    f"what lies between its products reads {named(current)}; expected nothing but their results, and "
-                    "constants"
-                )
+            if isinstance(fake_value(current), torch.SymInt) and (size := self._of_rows(current)) is not None:
+                self.sizes[current] = size
+                continue
+            self._check_repeatable(current)
             if current not in unmasked:
                 unmasked[current] = self._unmasked(current, values)
             source = unmasked[current]
@@ -327,14 +331,41 @@ class LocalForm:
                 if arguments[0] is current.args:
                     self.origins[values[current]] = current
         result = known(node)
-        assert result is not None
+        assert isinstance(result, Node)
         return result
+
+    def _of_rows(self, node: Node) -> int | Node | None:
+        """What stands for a size that is a multiple of the number of the experts' rows; None where it is not."""
+        size = size_expression(fake_value(node))
+        if size.is_Integer:
+            return int(size)
+        times = ratio(size, size_expression(fake_value(self.block.down.node).shape[0]))
+        if times is None or not times.is_Integer:
+            return None
+        rows = self._size(fake_value(self.rows).shape[0])
+        if times == 1 or isinstance(rows, int):
+            return rows * int(times) if isinstance(rows, int) else rows
+        return self._emit(operator.mul, rows, int(times))
+
+    def _check_repeatable(self, node: Node) -> None:
+        """Raises NotThisForm for what leads out of the activation function."""
+        if isinstance(fake_value(node), torch.SymInt) and not _is_of_sizes(node):
+            raise NotThisForm(
+                f"what lies between its products reads a size, {named(node)}, that is no multiple of how many rows of "
+                "its experts there are; expected constants, and sizes of what the products give"
+            )
+        if node.op != "call_function" or collective_of(node) is not None:
+            what = "what ranks exchange at " if node.op == "call_function" else ""
+            raise NotThisForm(
+                f"what lies between its products reads {what}{named(node)}; expected nothing but their results, and "
+                "constants"
+            )
 
     def _unmasked(self, node: Node, values: dict[Node, Node]) -> Node | None:
         """The operand of which `node` masks the rows of other ranks' experts, which the local form does not have."""
-        if is_call(node, aten.masked_fill.Scalar) and not self._from_products(node.args[1], values):
+        if is_call(node, aten.masked_fill.Scalar) and self._is_of_other_ranks(node.args[1], values):
             return node.args[0]  # type: ignore[return-value]
-        if is_call(node, aten.where.self) and not self._from_products(node.args[0], values):
+        if is_call(node, aten.where.self) and self._is_of_other_ranks(node.args[0], values):
             kept = [value for value in node.args[1:] if self._from_products(value, values)]
             return kept[0] if len(kept) == 1 else None  # type: ignore[return-value]
         return None
@@ -350,6 +381,10 @@ class LocalForm:
         if not by_row or size[0] == -1 or not all(isinstance(part, int) for part in after[1:]):  # type: ignore[index]
             return node.args, node.kwargs
         return (source, [-1, *map(int, after[1:])]), node.kwargs
+
+    def _is_of_other_ranks(self, condition: object, values: dict[Node, Node]) -> bool:
+        """Whether a condition may tell rows of other ranks' experts: neither rows nor constants alone make it."""
+        return not self._from_products(condition, values) and not _is_constant(condition)
 
     def _from_products(self, node: object, values: dict[Node, Node]) -> bool:
         pending, seen = [node], set()
@@ -374,6 +409,25 @@ def _nodes_in(arguments: Any) -> list[Node]:
 
     map_nodes(arguments, note)
     return found
+
+
+def _is_constant(node: object) -> bool:
+    """True for what constants alone make, whose sizes are constants too."""
+    pending, seen = [node], set()
+    while pending:
+        current = pending.pop()
+        if not isinstance(current, Node) or current in seen or current.op == "get_attr":
+            continue
+        if current.op != "call_function" or collective_of(current) is not None:
+            return False
+        seen.add(current)
+        pending.extend(current.all_input_nodes)
+    return True
+
+
+def _is_of_sizes(node: Node) -> bool:
+    """True for a size that is computed from others, or of a tensor's shape."""
+    return node.op == "call_function" and not is_call(node, aten._local_scalar_dense.default)
 
 
 def _is_cast(node: Node) -> bool:

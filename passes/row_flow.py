@@ -11,6 +11,8 @@ from the products' results, and it is known of every value in which of its dimen
 (passes/row_layout.py). An operation that is not known to leave rows apart is refused. A value without rows is a
 constant: the same in the block and in the local form, and on all ranks that have the same text of it
 (passes/experts_text.py). A size that depends on the number of rows may say how long something is, and nothing else.
+A number in the arguments of a node may be the number of the block's rows, so that its copy does something else with
+other rows: the features of a row must lie in the same dimensions on both sides, node by node (`check_equal_flow`).
 A mask that the local form does without (LocalForm.left_out) must take or leave whole rows; which ones, the mock runs
 tell.
 
@@ -33,7 +35,7 @@ from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import base_operation, operation
 from moepass.passes.parallel_match import NotThisForm
 from moepass.passes.row_layout import Layout, no_rows
-from moepass.passes.row_operations import MADE, MADE_LIKE, VIEWS
+from moepass.passes.row_operations import GROUP_NORMS, MADE, MADE_LIKE, VIEWS
 from moepass.passes.row_rules import (
     Layouts,
     Place,
@@ -72,7 +74,7 @@ class RowFlow:
 def flow_in_block(local: LocalForm) -> RowFlow:
     """The rows of the block's own activation function. Raises NotThisForm."""
     inside = [node for node in local.block.region if node in local.copied or node in local.kept]
-    return _Walk(local.starts, local.kept, {}).follow(inside, [local.block.down.activations])
+    return _Walk(local.starts, local.kept, {}, local.sizes).follow(inside, [local.block.down.activations])
 
 
 def flow_in_local_form(local: LocalForm) -> RowFlow:
@@ -80,7 +82,8 @@ def flow_in_local_form(local: LocalForm) -> RowFlow:
     down = len(local.block.products) - 1
     results = [node.args[0] for node, number in local.products.items() if number == down]
     copied = [node for node in local.written if node in local.copies]
-    return _Walk(local.starts.values(), {}, local.copies).follow(copied, results)
+    sizes = (size for size in local.sizes.values() if isinstance(size, Node))
+    return _Walk(local.starts.values(), {}, local.copies, sizes).follow(copied, results)
 
 
 def check_equal_flow(of_block: RowFlow, of_local_form: RowFlow, copies: Mapping[Node, Node]) -> None:
@@ -111,10 +114,16 @@ def _shape(node: Node) -> str:
 
 
 class _Walk(RowRules):
-    def __init__(self, starts: Iterable[Node], kept: Mapping[Node, Node], copies: Mapping[Node, Node]) -> None:
+    def __init__(
+        self,
+        starts: Iterable[Node],
+        kept: Mapping[Node, Node],
+        copies: Mapping[Node, Node],
+        sizes: Iterable[Node],
+    ) -> None:
         super().__init__(starts, copies)
         self._kept = kept
-        self._sizes: set[Node] = set()
+        self._sizes = set(sizes)
 
     def follow(self, nodes: Iterable[Node], results: Iterable[Any]) -> RowFlow:
         for node in nodes:
@@ -153,6 +162,8 @@ class _Walk(RowRules):
                 continue
             if layout is None or not fits(layout, value):
                 self._refuse(node, "gives rows in a way that cannot be followed")
+            if any(size.free_symbols for size in layout.of_a_row):
+                self._refuse(node, "gives each row as many features as there are rows")
 
     def _check_operator(self, node: Node) -> None:
         target = node.target
@@ -175,9 +186,10 @@ class _Walk(RowRules):
         """What depends on the number of rows says how long something is, and nothing else."""
         if not any(used in self._sizes for used in node.all_input_nodes):
             return
+        counted = {("slice", "end"), *GROUP_NORMS.items()}
         shapes = base_operation(node) in MADE | {"view", "_unsafe_view", "reshape", "expand"}
         for name, value in named_arguments(node).items():
-            is_shape = (shapes and name in ("size", "shape")) or (base_operation(node) == "slice" and name == "end")
+            is_shape = (shapes and name in ("size", "shape")) or (base_operation(node), name) in counted
             if not is_shape and any(used in self._sizes for used in nodes_in(value)):
                 self._refuse(node, "computes with the number of rows")
 

@@ -112,7 +112,7 @@ def _take_none(pending: list[Part], after: Sequence[sympy.Expr]) -> Dimension | 
     taken: list[Part] = []
     while pending and (not taken or pending[0].size == 0):
         taken.append(pending.pop(0))
-    together = _ratio(size_of(tuple(pending)), sympy.expand(sympy.Mul(*after)))
+    together = ratio(size_of(tuple(pending)), sympy.expand(sympy.Mul(*after)))
     features_taken = None if together is None or size_of(tuple(taken)) != 0 else _take(pending, together)
     return None if features_taken is None else (*taken, *features_taken)
 
@@ -129,9 +129,9 @@ def _take(pending: list[Part], wanted: sympy.Expr) -> Dimension | None:
         if not pending:
             return None
         part = pending.pop(0)
-        rest = _ratio(wanted, size)
-        times = None if rest is None else _ratio(rest, part.size)
-        if times is None and rest is not None and part.size.is_Integer and (cut := _ratio(part.size, rest)):
+        rest = ratio(wanted, size)
+        times = None if rest is None else ratio(rest, part.size)
+        if times is None and rest is not None and part.size.is_Integer and (cut := ratio(part.size, rest)):
             inner, part = _cut(part, rest, cut)
             pending.insert(0, inner)
         elif times is None:
@@ -169,7 +169,7 @@ def _together(left: Part, right: Part) -> Part | None:
     return Part(size, left.share[:-1]) if name == other and (first, second) == (0, 1) else None
 
 
-def _ratio(total: sympy.Expr, unit: sympy.Expr) -> sympy.Expr | None:
+def ratio(total: sympy.Expr, unit: sympy.Expr) -> sympy.Expr | None:
     """How often `unit` goes into `total`, for every size; None where it does not, or that is not known."""
     if unit == 1:
         return total

@@ -26,3 +26,5 @@ ALONG = {
 TOGETHER = {"cat", "stack", "gather", "scatter", "scatter_add"}
 # Over the last dimensions, as many as `normalized_shape` says.
 NORMS = {"native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"}
+# Of each row in the first dimension, group by group of its features. Where they say how many rows there are.
+GROUP_NORMS = {"native_group_norm": "N"}

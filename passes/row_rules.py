@@ -22,7 +22,7 @@ from moepass.passes.row_layout import (
     rows_first,
     size_of,
 )
-from moepass.passes.row_operations import ALONG, ELEMENTWISE, MADE, MADE_LIKE, NORMS, TOGETHER, VIEWS
+from moepass.passes.row_operations import ALONG, ELEMENTWISE, GROUP_NORMS, MADE, MADE_LIKE, NORMS, TOGETHER, VIEWS
 from moepass.passes.source_lines import named
 
 _CHANGE = (
@@ -70,6 +70,8 @@ class RowRules:
             return self._together(node, base, arguments)
         if base in NORMS:
             return self._norm(node, first, arguments)
+        if base in GROUP_NORMS:
+            return self._group_norm(node, base, first, arguments)
         if base in ("index", "_unsafe_index", "index_select"):
             return self._looked_up(node, first, arguments)
         if base in ("constant_pad_nd", "repeat"):
@@ -101,7 +103,7 @@ class RowRules:
             if not self._is_uniform(constant) and not is_flat(constant, place):
                 self._refuse(node, f"meets rows with {self._named(constant)}, which has another value for each of them")
             times = features_per_row(layout.dimensions[place])
-            if times is not None and base_operation(constant) in MADE:
+            if times is not None and base_operation(constant) in MADE | {"expand"}:
                 places, readers = self._made.setdefault(constant, ({}, set()))
                 places["size", place % value.dim()] = times
                 readers.add(node)
@@ -180,6 +182,19 @@ class RowRules:
         if any(layout.has_rows_along(dim) for dim in dims) or any(map(self._has_rows, others)):
             self._refuse(node, "normalises over rows, not features alone")
         return _same_shape_as(fake_value(node), lambda shape: _along_result(layout, dims, shape))
+
+    def _group_norm(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layouts:
+        others = nodes_in([value for name, value in arguments.items() if name != "input"])
+        rows = Layout(layout.dimensions[:1])
+        stated = arguments[GROUP_NORMS[base]]
+        stated = fake_value(stated) if isinstance(stated, Node) else stated
+        is_by_row = layout.is_by_row and size_of(layout.dimensions[0]) == size_expression(stated)
+        if not is_by_row or any(map(self._has_rows, others)):
+            self._refuse(node, "normalises over rows, not features alone")
+        self._places[node] = {(GROUP_NORMS[base], 0): 1}
+        return _same_shape_as(
+            fake_value(node), lambda shape: Layout((*rows.dimensions, *(features(size) for size in shape[1:])))
+        )
 
     def _looked_up(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layout:
         given = arguments.get("indices")

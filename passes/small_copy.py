@@ -76,8 +76,10 @@ def small_copies(
                 yield _Copier(small, guess).copy(data)
         except NoSmallCopy as error:
             reason = reason or str(error)
-        # How many tokens there are differs from graph to graph, how many slots is the model's own constant.
-        if found and mock.block.form != "all_to_all_capacity":
+        # How many tokens there are differs from graph to graph, how many slots is the model's own constant. In a graph
+        # of a single token, torch writes what holds for no other number of them.
+        is_single = scale.growing is not None and scale.growing.captured == 1
+        if found and mock.block.form != "all_to_all_capacity" and not is_single:
             return
     if not found:
         raise NoSmallCopy(reason or "nothing in it can be smaller")
@@ -144,6 +146,9 @@ class _Copier:
         small_local.row_ids = None if local.row_ids is None else of(local.row_ids)
         small_local.starts = {of(start): of(written) for start, written in local.starts.items()}
         small_local.copies = {of(written): of(origin) for written, origin in local.copies.items()}
+        small_local.sizes = {
+            of(size): of(rows) if isinstance(rows, Node) else rows for size, rows in local.sizes.items()
+        }
         small_local.kept = {of(mask): of(masked) for mask, masked in local.kept.items()}
         mock = MockBlock(small_block, small_local, of(self._small.result), self._small.functions.mapped(of))
         return SmallCopy(mock, {of(node) for node in data})

@@ -243,7 +243,8 @@ class _GuessingRun(MockRun):
         found: dict[Place, list[Reading]] = {}
 
         def note(name: str, position: int, number: int) -> int:
-            if name in _USES:
+            # -1 stays what it is.
+            if name in _USES and number != -1:
                 found[place_of(name, position, number)] = self.mock.scale.readings(
                     number, _USES[name], prefers_growing=self._prefers_growing(node, name)
                 )

@@ -373,6 +373,14 @@ def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
         assert ACTS_LATER[experts] in refusal.reason
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_single_token_is_taken(rank: int) -> None:
+    """In a graph of one token torch writes what holds for no other number; a larger copy of it may pass by chance."""
+    config = StackConfig(layers=1, hidden=16, width=16, experts=3, top_k=1, max_tokens=16)
+    captured = capture(config, "all_reduce", rank, 2, 1, dynamic=False)
+    assert [block.form for block in _localised(captured).plan.localised] == ["all_reduce"]
+
+
 @pytest.mark.parametrize("form", ["all_reduce", "all_gather"])
 def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
     """The hidden states of a layer captured by itself are an input with as many rows as the expert weights."""

@@ -183,7 +183,15 @@ def test_static_and_dynamic_captures_come_to_the_same_decision(
     assert taken == [experts in TAKEN] * 2
 
 
-@pytest.mark.parametrize("experts", [PairedAllToAll, PairedAllReduce, NormedAllToAll])
+class MaskedByConstants(AllToAllExperts):
+    def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        inner = (F.silu(gate) * up).masked_fill(torch.arange(gate.shape[1]) >= 20, 0.0)
+        return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+
+
+@pytest.mark.parametrize("experts", [PairedAllToAll, PairedAllReduce, NormedAllToAll, MaskedByConstants])
 def test_what_was_copied_for_any_number_of_rows_is_right(
     experts: type[ShardedExperts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,12 +277,12 @@ class CutFeatures(_ByFeature):
 
 
 class MaskedInside(AllToAllExperts):
-    """Masks features of what lies between the products, as if it were rows of other experts."""
+    """Masks features of what lies between the products by what arrives, as if it were rows of other experts."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
-        inner = (F.silu(gate) * up).masked_fill(torch.arange(gate.shape[1]) >= 20, 0.0)
+        inner = (F.silu(gate) * up).masked_fill(torch.arange(gate.shape[1]) >= 20 + counts.sum(), 0.0)
         return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
 
 

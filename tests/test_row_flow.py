@@ -272,10 +272,32 @@ def _log_sigmoid(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tenso
     return F.logsigmoid(gate) * up
 
 
+def _in_fours(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return (F.silu(gate) * up).view(-1, 4).softmax(-1).view_as(gate)
+
+
+def _with_ones(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up * torch.ones(gate.shape[0], 1)
+
+
+def _stretched(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up * torch.full((1,), 1.5).expand(gate.shape[0], 1)
+
+
+def _by_einsum(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("rf,fg->rg", F.silu(gate) * up, torch.eye(16) * 2)
+
+
+def _by_groups(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.group_norm(F.silu(gate) * up, 4)
+
+
 ALONE = (_by_feature, _every_second, _half, _largest_four, _normed, _low_rank)
+# They write the number of rows into the graph.
+SIZED = (_in_fours, _with_ones, _stretched, _by_einsum, _by_groups)
 
 
-@pytest.mark.parametrize("activation", ALONE)
+@pytest.mark.parametrize("activation", [*ALONE, *SIZED])
 @pytest.mark.parametrize("form", ["all_to_all", "all_to_all_capacity", "all_reduce"])
 def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: str, activation: Activation) -> None:
     digests = {
@@ -291,6 +313,72 @@ def test_an_operation_on_elements_may_have_several_results(form: str, activation
     difference = _largest_difference(form, activation)
     assert difference is not None
     assert difference < 1e-4
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+@pytest.mark.parametrize("activation", SIZED)
+def test_the_number_of_rows_may_say_how_long_something_is(form: str, activation: Activation) -> None:
+    difference = _largest_difference(form, activation)
+    assert difference is not None
+    assert difference < 1e-4
+
+
+def _masked_features(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return (F.silu(gate) * up).masked_fill(torch.arange(16) >= 12, 0.0)
+
+
+def _chosen_features(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.where((torch.arange(16) < 12).unsqueeze(0), F.silu(gate) * up, torch.zeros(()))
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+@pytest.mark.parametrize("activation", [_masked_features, _chosen_features])
+def test_a_constant_mask_of_features_is_repeated(form: str, activation: Activation) -> None:
+    difference = _largest_difference(form, activation)
+    assert difference is not None
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_a_constant_mask_of_rows_is_refused(form: str, dynamic: bool) -> None:
+    def masked(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        inner = F.silu(gate) * up
+        return inner.masked_fill((torch.arange(inner.shape[0]) >= 5).unsqueeze(-1), 0.0)
+
+    plan = _plan(form, masked, dynamic=dynamic)
+    assert not plan.localised
+
+
+@pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
+def test_the_number_of_rows_may_say_nothing_else(form: str) -> None:
+    assert "`aten.div.Tensor` computes with the number of rows" in _refusal(form, lambda _, g, u: g * u / g.shape[0])
+    copies = _refusal(form, lambda _, g, u: g * u + u.unsqueeze(0).expand(u.shape[0], -1, -1).sum(0))
+    assert "as many features as there are rows" in copies
+    places = _refusal(form, lambda _, g, u: g * u * torch.arange(u.shape[0]).unsqueeze(-1))
+    assert "`aten.arange.default` computes with the number of rows" in places
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
+    class Experts(EP_FORMS["all_gather"]):  # type: ignore[misc]
+        def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            inner = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends)[:, :16].relu()
+            return grouped_product(inner / rows.abs().amax(), self.down_proj.transpose(1, 2), ends)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(EP_FORMS, "all_gather", Experts)
+        captured = capture(CONFIG, "all_gather", 1, 2, 9, dynamic=dynamic)
+    (refusal,) = _localise(captured, {}).plan.refusals
+    assert "reads what ranks exchange at `_c10d_functional.all_gather" in refusal.reason
+
+
+@pytest.mark.parametrize("form", ["all_gather", "all_reduce"])
+def test_another_size_is_named(form: str) -> None:
+    reason = _refusal(form, lambda _, g, u: g * u * torch.ones(g.shape[0] // 2 + 1).sum())
+    assert "reads a size" in reason
+    assert "no multiple of how many rows of its experts there are" in reason
 
 
 @pytest.mark.parametrize("form", EP_FORMS)
