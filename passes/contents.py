@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph import fake_value, is_call
+from moepass.passes.graph import fake_value, is_call, nodes_in
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import base_operation
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _OF_TORCH = {"aten", "prims"}
-# They give memory as it was found, wholly or behind what was there before.
-_UNINITIALISED = {
-    "empty", "empty_like", "empty_permuted", "empty_quantized", "empty_strided", "new_empty", "new_empty_strided",
-    "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "resize", "resize_as", "_resize_output",
+# They give memory as it was found.
+MAKE_EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# So do these, of other types, or behind what was there before.
+_UNINITIALISED = MAKE_EMPTY | {
+    "empty_quantized", "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "resize", "resize_as",
+    "_resize_output",
 }  # fmt: skip
 # Of their first argument they read size and type alone.
 _LIKE_ANOTHER = {
@@ -43,7 +44,7 @@ def inputs_read(node: Node) -> tuple[list[Node], list[Node]]:
         return list(node.all_input_nodes), []
     # It may be another argument too, which is read.
     rest = [value for value in named_arguments(node).values() if value is not unread]
-    read = list(dict.fromkeys(used for value in rest for used in _nodes_in(value)))
+    read = list(dict.fromkeys(used for value in rest for used in nodes_in(value)))
     return read, [] if unread in read else [unread]
 
 
@@ -116,9 +117,3 @@ def _counts_up(node: object) -> bool:
         return False
     given = named_arguments(node)  # type: ignore[arg-type]
     return (given.get("start", 0), given.get("step", 1)) == (0, 1)
-
-
-def _nodes_in(value: Any) -> list[Node]:
-    found: list[Node] = []
-    torch.fx.node.map_arg(value, found.append)
-    return found

@@ -20,7 +20,8 @@ from torch.fx import Node
 from moepass.passes.collectives import WAIT, collective_of
 from moepass.passes.graph import fake_value, is_call, is_view
 from moepass.passes.local_experts import LocalForm
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.not_this_form import NotThisForm
+from moepass.passes.parallel_match import ParallelBlock
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -11,8 +11,8 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph import fake_value
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.operations import base_operation
-from moepass.passes.parallel_match import NotThisForm
 from moepass.passes.value_range import Kind, Range
 
 # Up to here a type has every integer.

@@ -27,8 +27,8 @@ from moepass.passes.detect import BlockMatch, find_blocks, is_grouped_product
 from moepass.passes.graph import fake_value, is_call, positions
 from moepass.passes.ir import Refusal
 from moepass.passes.near_experts import communications_before, first_communication_after, is_size, most_nodes
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.parallel_match import (
-    NotThisForm,
     ParallelBlock,
     check_bounds,
     is_id_arithmetic,

@@ -128,6 +128,18 @@ def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
     return torch.fx.node.map_arg(value, replace)
 
 
+def nodes_in(value: Any) -> list[Node]:
+    """The nodes in arguments, each as often as it stands there."""
+    found: list[Node] = []
+
+    def note(node: Node) -> Node:
+        found.append(node)
+        return node
+
+    map_nodes(value, note)
+    return found
+
+
 def constant_of(node: Node) -> Any:
     """What a `get_attr` node reads."""
     return operator.attrgetter(str(node.target))(node.graph.owning_module)

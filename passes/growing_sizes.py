@@ -22,8 +22,9 @@ from torch.fx import Node
 
 from moepass.passes.graph import fake_value
 from moepass.passes.node_arguments import named_arguments
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.operations import operation
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.parallel_match import ParallelBlock
 from moepass.passes.value_range import Range
 
 aten = torch.ops.aten

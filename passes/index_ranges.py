@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moepass.passes.contents import MAKE_EMPTY
 from moepass.passes.exact_types import check_type
 from moepass.passes.graph import fake_value
 from moepass.passes.growing_sizes import (
@@ -46,8 +47,9 @@ from moepass.passes.growing_sizes import (
 )
 from moepass.passes.joint_truths import JointTruths
 from moepass.passes.node_arguments import named_arguments
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.operations import base_operation, indexed_dimensions, is_mask, operation
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.parallel_match import ParallelBlock
 from moepass.passes.range_arithmetic import BOUNDS, DIVISIONS, size_range
 from moepass.passes.range_sums import SUMS, RangeSums
 from moepass.passes.value_range import (
@@ -87,7 +89,6 @@ _TRUTHS = {
 }  # fmt: skip
 _FILLS = {"full": None, "scalar_tensor": None, "new_full": None, "full_like": None, "zeros": 0, "new_zeros": 0,
           "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}  # fmt: skip
-_EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 _SIZES = {"sym_size", "sym_numel", "sym_stride"}
 
 
@@ -186,7 +187,7 @@ class IndexRanges(RangeSums):
         if base in _FILLS:
             given = next((arguments[key] for key in ("fill_value", "s") if key in arguments), _FILLS[base])
             return self.range_of(given).moved(node)
-        if base in _EMPTY:
+        if base in MAKE_EMPTY:
             return EMPTY
         if base in _SIZES:
             return size_range(fake_value(node))

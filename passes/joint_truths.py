@@ -39,8 +39,8 @@ from torch.fx import Node
 
 from moepass.passes.graph import fake_value
 from moepass.passes.growing_sizes import grows_in_size
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.operations import base_operation
-from moepass.passes.parallel_match import NotThisForm
 from moepass.passes.value_range import Kind, Range
 
 # What each element is computed from stands where it stands.

@@ -18,10 +18,11 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.collectives import collective_of
-from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes
+from moepass.passes.graph import fake_value, graph_inputs, is_call, is_view, map_nodes, nodes_in
 from moepass.passes.input_sizes import size_expression
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.operations import operation
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock, bias_after
+from moepass.passes.parallel_match import ParallelBlock, bias_after
 from moepass.passes.row_layout import ratio
 from moepass.passes.source_lines import describe_shape, named
 
@@ -79,8 +80,7 @@ class LocalForm:
                 # The mock run is in float64 and would not see it.
                 raise NotThisForm(
                     f"it computes in {fake_value(node).dtype} between, at {named(node)}, which its local form would "
-                    "not; "
-                    f"expected {fake_value(self.block.sink).dtype} from its rows to its results"
+                    f"not; expected {fake_value(self.block.sink).dtype} from its rows to its results"
                 )
         return result
 
@@ -216,8 +216,7 @@ class LocalForm:
                     return self._emit(aten.sym_size.int, node, dim)
         raise NotThisForm(
             f"{_SIZE} is known only while the graph runs, as that of a mask, nonzero or .item() is; expected sizes of "
-            "the "
-            "graph's inputs, and of what the block exchanges"
+            "the graph's inputs, and of what the block exchanges"
         )
 
     def _arange(self, count: Any, device: torch.device) -> Node:
@@ -316,7 +315,7 @@ class LocalForm:
                 unmasked[current] = self._unmasked(current, values)
             source = unmasked[current]
             arguments = self._for_any_rows(current)
-            missing = [used for used in _nodes_in(arguments) if known(used) is None]
+            missing = [used for used in nodes_in(arguments) if known(used) is None]
             if source is not None:
                 self.left_out.add(current)
                 self.kept[current] = source
@@ -398,17 +397,6 @@ class LocalForm:
             if current in self._region:
                 pending.extend(current.all_input_nodes)
         return False
-
-
-def _nodes_in(arguments: Any) -> list[Node]:
-    found: list[Node] = []
-
-    def note(used: Node) -> Node:
-        found.append(used)
-        return used
-
-    map_nodes(arguments, note)
-    return found
 
 
 def _is_constant(node: object) -> bool:

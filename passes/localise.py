@@ -39,7 +39,8 @@ from moepass.passes.graph import copy_graph_module, fake_value, is_call, map_nod
 from moepass.passes.ir import BankSpec, LocalisedBlock, Plan, gather
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.mock_run import ContractBroken
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.not_this_form import NotThisForm
+from moepass.passes.parallel_match import ParallelBlock
 from moepass.passes.proof import check_local_form
 from moepass.passes.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.refusals import refusal_of
@@ -219,8 +220,7 @@ def _same_value(block: ParallelBlock, result: Node) -> None:
     if old.dtype != new.dtype or old.dim() != new.dim() or str(old.shape[1:]) != str(new.shape[1:]):
         raise NotThisForm(
             f"it gives {describe_shape(old)} at {named(block.sink)}, but all experts on this rank's own rows would "
-            "give "
-            f"{describe_shape(new)}"
+            f"give {describe_shape(new)}"
         )
 
 
@@ -238,8 +238,7 @@ def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
         stray = min(doomed - asserted, key=place.__getitem__)
         raise NotThisForm(
             f"what its ranks exchange is also read by {named(stray)}, so the exchange cannot go; expected nothing but "
-            "its "
-            "experts to read it"
+            "its experts to read it"
         )
     # How much this rank sends is its own affair, and may be read by others too.
     sizes = [node for node in block.region if is_call(node, aten._local_scalar_dense.default)]

@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from moepass.passes.collectives import Collective
 from moepass.passes.mock_run import ContractBroken, MockRun, repeat_each
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.not_this_form import NotThisForm
+from moepass.passes.parallel_match import ParallelBlock
 from moepass.passes.refusals import why_it_stopped
 
 TOLERANCE = 1e-9

@@ -21,10 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from moepass.passes.collectives import WAIT, Collective, collective_of
+from moepass.passes.contents import MAKE_EMPTY
 from moepass.passes.graph import constant_of, fake_value, is_call, map_nodes
 from moepass.passes.index_ranges import IndexRanges
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.node_arguments import named_arguments
+from moepass.passes.operations import base_operation
 from moepass.passes.parallel_match import ParallelBlock
 from moepass.passes.row_functions import RowFunctions, function_of_rows, masked_rows
 from moepass.passes.tried_values import UNWRITTEN
@@ -37,10 +39,6 @@ SYMBOL_SIZES = (6, 11, 17, 23, 29, 37, 41, 47)
 MOST_ROWS = 2048
 # The first peer may bring more than so many times what this rank does.
 MOST_RATIO = 4
-_EMPTY = {
-    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.empty_permuted.default,
-    aten.new_empty.default, aten.new_empty_strided.default,
-}  # fmt: skip
 
 # Plays the other ranks: what a collective gives back for what it was sent, in parts of these sizes.
 Answer = Callable[[Collective, torch.Tensor, list[int], list[int]], torch.Tensor]
@@ -187,19 +185,16 @@ class MockRun:
     def experts(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The experts alone, activation function and biases included: expert `ids[i]` on `rows[i]`.
 
-        As the local form has them, for any number of rows: whoever brings them. Rows run in two groups, every second
-        one in each, so that an activation function that mixes rows gives something else than it does on all.
+        As the local form has them, for any number of rows: whoever brings them.
         """
+        sorted_ids, order = ids.sort(stable=True)
+        local = self.local
+        ends = torch.bincount(sorted_ids, minlength=self.block.experts).cumsum(0, dtype=torch.int32)
+        values: dict[Node, Any] = {local.rows: rows[order], local.ends: ends}
+        if local.row_ids is not None:
+            values[local.row_ids] = sorted_ids
         outputs = torch.empty(len(rows), self.mock.widths[-1][1], dtype=torch.float64)
-        for start in (0, 1):
-            chosen = ids[start::2]
-            sorted_ids, order = chosen.sort(stable=True)
-            local = self.local
-            ends = torch.bincount(sorted_ids, minlength=self.block.experts).cumsum(0, dtype=torch.int32)
-            values: dict[Node, Any] = {local.rows: rows[start::2][order], local.ends: ends}
-            if local.row_ids is not None:
-                values[local.row_ids] = sorted_ids
-            outputs[start::2][order] = self._evaluate(self.mock.experts, values, _no_collectives)
+        outputs[order] = self._evaluate(self.mock.experts, values, _no_collectives)
         return outputs
 
     # ------------------------------------------------------------------------------------------------------ numbers
@@ -276,7 +271,7 @@ class MockRun:
         if is_call(node, WAIT):
             return args[0]
         value = node.target(*_doubled(args), **_doubled(kwargs))  # type: ignore[operator]
-        if is_call(node, *_EMPTY):
+        if base_operation(node) in MAKE_EMPTY:
             _spoil(value)
         return value
 

@@ -20,6 +20,17 @@ def named_arguments(node: Node, args: Any = None, kwargs: Any = None) -> dict[st
     return {**dict(zip(_names(node), args, strict=False)), **kwargs}
 
 
+def all_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a node by name, in the order of its operator's schema, with defaults for what is not given."""
+    schema = getattr(node.target, "_schema", None)
+    given = named_arguments(node)
+    if schema is None:
+        return given
+    known = ((one.name, given.get(one.name, one.default_value)) for one in schema.arguments)
+    required = {one.name for one in schema.arguments if not one.has_default_value()}
+    return {name: value for name, value in known if name in given or name not in required}
+
+
 def replace_numbers(node: Node, replace: Callable[[str, int, int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The node's arguments with `replace(name, position, number)` for each whole number that is written into them.
 

@@ -20,6 +20,7 @@ from moepass.models import formulas
 from moepass.models.formulas import Size
 from moepass.passes.graph import fake_value, is_view, mutates
 from moepass.passes.ir import BANK_TENSOR, SLOT_OPS, gather
+from moepass.passes.node_arguments import all_arguments
 from moepass.passes.traffic_ops import TRAFFIC_OPS
 
 aten = torch.ops.aten
@@ -98,7 +99,7 @@ def node_cost(node: Node, ranks: Mapping[str, int] | None = None) -> OpCost:
     # Transfers of banks are no computation: the plan accounts for them by bank.
     if node.target in (BANK_TENSOR, gather, *SLOT_OPS) or not tensors_in(fake_value(node)):
         return OpCost()
-    call = OpCall(node, _named_arguments(node), ranks or {})
+    call = OpCall(node, all_arguments(node), ranks or {})
     function = OP_COSTS.get(str(node.target))
     if function is not None:
         return function(call)
@@ -142,16 +143,6 @@ def value_bytes(value: object) -> Size:
                 elements = elements * size_of(size)
         total = total + elements * tensor.element_size()
     return total
-
-
-def _named_arguments(node: Node) -> dict[str, Any]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return {**{str(index): value for index, value in enumerate(node.args)}, **node.kwargs}
-    names = [argument.name for argument in schema.arguments]
-    defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
-    given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: given[name] for name in names if name in given}
 
 
 @op_cost(aten.mm.default)

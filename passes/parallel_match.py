@@ -32,7 +32,7 @@ from moepass.passes.collectives import Collective, Communication, collective_of
 from moepass.passes.detect import BlockMatch, ExpertProduct
 from moepass.passes.graph import fake_value, is_call, is_view, view_source
 from moepass.passes.near_experts import MOST_NODES, is_size, most_nodes
-from moepass.passes.not_this_form import NotThisForm as NotThisForm
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.protocol import CaptureNotes, Group
 from moepass.passes.source_lines import describe_shape, named
 
@@ -191,8 +191,7 @@ def _match_all_to_all(
     if dispatch.send != combine.receive or dispatch.receive != combine.send:
         raise NotThisForm(
             f"the AllToAll after its products, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
-            "before "
-            "them; expected the input_split_sizes of each as the output_split_sizes of the other"
+            "before them; expected the input_split_sizes of each as the output_split_sizes of the other"
         )
     # Without tokens what a rank sends is constant too: nothing.
     static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
@@ -232,8 +231,7 @@ def _bounds_from_counts(count: Collective, group: Group, own: int) -> tuple[int,
     if len(count.send) != group.ranks or not all(isinstance(size, int) for size in (*count.send, *count.receive)):
         raise NotThisForm(
             f"counts are exchanged by {named(count.node)} in {len(count.send)} parts whose sizes are not all "
-            "constants; "
-            f"expected one constant size for each of {group.ranks} ranks: the number of its experts"
+            f"constants; expected one constant size for each of {group.ranks} ranks: the number of its experts"
         )
     if not all(isinstance(size, int) for size in value.shape):
         raise NotThisForm(
@@ -263,8 +261,7 @@ def check_bounds(bounds: tuple[int, ...]) -> None:
         if start == stop:
             raise NotThisForm(
                 f"rank {rank} holds none of its {bounds[-1]} experts, so it cannot see what they do; spread them over "
-                "at "
-                f"most {bounds[-1]} ranks"
+                f"at most {bounds[-1]} ranks"
             )
 
 
@@ -287,8 +284,7 @@ def _match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pl
         if value.dim() != 2 or str(value.shape[0]) != str(tokens.shape[0]) or not isinstance(value.shape[1], int):
             raise NotThisForm(
                 f"its expert {role} were looked for at {named(sources[role])}, which is {describe_shape(value)}; "
-                "expected "
-                f"[tokens, k] for the tokens {describe_shape(tokens)} at {named(sources['hidden'])}"
+                f"expected [tokens, k] for the tokens {describe_shape(tokens)} at {named(sources['hidden'])}"
             )
     if fake_value(sources["ids"]).shape[1] != fake_value(sources["weights"]).shape[1]:
         raise NotThisForm(
@@ -348,8 +344,7 @@ def _check_router(sources: Mapping[str, Node], place: dict[Node, int]) -> None:
             if not is_view(user) and not is_call(user, aten.clone.default, aten._to_copy.default):
                 raise NotThisForm(
                     f"its tokens or weights depend on its expert ids by {named(user)}, perhaps on this rank only; "
-                    "expected "
-                    "them as the router gave them, with masks for this rank's experts behind its products"
+                    "expected them as the router gave them, with masks for this rank's experts behind its products"
                 )
             pending.append(user)
 
@@ -365,8 +360,7 @@ def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
     if own != expected:
         raise NotThisForm(
             f"rank {group.rank} of {group.ranks} holds {own} of {experts} experts; expected {expected}, an even share "
-            "in "
-            "the order of ranks"
+            "in the order of ranks"
         )
     return bounds
 
@@ -443,8 +437,7 @@ def sort_key(match: BlockMatch) -> Node:
                 return key
     raise NotThisForm(
         f"the rows of {named(first.node)} are not sorted by expert; expected torch.sort or argsort of expert ids "
-        "before "
-        "its lookup of rows"
+        "before its lookup of rows"
     )
 
 
@@ -498,8 +491,7 @@ def _row_weights(match: BlockMatch) -> Node:
             pending.append(user)
     raise NotThisForm(
         f"the results of {named(match.products[-1].node)} are not multiplied by weights [., 1] of their rows before "
-        "they "
-        "are added up"
+        "they are added up"
     )
 
 
@@ -513,8 +505,7 @@ def _own_part(result: Node, tokens: Any) -> Node:
             return user
     raise NotThisForm(
         f"the rows that ReduceScatter gives back, {named(result)}, are {describe_shape(fake_value(result))}; expected "
-        "them "
-        "to be this rank's tokens, or to be cut to their number by a slice"
+        "them to be this rank's tokens, or to be cut to their number by a slice"
     )
 
 
@@ -582,8 +573,8 @@ def _check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
             raise NotThisForm(
                 f"it depends on {named(leaf)}, whose values are not known when the graph is compiled; expected its "
-                "rows "
-                "and counts, its router and the parameters of its products alone, and constants for everything else"
+                "rows and counts, its router and the parameters of its products alone, and constants for everything "
+                "else"
             )
 
 

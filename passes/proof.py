@@ -28,7 +28,8 @@ from moepass.passes.index_ranges import IndexRanges
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.mock_ranks import check_run
 from moepass.passes.mock_run import SCENARIOS, ContractBroken, MockBlock, MockRun, Scenario, among, anywhere
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.not_this_form import NotThisForm
+from moepass.passes.parallel_match import ParallelBlock
 from moepass.passes.row_functions import row_functions
 from moepass.passes.small_copy import small_copies
 from moepass.passes.small_guess import NoSmallCopy

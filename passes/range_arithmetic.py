@@ -14,8 +14,9 @@ from torch.fx import Node
 
 from moepass.passes.graph import constant_of, fake_value
 from moepass.passes.growing_sizes import CHANGE, structural_numbers, token_numbers
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.operations import base_operation
-from moepass.passes.parallel_match import NotThisForm, ParallelBlock
+from moepass.passes.parallel_match import ParallelBlock
 from moepass.passes.tried_values import TriedValues
 from moepass.passes.value_range import ANYTHING, COUNT, EMPTY, Kind, Range, computed, is_decided, joined, product
 

@@ -16,8 +16,8 @@ from torch.fx import Node
 from moepass.passes.graph import fake_value
 from moepass.passes.growing_sizes import CHANGE, grows_in_size, size_along
 from moepass.passes.joint_truths import is_single
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.operations import base_operation
-from moepass.passes.parallel_match import NotThisForm
 from moepass.passes.range_arithmetic import RangeArithmetic
 from moepass.passes.value_range import ANYTHING, COUNT, Kind, Range, growing, joined
 

@@ -20,8 +20,7 @@ def why_it_stopped(error: Exception) -> str:
     if isinstance(error, KeyError):
         return (
             "it has a size that only a run tells, as .item(), a mask or nonzero give it, which is none of those that "
-            "it "
-            "exchanges; expected all sizes to follow from its inputs and from the counts that it sends and receives"
+            "it exchanges; expected all sizes to follow from its inputs and from the counts that it sends and receives"
         )
     return f"it cannot be computed on rows as other ranks send them ({type(error).__name__}: {first})"
 

@@ -29,23 +29,22 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph import draws_random_numbers, fake_value, is_call
+from moepass.passes.graph import draws_random_numbers, fake_value, is_call, nodes_in
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.node_arguments import named_arguments
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.operations import base_operation, operation
-from moepass.passes.parallel_match import NotThisForm
 from moepass.passes.row_layout import Layout, no_rows
 from moepass.passes.row_operations import GROUP_NORMS, MADE, MADE_LIKE, VIEWS
 from moepass.passes.row_rules import (
     Layouts,
     Place,
     RowRules,
+    acts_by_element,
     any_rows,
     fits,
     has_symbols,
-    is_elementwise,
     is_flat,
-    nodes_in,
     several,
 )
 from moepass.passes.source_lines import describe_shape, named
@@ -195,7 +194,7 @@ class _Walk(RowRules):
 
     def _constant(self, node: Node, base: str) -> None:
         value = fake_value(node)
-        by_element = is_elementwise(node) or operation(node) in VIEWS or base == "expand"
+        by_element = acts_by_element(node) or operation(node) in VIEWS or base == "expand"
         if not (by_element or base in MADE | MADE_LIKE):
             grows = [used for used in (node, *node.all_input_nodes) if has_symbols(fake_value(used))]
             if grows:

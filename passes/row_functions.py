@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph import is_call
+from moepass.passes.graph import is_call, nodes_in
 from moepass.passes.local_experts import LocalForm
 from moepass.passes.node_arguments import named_arguments
 from moepass.passes.operations import operation
 from moepass.passes.row_flow import RowFlow, check_equal_flow, flow_in_block, flow_in_local_form
-from moepass.passes.row_rules import nodes_in
 
 aten = torch.ops.aten
 

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph import fake_value, map_nodes
+from moepass.passes.graph import fake_value, nodes_in
 from moepass.passes.input_sizes import size_expression
+from moepass.passes.not_this_form import NotThisForm
 from moepass.passes.operations import base_operation, operation
-from moepass.passes.parallel_match import NotThisForm
 from moepass.passes.row_layout import (
     Layout,
     broadcast,
@@ -53,7 +53,7 @@ class RowRules:
         if name == "getitem":
             source, position = node.args
             return self._layouts[source][position]  # type: ignore[index]
-        if is_elementwise(node):
+        if acts_by_element(node):
             return self._elementwise(node)
         first = self._layout(next(iter(arguments.values()))) if base not in TOGETHER | {"bmm"} else no_rows(())
         if name in VIEWS:
@@ -282,19 +282,12 @@ class RowRules:
         raise NotThisForm(f"between its products {self._named(node)} {what}; {_CHANGE}")
 
 
-def is_elementwise(node: Node) -> bool:
+def acts_by_element(node: Node) -> bool:
     """True where each element of what `node` gives depends on the elements in its place alone."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     return torch.Tag.pointwise in target.tags or operation(node) in ELEMENTWISE
-
-
-def nodes_in(value: Any) -> list[Node]:
-    """The nodes in arguments, each as often as it stands there."""
-    found: list[Node] = []
-    map_nodes(value, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
-    return found
 
 
 def any_rows(layouts: Layouts | None) -> bool:

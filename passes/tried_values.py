@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from moepass.passes.graph import fake_value
-from moepass.passes.parallel_match import NotThisForm
+from moepass.passes.not_this_form import NotThisForm
 
 # What mock runs fill memory with that is made empty.
 UNWRITTEN = {dtype: torch.iinfo(dtype).max for dtype in (torch.int32, torch.int64)}

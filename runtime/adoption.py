@@ -154,4 +154,14 @@ def _group(name: str) -> ProcessGroup:
     raise InputError(f"process group {name!r}, over which the experts are spread, was destroyed; compile again")
 
 
-__all__ = ["AdoptionOptions", "adopted_banks", "adopted_parts", "adoption", "dispatching", "process_groups"]
+__all__ = [
+    "AdoptionOptions",
+    "adopted_banks",
+    "adopted_parts",
+    "adoption",
+    "agreement_on_blocks",
+    "dispatching",
+    "process_groups",
+    "replica_check",
+    "run_checks",
+]

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from moepass.passes.ir import LocalisedBlock
-from moepass.passes.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
+from moepass.passes.proposals import UNEXPLAINED, Proposal, blocks_to_leave, explain_difference
 from moepass.runtime.forking import renew_after_fork
 from moepass.runtime.rendezvous import PeerError, Rendezvous, skip_abandoned
 
@@ -192,6 +192,3 @@ def decisions_of(group: ProcessGroup) -> BlockDecisions:
 def has_others(group: ProcessGroup) -> bool:
     """Whether there are other ranks to talk to: torch's fake groups only pretend."""
     return group.size() > 1 and dist.get_backend(group) != "fake"
-
-
-__all__ = ["BlockDecisions", "RefusedBlock", "decisions_of", "has_others"]
