@@ -21,7 +21,7 @@ import typer
 from common import median_and_spread, print_table, reference_model, verdict
 
 import moepass
-from moepass.runtime.disk_home import DiskHome
+from moepass.runtime.homes.disk.disk_home import DiskHome
 
 # Between two forwards: until the slots that a run leaves are filled for the next one.
 SETTLE_SECONDS = 0.3

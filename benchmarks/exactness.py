@@ -9,7 +9,7 @@ import typer
 from common import print_table, verdict
 
 import moepass
-from moepass.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
+from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
 
 INDUCTOR_LIMIT = 1e-5
 

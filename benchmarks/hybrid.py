@@ -28,7 +28,7 @@ import typer
 from common import print_table, verdict
 
 import moepass
-from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.models.testing.moe_stack import StackConfig, build_stack
 
 LIMIT = 1.10
 VARIANTS = ("peer", "host", "hybrid", "alone")

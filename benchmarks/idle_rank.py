@@ -17,7 +17,7 @@ import torch.distributed as dist
 import typer
 from common import interleaved_seconds, median_and_spread, print_table, verdict
 
-from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.models.testing.moe_stack import StackConfig, build_stack
 
 RANKS = 2
 LIMIT = 1.03

@@ -35,17 +35,17 @@ from prediction_runs import (
     on_ranks,
 )
 
-from moepass.hardware_profiles import profile_json, read_profile
-from moepass.models.architecture import Architecture, from_config
 from moepass.models.formulas.memory import bank_bytes
-from moepass.passes.forecast import curve_point, forecast, model_stages, streaming_machine
-from moepass.passes.hardware import Collectives, Hardware, with_collectives, with_emulated_link
-from moepass.passes.layer_times import Texts, layer_seconds
-from moepass.passes.seconds_table import table_of
-from moepass.passes.simulate import simulate_stages
-from moepass.passes.strategies import Setting
-from moepass.runtime.calibration import calibrate
-from moepass.runtime.experiments import CPU_SIZES
+from moepass.models.sizes.architecture import Architecture, from_config
+from moepass.passes.machine.hardware import Collectives, Hardware, with_collectives, with_emulated_link
+from moepass.passes.machine.layer_times import Texts, layer_seconds
+from moepass.passes.machine.seconds_table import table_of
+from moepass.passes.planner.forecast import curve_point, forecast, model_stages, streaming_machine
+from moepass.passes.planner.simulate import simulate_stages
+from moepass.passes.planner.strategies import Setting
+from moepass.profiles.hardware_profiles import profile_json, read_profile
+from moepass.runtime.calibrate.calibration import calibrate
+from moepass.runtime.calibrate.experiments import CPU_SIZES
 
 STEP_LIMIT, CROSSOVER_LIMIT = 0.10, 0.15
 SEQUENCE = 256

@@ -25,8 +25,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 import moepass
-from moepass.models.expert_parallel import AllToAllExperts
-from moepass.models.expert_placement import ExpertPlacement
+from moepass.models.formulas.expert_placement import ExpertPlacement
+from moepass.models.reference.expert_parallel import AllToAllExperts
 
 RANKS = 2
 _CAUSAL = "causal"

@@ -2,8 +2,8 @@
 
     python benchmarks/published.py
 
-Nothing here is fitted to a cell. The constants are the three efficiencies of `passes/hardware.py` and the size of an
-engine's micro-batches in `passes/strategies.py`, each with its justification where it stands. What is taken from the
+Nothing here is fitted to a cell. The constants are the three efficiencies of `hardware.py` and the size of an
+engine's micro-batches in `strategies.py`, each with its justification where it stands. What is taken from the
 publication are the workloads.
 """
 
@@ -17,11 +17,10 @@ from typing import Any
 
 from common import print_table
 
-from moepass.hardware_profiles import load_hardware
-from moepass.models.presets import preset
-from moepass.passes.forecast import Forecast, forecast
-from moepass.passes.layer_times import Texts
-from moepass.passes.strategies import (
+from moepass.models.sizes.presets import preset
+from moepass.passes.machine.layer_times import Texts
+from moepass.passes.planner.forecast import Forecast, forecast
+from moepass.passes.planner.strategies import (
     ASYNCEP,
     MICRO_BATCH_TOKENS,
     Setting,
@@ -29,6 +28,7 @@ from moepass.passes.strategies import (
     compare_strategies,
     homes_of,
 )
+from moepass.profiles.hardware_profiles import load_hardware
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_results.json").read_text())
 MODEL = preset("qwen3-235b-a22b")

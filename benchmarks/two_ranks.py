@@ -28,8 +28,8 @@ import typer
 from common import print_table, verdict
 from emulated_exchange import exchanges_take
 
-from moepass.models.moe_stack import MoEStack, StackConfig, build_stack
-from moepass.passes.cpu_products import multiply
+from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
+from moepass.runtime.kernels.cpu_gemm_library import multiply
 
 RANKS = 2
 VARIANTS = ("resident", "EP eager", "EP Inductor", "pull", "collective")

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moepass.backend import Compilation, record_compilations
-    from moepass.explaining import explain
+    from moepass.explaining.explain_model import explain
+    from moepass.explaining.report import Report
     from moepass.models.errors import CheckpointError, InputError, MoepassError, OptionError
     from moepass.options import Options
-    from moepass.passes.ir import Plan
-    from moepass.report import Report
-    from moepass.runtime.gather_only import gather_only_step
-    from moepass.runtime.loading import load_pretrained, offload_report
-    from moepass.runtime.offload import OffloadReport, offload_experts
-    from moepass.runtime.recording import record_timeline
-    from moepass.runtime.transformers_ep import register_transformers
+    from moepass.passes.ir.plan import Plan
+    from moepass.runtime.execute.gather_only import gather_only_step
+    from moepass.runtime.integrations.transformers_ep import register_transformers
+    from moepass.runtime.offload.loading import load_pretrained, offload_report
+    from moepass.runtime.offload.offload import OffloadReport, offload_experts
+    from moepass.runtime.transfer.recording import record_timeline
 
 __version__ = "0.1.0"
 
@@ -57,19 +57,19 @@ _HOME_OF = {
     "Compilation": "moepass.backend",
     "InputError": "moepass.models.errors",
     "MoepassError": "moepass.models.errors",
-    "OffloadReport": "moepass.runtime.offload",
+    "OffloadReport": "moepass.runtime.offload.offload",
     "OptionError": "moepass.models.errors",
     "Options": "moepass.options",
-    "Plan": "moepass.passes.ir",
-    "Report": "moepass.report",
-    "explain": "moepass.explaining",
-    "gather_only_step": "moepass.runtime.gather_only",
-    "load_pretrained": "moepass.runtime.loading",
-    "offload_experts": "moepass.runtime.offload",
-    "offload_report": "moepass.runtime.loading",
+    "Plan": "moepass.passes.ir.plan",
+    "Report": "moepass.explaining.report",
+    "explain": "moepass.explaining.explain_model",
+    "gather_only_step": "moepass.runtime.execute.gather_only",
+    "load_pretrained": "moepass.runtime.offload.loading",
+    "offload_experts": "moepass.runtime.offload.offload",
+    "offload_report": "moepass.runtime.offload.loading",
     "record_compilations": "moepass.backend",
-    "record_timeline": "moepass.runtime.recording",
-    "register_transformers": "moepass.runtime.transformers_ep",
+    "record_timeline": "moepass.runtime.transfer.recording",
+    "register_transformers": "moepass.runtime.integrations.transformers_ep",
 }
 
 

@@ -14,20 +14,19 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
-from moepass.captured import capture_notes, name_inputs
 from moepass.dump import GraphDump
 from moepass.models.errors import InputError
 from moepass.options import Options, parse_options
-from moepass.passes.collectives import group_names
-from moepass.passes.detect import bank_arguments
-from moepass.passes.graph import draws_random_numbers, graphs_within, is_call
-from moepass.passes.hardware import Hardware, with_emulated_link
-from moepass.passes.ir import BANK_TENSOR, Plan
-from moepass.passes.lower import decompositions, lower_segments
+from moepass.passes.blocks.detect import bank_arguments
+from moepass.passes.graph.collectives import group_names
+from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_call
+from moepass.passes.ir.plan import BANK_TENSOR, Plan
+from moepass.passes.ir.protocol import CaptureNotes, PassContext
+from moepass.passes.machine.hardware import Hardware, with_emulated_link
+from moepass.passes.parallel.proposals import NO_BORDER
 from moepass.passes.pipeline import compile_graph
-from moepass.passes.proposals import NO_BORDER
-from moepass.passes.protocol import CaptureNotes, PassContext
-from moepass.runtime.adoption import (
+from moepass.runtime.banks.banks import BankStore, find_store
+from moepass.runtime.execute.adoption import (
     adoption,
     agreement_on_blocks,
     dispatching,
@@ -35,12 +34,13 @@ from moepass.runtime.adoption import (
     replica_check,
     run_checks,
 )
-from moepass.runtime.banks import BankStore, find_store
-from moepass.runtime.dispatching import CapturedFallback
-from moepass.runtime.eager_watch import eager_watch
-from moepass.runtime.executor import Executor
-from moepass.runtime.rendezvous import PeerError
-from moepass.runtime.vector_check import vector_check
+from moepass.runtime.execute.captured import capture_notes, name_inputs
+from moepass.runtime.execute.dispatching import CapturedFallback
+from moepass.runtime.execute.executor import Executor
+from moepass.runtime.lowering.lower_segments import decompositions, lower_segments
+from moepass.runtime.lowering.vector_check import vector_check
+from moepass.runtime.ranks.eager_watch import eager_watch
+from moepass.runtime.ranks.rendezvous import PeerError
 
 logger = logging.getLogger("moepass")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.fx import GraphModule
 
 from moepass.models.errors import OptionError
-from moepass.passes.ir import Plan
+from moepass.passes.ir.plan import Plan
 
 
 def _readable(module: GraphModule) -> str:

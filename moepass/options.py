@@ -8,15 +8,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from moepass.hardware_profiles import load_hardware
 from moepass.models.errors import OptionError, one_of
 from moepass.models.limits import check_wait
-from moepass.passes.hardware import Hardware
-from moepass.passes.lower import LOWERINGS
-from moepass.runtime.adoption import AdoptionOptions
-from moepass.runtime.agreement import LARGEST_EXACT
-from moepass.runtime.link import parse_link
-from moepass.runtime.transports import check_transport
+from moepass.passes.machine.hardware import Hardware
+from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.execute.adoption import AdoptionOptions
+from moepass.runtime.lowering.lower_segments import LOWERINGS
+from moepass.runtime.ranks.agreement import LARGEST_EXACT
+from moepass.runtime.transfer.link import parse_link
+from moepass.runtime.transfer.transports import check_transport
 
 
 @dataclasses.dataclass(frozen=True)

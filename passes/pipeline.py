@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from moepass.passes.complete_shards import complete_shards
-from moepass.passes.cost import cost
-from moepass.passes.detect import detect
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
-from moepass.passes.partition import partition
-from moepass.passes.plan import plan
-from moepass.passes.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
-from moepass.passes.rewrite import rewrite
-from moepass.passes.schedule import schedule
-from moepass.passes.sink_lookups import sink_lookups
-from moepass.passes.verify import verify
+from moepass.passes.blocks.detect import detect
+from moepass.passes.blocks.lower_complete_experts import complete_shards
+from moepass.passes.blocks.rewrite import rewrite
+from moepass.passes.blocks.sink_token_gather import sink_lookups
+from moepass.passes.cost.graph_cost import cost
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.schedule.assign_slots import plan
+from moepass.passes.schedule.schedule_slots import schedule
+from moepass.passes.schedule.verify import verify
+from moepass.passes.segments.partition import partition
 
 PASSES: tuple[Pass, ...] = (
     localise,  # first: what crosses ranks becomes local, and everything after it sees local blocks only

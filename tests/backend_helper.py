@@ -15,10 +15,10 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 import moepass
-from moepass.passes.graph import is_call
-from moepass.passes.ir import Plan, acquire, gather, prefetch, release
+from moepass.passes.graph.nodes import is_call
+from moepass.passes.ir.plan import Plan, acquire, gather, prefetch, release
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.pipeline import PASSES
-from moepass.passes.protocol import PassContext, PassResult, run_passes
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 4, 32, 64, 6, 2
 SLOT_OP_NAMES = {prefetch: "prefetch", acquire: "acquire", release: "release"}

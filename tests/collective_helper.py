@@ -10,7 +10,7 @@ from backend_helper import Stack
 from torch import nn
 
 import moepass
-from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.models.testing.moe_stack import StackConfig, build_stack
 
 SMALL = StackConfig(layers=2, max_tokens=32)
 

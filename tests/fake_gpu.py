@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from moepass.passes.lower import decompositions
+from moepass.runtime.lowering.lower_segments import decompositions
 
 # Indexing asks for the guard of a tensor's device, fake or not, which a torch without CUDA does not have.
 _GUARD = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from moepass.passes.collectives import KINDS
-from moepass.passes.graph import copy_graph_module, fake_value
+from moepass.passes.graph.collectives import KINDS
+from moepass.passes.graph.nodes import copy_graph_module, fake_value
 
 SWAPS = {
     torch.ops.aten.add.Tensor: torch.ops.aten.sub.Tensor,

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from simulated_ranks import Captured, capture
 
-from moepass.models.moe_stack import StackConfig
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
-from moepass.passes.protocol import PassContext, run_passes
+from moepass.models.testing.moe_stack import StackConfig
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
 
 
 def _resident_bytes() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moepass.runtime.shared_memory import create_segment, open_segment
+from moepass.runtime.system.shared_memory import create_segment, open_segment
 
 # Memory of other ranks that must not be read any more.
 _poisoned: list[torch.Tensor] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from moepass.passes.ir import Refusal
+from moepass.passes.ir.plan import Refusal
 
 # Names of a graph's inputs and sizes, and what Python says to itself.
 UNREADABLE = re.compile(r"\barg\d+_\d+\b|\b[su]\d+\b|KeyError|_tensor_constant|<built-in|\[SymInt")

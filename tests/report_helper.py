@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import moepass
-from moepass.report import Report
+from moepass.explaining.report import Report
 
 
 @functools.lru_cache(maxsize=1)

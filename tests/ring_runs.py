@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from moepass.passes.ir import GatherPlan
-from moepass.runtime.banks import Bank, pack_bank
-from moepass.runtime.ring import Ring
+from moepass.passes.ir.plan import GatherPlan
+from moepass.runtime.banks.banks import Bank, pack_bank
+from moepass.runtime.transfer.ring import Ring
 
 SLOT_BYTES = 1 << 10
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph, Node
 
-from moepass.passes.graph import is_call, is_view, mutates, readers
-from moepass.passes.ir import SLOT_OPS, Plan, acquire, gather, prefetch, release
+from moepass.passes.graph.nodes import is_call, is_view, mutates, readers
+from moepass.passes.ir.plan import SLOT_OPS, Plan, acquire, gather, prefetch, release
 
 # The names of the shards that a bank is copied from, and its number.
 Contents = tuple[tuple[str, ...], int]
@@ -95,7 +95,7 @@ class Copy:
 
 
 class Host:
-    """The ring of `moepass.runtime.ring`, issuing to streams instead of copying. One object for all runs."""
+    """The ring of `moepass.runtime.transfer.ring`, issuing to streams instead of copying. One object for all runs."""
 
     def __init__(self, slots: int, slot_bytes: int, expected: dict[str, list[Contents]]) -> None:
         self.expected, self.slots, self.slot_bytes = expected, slots, slot_bytes

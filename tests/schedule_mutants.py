@@ -13,12 +13,12 @@ from schedule_judge import Contents, expected_reads
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph import copy_graph_module, is_call, is_view, readers
-from moepass.passes.ir import SLOT_OPS, Plan, Residency, acquire, gather, prefetch, release
-from moepass.passes.plan import lifetimes
-from moepass.passes.plan import plan as plan_slots
-from moepass.passes.protocol import PassContext
-from moepass.passes.schedule import schedule
+from moepass.passes.graph.nodes import copy_graph_module, is_call, is_view, readers
+from moepass.passes.ir.plan import SLOT_OPS, Plan, Residency, acquire, gather, prefetch, release
+from moepass.passes.ir.protocol import PassContext
+from moepass.passes.schedule.assign_slots import lifetimes
+from moepass.passes.schedule.assign_slots import plan as plan_slots
+from moepass.passes.schedule.schedule_slots import schedule
 
 
 class Shared(nn.Module):

@@ -2,7 +2,7 @@
 
 Capturing uses torch's fake process group, which lets one process be any rank. Running is lockstep: each rank's graph is
 interpreted on real numbers up to its next collective, and once all ranks stand at one, it is carried out among them.
-Unlike the mock peers of `passes/mock_ranks.py` this knows nothing of experts or of any contract.
+Unlike the mock peers of `peer_equivalence.py` this knows nothing of experts or of any contract.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.passes.collectives import WAIT, Collective, collective_of
-from moepass.passes.graph import map_nodes
-from moepass.passes.ir import BankSpec, gather
-from moepass.passes.lower import decompositions
-from moepass.passes.protocol import Group
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.graph.collectives import WAIT, Collective, collective_of
+from moepass.passes.graph.nodes import map_nodes
+from moepass.passes.ir.plan import BankSpec, gather
+from moepass.passes.ir.protocol import Group
+from moepass.runtime.lowering.lower_segments import decompositions
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ from ranks import run_ranks
 from test_adoption import SMALL, _compile, _hidden
 
 import moepass
-from moepass.models.moe_stack import MoEStack, build_stack
-from moepass.runtime.adopted_banks import AdoptedHome, adopted_banks
-from moepass.runtime.shared_parameters import is_movable
+from moepass.models.testing.moe_stack import MoEStack, build_stack
+from moepass.runtime.homes.adopted_banks import AdoptedHome, adopted_banks
+from moepass.runtime.homes.shared_parameters import is_movable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -15,11 +15,11 @@ from ranks import RankError, run_ranks
 from torch.fx import GraphModule
 
 import moepass
-from moepass.models.expert_parallel import EP_FORMS
-from moepass.models.moe_stack import MoEStack, StackConfig, build_stack
-from moepass.passes.graph import fake_value
-from moepass.runtime.executor import Executor
-from moepass.runtime.rendezvous import PeerError
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
+from moepass.passes.graph.nodes import fake_value
+from moepass.runtime.execute.executor import Executor
+from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

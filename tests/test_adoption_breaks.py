@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.moe_stack import MoEStack, build_stack
-from moepass.runtime.ring import RingStatistics
+from moepass.models.testing.moe_stack import MoEStack, build_stack
+from moepass.runtime.transfer.ring import RingStatistics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

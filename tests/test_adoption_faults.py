@@ -16,10 +16,10 @@ import torch
 from test_adoption import SMALL, _compile, _hidden
 from workers import Worker, join_group, named_memory
 
-from moepass.models.moe_stack import build_stack
-from moepass.runtime.peer_home import PeerPacker
-from moepass.runtime.peers import PeerGroup
-from moepass.runtime.rendezvous import PeerError
+from moepass.models.testing.moe_stack import build_stack
+from moepass.runtime.homes.peer_home import PeerPacker
+from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -10,10 +10,10 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from moepass.models import formulas
-from moepass.models.architecture import FAMILIES, Attention, Experts, Layer, from_config, short_dtype
 from moepass.models.errors import InputError
-from moepass.models.presets import preset, preset_config, preset_names, presets_source
-from moepass.models.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model
+from moepass.models.sizes.architecture import FAMILIES, Attention, Experts, Layer, from_config, short_dtype
+from moepass.models.sizes.presets import preset, preset_config, preset_names, presets_source
+from moepass.models.testing.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model
 
 # Parameters in total and per token as their publishers give them, and what they count per token beside the layers.
 PUBLISHED = {

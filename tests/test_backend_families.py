@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import moepass
-from moepass.models.tiny import (
+from moepass.models.testing.tiny import (
     TINY_FAMILIES,
     ExpertFamily,
     discover_expert_families,
@@ -19,7 +19,7 @@ from moepass.models.tiny import (
     tiny_inputs,
     tiny_model,
 )
-from moepass.runtime.offload import find_expert_modules
+from moepass.runtime.offload.offload import find_expert_modules
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

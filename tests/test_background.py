@@ -12,8 +12,8 @@ import atexit, threading
 atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate())))
 
 import torch
-from moepass.runtime.copying import CopyThread, PendingCopy
-from moepass.runtime.link import Link
+from moepass.runtime.transfer.copying import CopyThread, PendingCopy
+from moepass.runtime.transfer.link import Link
 
 threads = [CopyThread(Link(1.0)) for _ in range(2)]
 memory = torch.frombuffer(bytearray(1 << 16), dtype=torch.uint8)

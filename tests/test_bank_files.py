@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import overwrite_with_the_old_time
 
 import moepass
-from moepass.models.checkpoint_files import CheckpointFiles
-from moepass.models.file_stamp import FileStamp
-from moepass.models.unread_tensors import unread
-from moepass.runtime.bank_files import BankFolder
+from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
+from moepass.models.checkpoint.file_stamp import FileStamp
+from moepass.models.checkpoint.unread_tensors import unread
+from moepass.runtime.homes.disk.bank_files import BankFolder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="home disk locks its folder as Linux does")
 Tensors = dict[str, torch.Tensor]

@@ -17,18 +17,18 @@ from ranks import run_ranks
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moepass.cli import app
-from moepass.hardware_profiles import profile_json, read_profile
-from moepass.hardware_report import print_hardware
+from moepass.cli.main import app
+from moepass.explaining.hardware_report import print_hardware
 from moepass.models.errors import InputError, OptionError
-from moepass.passes import times
-from moepass.passes.hardware import COLLECTIVES, Conditions
-from moepass.runtime import calibration
-from moepass.runtime.calibration import CalibrationError, calibrate, profile_of
-from moepass.runtime.calibration_rank import Measured, RankMeasurements, measure_rank
-from moepass.runtime.experiments import CPU_SIZES, CUDA_SIZES, Sizes, quick
-from moepass.runtime.measure_transfers import ThreadLane
-from moepass.runtime.stopwatch import Patience, Timing, time_calls, timing_of
+from moepass.passes.machine import times
+from moepass.passes.machine.hardware import COLLECTIVES, Conditions
+from moepass.profiles.hardware_profiles import profile_json, read_profile
+from moepass.runtime.calibrate import calibration
+from moepass.runtime.calibrate.calibration import CalibrationError, calibrate, profile_of
+from moepass.runtime.calibrate.calibration_rank import Measured, RankMeasurements, measure_rank
+from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, Sizes, quick
+from moepass.runtime.calibrate.measure_transfers import ThreadLane
+from moepass.runtime.calibrate.stopwatch import Patience, Timing, time_calls, timing_of
 
 CPU = torch.device("cpu")
 TINY = Sizes(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import broken_copy, edit_config, edit_weights, original_model, save_tiny_checkpoint
 
 from moepass import CheckpointError
-from moepass.models.checkpoints import (
+from moepass.models.checkpoint.checkpoint_folders import (
     Prompt,
     load_config,
     load_model,
@@ -21,7 +21,7 @@ from moepass.models.checkpoints import (
     meta_model,
     resolve_model,
 )
-from moepass.models.tiny import tiny_inputs
+from moepass.models.testing.tiny import tiny_inputs
 
 
 @pytest.fixture(scope="module")

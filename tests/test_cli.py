@@ -16,10 +16,10 @@ import torch
 from tiny_checkpoint import broken_copy, edit_config, original_model, save_tiny_checkpoint
 from typer.testing import CliRunner
 
-from moepass.cli import app, parse_bytes, parse_labels
-from moepass.compiler_view import Moment, abbreviate, capture_plans, explain_model
-from moepass.passes.ir import Plan
-from moepass.runtime.offload import offload_experts
+from moepass.cli.main import app, parse_bytes, parse_labels
+from moepass.explaining.compiler_view import Moment, abbreviate, capture_plans, explain_model
+from moepass.passes.ir.plan import Plan
+from moepass.runtime.offload.offload import offload_experts
 
 RECORDS: list[dict[str, Any]] = [
     {"id": 7, "text": "the cat sat on the mat"},
@@ -195,7 +195,7 @@ def test_a_model_without_experts_scores_only_without_streaming(dense: Path) -> N
 def test_a_failure_while_writing_leaves_the_old_file(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moepass.runtime.scoring import Scorer
+    from moepass.runtime.serving.scoring import Scorer
 
     original = Scorer.score_prompts
 
@@ -255,7 +255,7 @@ def test_explain_of_a_dense_model_says_that_there_is_nothing_to_do(dense: Path) 
 
 def test_explain_shows_the_plan_that_runs(checkpoint: Path) -> None:
     import moepass
-    from moepass.models.checkpoints import load_model
+    from moepass.models.checkpoint.checkpoint_folders import load_model
 
     model = load_model(checkpoint)
     offload_experts(model, slots=2)
@@ -355,13 +355,13 @@ def test_long_schedules_are_abbreviated_by_rhythm() -> None:
 
 
 def _process(*arguments: str | Path, text: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from moepass.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", "from moepass.cli.main import main; main()", *map(str, arguments)]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, **options)
 
 
 def test_help_and_version_do_not_import_torch() -> None:
     check = (
-        "import sys\nfrom moepass.cli import app\n"
+        "import sys\nfrom moepass.cli.main import app\n"
         "try: app(['--help'])\nexcept SystemExit as error: assert not error.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

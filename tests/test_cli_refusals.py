@@ -18,13 +18,13 @@ from tiny_checkpoint import broken_copy, edit_config, edit_weights, save_tiny_ch
 from typer.testing import CliRunner
 
 import moepass
-from moepass.cli import app
-from moepass.models.checkpoints import load_model, load_tokenizer
+from moepass.cli.main import app
+from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer
 from moepass.models.errors import CheckpointError
-from moepass.runtime.scoring import Scorer
+from moepass.runtime.serving.scoring import Scorer
 
 TEXTS = "".join(json.dumps({"text": text}) + "\n" for text in ("the cat sat", "a dog", "maybe"))
-COMMAND = [sys.executable, "-c", "from moepass.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from moepass.cli.main import main; main()"]
 QUICK = ["--eager", "--labels", "yes,no"]
 
 
@@ -73,7 +73,7 @@ def test_a_single_text_with_nan_is_the_one_that_is_named(checkpoint: Path, tmp_p
     assert result.exit_code == 1
     assert result.stdout.count("\n") <= 1  # the line before it may be out
     assert "moepass: error: line 2: the log-probabilities" in result.stderr
-    from moepass.models.checkpoints import Prompt
+    from moepass.models.checkpoint.checkpoint_folders import Prompt
 
     scorer = Scorer.of(load_model(folder), tokenizer, Prompt())
     with pytest.raises(CheckpointError, match="text 2: the log-probabilities of the labels are nan"):
@@ -81,7 +81,7 @@ def test_a_single_text_with_nan_is_the_one_that_is_named(checkpoint: Path, tmp_p
 
 
 def test_labels_that_are_all_impossible_are_an_error_and_one_of_them_is_none(checkpoint: Path) -> None:
-    from moepass.models.checkpoints import Prompt
+    from moepass.models.checkpoint.checkpoint_folders import Prompt
 
     tokenizer = load_tokenizer(checkpoint)
     model = load_model(checkpoint)

@@ -15,7 +15,7 @@ import pytest
 from tiny_checkpoint import save_tiny_checkpoint
 
 TEXTS = '{"text": "the cat sat"}\n{"text": "a dog"}\n'
-COMMAND = [sys.executable, "-c", "from moepass.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from moepass.cli.main import main; main()"]
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 PROC = pytest.mark.skipif(not os.path.exists("/proc/self"), reason="needs /proc")
 
@@ -100,7 +100,7 @@ def test_outputs_that_cannot_be_are_noticed_before_any_work(
 ) -> None:
     from typer.testing import CliRunner
 
-    from moepass.cli import app
+    from moepass.cli.main import app
 
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")

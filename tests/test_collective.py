@@ -17,13 +17,13 @@ from tiny_checkpoint import save_tiny_checkpoint
 from torch import nn
 
 import moepass
-from moepass.models.checkpoints import load_model
-from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.models.tiny import tiny_inputs, tiny_model
+from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.options import parse_options
-from moepass.runtime import peers
-from moepass.runtime.processes import ProcessError
-from moepass.runtime.shared_memory import SharedMemoryError
+from moepass.runtime.system.processes import ProcessError
+from moepass.runtime.system.shared_memory import SharedMemoryError
+from moepass.runtime.transfer.home_protocol import peers
 
 
 def _no_shared_memory(*_: object) -> Any:

@@ -22,10 +22,10 @@ from torch import nn
 from workers import Worker, join_group
 
 import moepass
-from moepass.models.moe_stack import build_stack
-from moepass.runtime import peer_home
-from moepass.runtime.executor import SegmentError
-from moepass.runtime.rendezvous import PeerError
+from moepass.models.testing.moe_stack import build_stack
+from moepass.runtime.execute.executor import SegmentError
+from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.transfer.home_protocol import peer_home
 
 
 def _errors(*attempts: Callable[[], object]) -> list[str]:

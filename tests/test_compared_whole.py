@@ -14,17 +14,17 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import moepass.passes.complete_shards  # noqa: F401  registers the operator
-from moepass.models.expert_parallel import EP_FORMS
-from moepass.models.grouped_experts import grouped_product
-from moepass.models.moe_stack import StackConfig
-from moepass.passes.canonical_text import CanonicalText, describe_constant
-from moepass.passes.graph import graph_inputs
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
-from moepass.passes.not_this_form import NotThisForm
-from moepass.passes.protocol import PassContext, run_passes
-from moepass.passes.replicated import Origin, ReplicatedValues
+import moepass.passes.blocks.lower_complete_experts  # noqa: F401  registers the operator
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.testing.moe_stack import StackConfig
+from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
+from moepass.passes.graph.nodes import graph_inputs
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.replicated import Origin, ReplicatedValues
 
 GROUP = "0"
 c10d = torch.ops._c10d_functional

@@ -11,9 +11,9 @@ import torch
 from backend_helper import BLOCKS, EXPERTS, TOP_K, capture, count, tokens, up_to
 from torch import nn
 
-from moepass.passes.complete_shards import COMPLETE_EXPERTS
-from moepass.passes.ir import gather
-from moepass.runtime import complete_experts
+from moepass.passes.blocks.lower_complete_experts import COMPLETE_EXPERTS
+from moepass.passes.ir.plan import gather
+from moepass.runtime.integrations import complete_experts
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

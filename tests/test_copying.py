@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from moepass.passes.shards import Piece
-from moepass.runtime import copying
-from moepass.runtime.copying import CopyError, CopyThread, PendingCopy
-from moepass.runtime.link import Link
-from moepass.runtime.sources import MemorySource
+from moepass.passes.ir.shards import Piece
+from moepass.runtime.transfer import copying
+from moepass.runtime.transfer.copying import CopyError, CopyThread, PendingCopy
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.sources import MemorySource
 
 
 def _bytes(nbytes: int, value: int) -> torch.Tensor:

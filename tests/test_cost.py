@@ -16,15 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import moepass
 from moepass.models import formulas
-from moepass.models.architecture import Architecture, Layer, from_config
 from moepass.models.errors import InputError
 from moepass.models.formulas.attention import DELTA_RULE_CHUNK
 from moepass.models.formulas.text import evaluate_text
-from moepass.models.presets import preset, preset_config
-from moepass.models.tiny import TINY_FAMILIES
-from moepass.passes.cost import graph_cost, total_cost
-from moepass.passes.graph import module_path
-from moepass.passes.op_costs import node_cost
+from moepass.models.sizes.architecture import Architecture, Layer, from_config
+from moepass.models.sizes.presets import preset, preset_config
+from moepass.models.testing.tiny import TINY_FAMILIES
+from moepass.passes.cost.graph_cost import graph_cost, total_cost
+from moepass.passes.cost.op_costs import node_cost
+from moepass.passes.graph.nodes import module_path
 
 # A multiple of the delta rule's chunk, so that no padding is computed.
 BATCH, SEQUENCE = 2, DELTA_RULE_CHUNK
@@ -144,7 +144,7 @@ def test_the_plan_holds_totals_of_graph_blocks_and_segments(form: str) -> None:
     assert len(set(flops)) == 1
     assert 0 < sum(flops) < total[0]
     assert plan.uncosted == ()
-    assert moepass.passes.ir.Plan.from_json(plan.to_json()) == plan
+    assert moepass.passes.ir.plan.Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_block_costs_its_products() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moepass.passes import cpu_products, lower_experts
-from moepass.passes.cpu_products import cpu_info, multiply
+from moepass.runtime.kernels.cpu_gemm_library import cpu_info, multiply
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("this torch comes without oneDNN", allow_module_level=True)

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 from moepass.models.errors import OptionError
-from moepass.passes.ir import GatherPlan
-from moepass.runtime import ring as ring_module
-from moepass.runtime.banks import Bank
-from moepass.runtime.learned_order import Fetch
-from moepass.runtime.link import Link, parse_link
-from moepass.runtime.ring import CudaRing
+from moepass.passes.ir.plan import GatherPlan
+from moepass.runtime.banks.banks import Bank
+from moepass.runtime.transfer import ring as ring_module
+from moepass.runtime.transfer.learned_order import Fetch
+from moepass.runtime.transfer.link import Link, parse_link
+from moepass.runtime.transfer.ring import CudaRing
 
 CPU = torch.device("cpu")
 

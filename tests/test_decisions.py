@@ -16,14 +16,14 @@ from test_adoption import SMALL, _compile, _hidden
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.expert_parallel import EP_FORMS, ShardedExperts
-from moepass.models.grouped_experts import grouped_product
-from moepass.models.moe_stack import build_stack
-from moepass.passes import localise
-from moepass.passes.ir import LocalisedBlock
-from moepass.passes.mock_run import ContractBroken
-from moepass.passes.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
-from moepass.runtime.rendezvous import PeerError
+from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
+from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.testing.moe_stack import build_stack
+from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.parallel import eliminate_expert_parallelism as localise
+from moepass.passes.parallel.proof.mock_run import ContractBroken
+from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
+from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

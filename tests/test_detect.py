@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import moepass
-from moepass.passes.detect import find_blocks
+from moepass.passes.blocks.detect import find_blocks
 
 FORMS = [
     ("grouped_mm", torch.bfloat16),

@@ -16,14 +16,14 @@ from ranks import run_ranks
 from test_adoption import SMALL, _compile, _hidden, _stays_exact
 
 import moepass
-from moepass.models.moe_stack import build_stack
-from moepass.runtime import adopted_banks
-from moepass.runtime.adopted_banks import AdoptedHome
-from moepass.runtime.device_home import DevicePacker
-from moepass.runtime.peer_home import PeerPacker
-from moepass.runtime.peers import PeerGroup
-from moepass.runtime.rendezvous import PeerError
-from moepass.runtime.transports import Transport
+from moepass.models.testing.moe_stack import build_stack
+from moepass.runtime.homes.adopted_banks import AdoptedHome
+from moepass.runtime.homes.device_home import DevicePacker
+from moepass.runtime.homes.peer_home import PeerPacker
+from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.transfer.home_protocol import adopted_banks
+from moepass.runtime.transfer.transports import Transport
 
 
 @contextmanager

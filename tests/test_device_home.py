@@ -19,14 +19,13 @@ from ranks import run_ranks
 from torch.distributed import distributed_c10d as c10d
 
 import moepass
-from moepass.runtime import offload
-from moepass.runtime.device_home import DevicePacker, SymmetricMemory
-from moepass.runtime.offload import expert_parameters, find_expert_modules
-from moepass.runtime.peers import PeerGroup
-from moepass.runtime.rendezvous import PeerError
-from moepass.runtime.shared_memory import SharedMemoryError
-from moepass.runtime.sources import read_range
-from moepass.runtime.transports import PULL, Transport
+from moepass.runtime.homes.device_home import DevicePacker, SymmetricMemory
+from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.offload.offload import expert_parameters, find_expert_modules, offload
+from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.system.shared_memory import SharedMemoryError
+from moepass.runtime.transfer.sources import read_range
+from moepass.runtime.transfer.transports import PULL, Transport
 
 
 class _Unreadable(Segments):

@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 from tiny_checkpoint import overwrite_with_the_old_time
 
 import moepass
-from moepass.models.checkpoint_files import CheckpointFiles
-from moepass.models.file_header import make_header, read_header
-from moepass.models.unread_tensors import unread
-from moepass.passes.shards import Piece
+from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
+from moepass.models.checkpoint.file_header import make_header, read_header
+from moepass.models.checkpoint.unread_tensors import unread
+from moepass.passes.ir.shards import Piece
 from moepass.runtime import copying, disk_files
-from moepass.runtime.copying import CopyThread, PendingCopy
-from moepass.runtime.disk_files import DiskFile, FileSource
-from moepass.runtime.disk_home import DiskPacker, in_file_order
-from moepass.runtime.link import Link
-from moepass.runtime.read_ahead import ReadAhead
-from moepass.runtime.sources import read_range
+from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
+from moepass.runtime.homes.disk.disk_home import DiskPacker, in_file_order
+from moepass.runtime.homes.disk.read_ahead import ReadAhead
+from moepass.runtime.transfer.copying import CopyThread, PendingCopy
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.sources import read_range
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="home disk advises the Linux kernel")

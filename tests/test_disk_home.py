@@ -17,11 +17,17 @@ from tiny_checkpoint import save_tiny_checkpoint
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moepass
-from moepass.models.checkpoints import load_model
-from moepass.models.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model, tiny_inputs, tiny_model
-from moepass.runtime.bank_files import BankFolder
-from moepass.runtime.disk_files import FileSource
-from moepass.runtime.disk_home import DiskHome
+from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.testing.tiny import (
+    TINY_FAMILIES,
+    discover_expert_families,
+    discovered_tiny_model,
+    tiny_inputs,
+    tiny_model,
+)
+from moepass.runtime.homes.disk.bank_files import BankFolder
+from moepass.runtime.homes.disk.disk_files import FileSource
+from moepass.runtime.homes.disk.disk_home import DiskHome
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),

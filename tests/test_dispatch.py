@@ -16,16 +16,16 @@ from ranks import run_ranks
 from torch.fx import GraphModule
 
 import moepass
-from moepass.hardware_profiles import load_hardware
-from moepass.models.expert_parallel import EP_FORMS
-from moepass.models.moe_stack import StackConfig, build_stack
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.options import parse_options
-from moepass.passes.all_to_all_border import BorderEstimate
-from moepass.passes.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
-from moepass.passes.input_sizes import SizeSource, read_sizes, size_sources
-from moepass.passes.ir import Dispatch, Plan
-from moepass.passes.lower_later import lower_later
-from moepass.runtime.agreement import Presence
+from moepass.passes.graph.input_sizes import SizeSource, read_sizes, size_sources
+from moepass.passes.ir.plan import Dispatch, Plan
+from moepass.passes.planner.all_to_all_crossover import BorderEstimate
+from moepass.passes.schedule.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
+from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.lowering.lower_later import lower_later
+from moepass.runtime.ranks.agreement import Presence
 
 FORMS = [None, GATHERED, EXCHANGED]
 _numbers = st.integers(0, 10**6)

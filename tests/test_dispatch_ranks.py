@@ -21,12 +21,12 @@ from test_adoption import SMALL, _compile, _hidden
 from workers import Worker, join_group
 
 import moepass
-from moepass.hardware_profiles import load_hardware
-from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.passes.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
-from moepass.passes.hardware import with_emulated_link
-from moepass.runtime.dispatching import FormStatistics
-from moepass.runtime.rendezvous import PeerError
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.machine.hardware import with_emulated_link
+from moepass.passes.schedule.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
+from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.execute.dispatching import FormStatistics
+from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -13,9 +13,9 @@ from test_adoption import SMALL, _hidden
 from torch import nn
 
 from moepass.models.errors import InputError
-from moepass.models.moe_stack import build_stack
-from moepass.runtime import eager_watch
-from moepass.runtime.rendezvous import PeerError
+from moepass.models.testing.moe_stack import build_stack
+from moepass.runtime.ranks import eager_watch
+from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

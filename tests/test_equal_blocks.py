@@ -11,14 +11,14 @@ from graph_mutants import mutate
 from simulated_ranks import Captured, capture
 from torch.fx import GraphModule
 
-from moepass.models.expert_parallel import EP_FORMS
-from moepass.models.moe_stack import StackConfig
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
-from moepass.passes.protocol import PassContext, run_passes
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.models.testing.moe_stack import StackConfig
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
 
 # The package's attribute of that name is the pass.
-MODULE = importlib.import_module("moepass.passes.localise")
+MODULE = importlib.import_module("moepass.passes.parallel.eliminate_expert_parallelism")
 LAYERS = 3
 
 

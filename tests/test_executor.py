@@ -19,12 +19,12 @@ from backend_helper import BLOCKS, Stack, find, streamed, tokens, up_to
 from torch import nn
 
 import moepass
-from moepass.passes.graph import copy_graph_module
-from moepass.passes.ir import acquire, prefetch, release
-from moepass.passes.lower import lower_segments
-from moepass.passes.partition import partition
-from moepass.passes.protocol import PassContext
-from moepass.runtime.executor import CopyError, Executor, SegmentError
+from moepass.passes.graph.nodes import copy_graph_module
+from moepass.passes.ir.plan import acquire, prefetch, release
+from moepass.passes.ir.protocol import PassContext
+from moepass.passes.segments.partition import partition
+from moepass.runtime.execute.executor import CopyError, Executor, SegmentError
+from moepass.runtime.lowering.lower_segments import lower_segments
 
 MODES: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]
 

@@ -19,11 +19,11 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 
 from moepass.models.errors import InputError
-from moepass.models.expert_parallel import EP_FORMS, AllReduceExperts
-from moepass.models.expert_placement import ExpertPlacement, shard_bounds
-from moepass.models.grouped_experts import GroupedExperts
-from moepass.models.moe_stack import StackConfig, build_experts, build_stack
-from moepass.models.tiny import tiny_model
+from moepass.models.formulas.expert_placement import ExpertPlacement, shard_bounds
+from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts
+from moepass.models.reference.grouped_experts import GroupedExperts
+from moepass.models.testing.moe_stack import StackConfig, build_experts, build_stack
+from moepass.models.testing.tiny import tiny_model
 
 FORMS = tuple(EP_FORMS)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -16,23 +16,23 @@ from test_architecture import tiny_config
 from tiny_checkpoint import original_model
 
 import moepass
-from moepass.advice import advice
-from moepass.compiler_view import Explanation, capture_plans
-from moepass.explained_blocks import explained_blocks
-from moepass.explained_models import explained_model
-from moepass.hardware_profiles import load_hardware
-from moepass.models.architecture import from_config
-from moepass.models.checkpoints import meta_model, resolve_model
-from moepass.models.cut_configs import cut_config, telling_prefix
+from moepass.explaining.advice import advice
+from moepass.explaining.compiler_view import Explanation, capture_plans
+from moepass.explaining.explained_blocks import explained_blocks
+from moepass.explaining.explained_models import explained_model
+from moepass.explaining.report import CompilerPart, Report
+from moepass.models.checkpoint.checkpoint_folders import meta_model, resolve_model
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.formulas import flops_per_token
-from moepass.models.presets import preset, preset_config, preset_names
-from moepass.models.tiny import TINY_FAMILIES
-from moepass.passes.forecast import Forecast, forecast
-from moepass.passes.ir import MoEBlock, Plan, Refusal
-from moepass.passes.layer_times import Texts
-from moepass.passes.strategies import Setting
-from moepass.report import CompilerPart, Report
+from moepass.models.sizes.architecture import from_config
+from moepass.models.sizes.cut_configs import cut_config, telling_prefix
+from moepass.models.sizes.presets import preset, preset_config, preset_names
+from moepass.models.testing.tiny import TINY_FAMILIES
+from moepass.passes.ir.plan import MoEBlock, Plan, Refusal
+from moepass.passes.machine.layer_times import Texts
+from moepass.passes.planner.forecast import Forecast, forecast
+from moepass.passes.planner.strategies import Setting
+from moepass.profiles.hardware_profiles import load_hardware
 
 # The keys that the schema promises at least, by part.
 PROMISED = {
@@ -134,7 +134,7 @@ def test_every_preset_is_explained(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3"])
 def test_a_preset_takes_less_than_two_cores_have_in_ten_seconds_and_2_gb(name: str) -> None:
     check = (
-        "import resource, sys\nfrom moepass.cli import app\n"
+        "import resource, sys\nfrom moepass.cli.main import app\n"
         f"try: app(['explain', '{name}', '--format', 'json'])\nexcept SystemExit as end: assert not end.code\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "print(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, file=sys.stderr)"

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.hardware_profiles import load_hardware
-from moepass.models.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.errors import InputError
 from moepass.models.formulas import bank_bytes, resident_bytes
-from moepass.models.presets import preset, preset_names
-from moepass.passes.forecast import (
+from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
+from moepass.models.sizes.presets import preset, preset_names
+from moepass.passes.machine.hardware import Conditions, Figure, Hardware, with_emulated_link, with_ranks
+from moepass.passes.machine.layer_times import Texts, head_seconds, layer_seconds
+from moepass.passes.machine.times import gather_seconds
+from moepass.passes.planner.forecast import (
     STAGES,
     Forecast,
     crossover_tokens,
@@ -24,12 +26,10 @@ from moepass.passes.forecast import (
     model_stages,
     streaming_machine,
 )
-from moepass.passes.hardware import Conditions, Figure, Hardware, with_emulated_link, with_ranks
-from moepass.passes.layer_times import Texts, head_seconds, layer_seconds
-from moepass.passes.strategies import Setting, activations_bytes, banks_bytes, resident_cost
-from moepass.passes.threshold_curve import threshold_curve
-from moepass.passes.times import gather_seconds
-from moepass.passes.verdict import reason
+from moepass.passes.planner.strategies import Setting, activations_bytes, banks_bytes, resident_cost
+from moepass.passes.planner.threshold_curve import threshold_curve
+from moepass.passes.planner.verdict import reason
+from moepass.profiles.hardware_profiles import load_hardware
 
 H100 = load_hardware("8xh100-80g")
 QWEN = preset("qwen3-235b-a22b")

@@ -14,8 +14,8 @@ import torch
 from backend_helper import Stack, tokens
 
 import moepass
-from moepass.runtime.copying import CopyThread, PendingCopy
-from moepass.runtime.link import Link
+from moepass.runtime.transfer.copying import CopyThread, PendingCopy
+from moepass.runtime.transfer.link import Link
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="needs a fork that is safe"),

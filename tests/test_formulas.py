@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.models import formulas
-from moepass.models.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.errors import InputError
 from moepass.models.formulas.attention import delta_rule_flops
-from moepass.models.presets import preset, preset_names
+from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
+from moepass.models.sizes.presets import preset, preset_names
 
 small = st.integers(1, 40)
 

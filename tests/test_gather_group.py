@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from moepass.passes.ir import NO_GATHER_PLAN, BankSpec, GatherPlan
-from moepass.runtime.banks import describe_bank, pack_bank
-from moepass.runtime.collective import Collective
-from moepass.runtime.gather_group import GatherGroup, Request
-from moepass.runtime.link import Link
-from moepass.runtime.peer_home import packer_for
-from moepass.runtime.peers import PeerGroup
-from moepass.runtime.rendezvous import PeerError, Rendezvous
+from moepass.passes.ir.plan import NO_GATHER_PLAN, BankSpec, GatherPlan
+from moepass.runtime.banks.banks import describe_bank, pack_bank
+from moepass.runtime.homes.collective import Collective
+from moepass.runtime.homes.peer_home import packer_for
+from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.ranks.gather_group import GatherGroup, Request
+from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.transfer.link import Link
 
 T = TypeVar("T")
 UNTOUCHED = 0xAB

@@ -14,9 +14,9 @@ from backend_helper import Stack, tokens
 from torch.distributed import distributed_c10d as c10d
 
 import moepass
-from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.runtime.adopted_banks import adopted_banks
-from moepass.runtime.checksum import checksum
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.runtime.homes.adopted_banks import adopted_banks
+from moepass.runtime.ranks.checksum import checksum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.fx import Node
 
 import moepass
-from moepass.passes import graph
-from moepass.passes.graph import draws_random_numbers, graphs_within, is_view, mutates, view_source
+from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_view, mutates, view_source
+from moepass.passes.graph.nodes import nodes as graph
 
 aten = torch.ops.aten
 

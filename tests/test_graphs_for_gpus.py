@@ -12,17 +12,17 @@ from torch.fx import Graph, GraphModule
 
 from moepass.backend import _ring_device
 from moepass.models.errors import InputError, OptionError
-from moepass.models.expert_parallel import EP_FORMS
-from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
-from moepass.passes.collectives import collectives_of
-from moepass.passes.graph import fake_value
-from moepass.passes.ir import Plan, acquire, prefetch, release
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
+from moepass.passes.graph.collectives import collectives_of
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ir.plan import Plan, acquire, prefetch, release
+from moepass.passes.ir.protocol import Group, PassContext, PassResult
 from moepass.passes.pipeline import compile_graph
-from moepass.passes.protocol import Group, PassContext, PassResult
-from moepass.runtime.adoption import AdoptionOptions, adoption
-from moepass.runtime.link import Link
-from moepass.runtime.transports import COLLECTIVE
+from moepass.runtime.execute.adoption import AdoptionOptions, adoption
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.transports import COLLECTIVE
 
 # Grouped products want bf16 on a GPU.
 CONFIG = StackConfig(layers=3, dtype=torch.bfloat16, max_tokens=12)

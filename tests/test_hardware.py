@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moepass.hardware_profiles import load_hardware, preset_names, profile_json, read_profile
 from moepass.models.errors import InputError
-from moepass.passes import times
-from moepass.passes.hardware import (
+from moepass.passes.machine import times
+from moepass.passes.machine.hardware import (
     COLLECTIVES,
     DENSE_GEMM_EFFICIENCY,
     Collectives,
@@ -26,7 +25,8 @@ from moepass.passes.hardware import (
     with_emulated_link,
     with_ranks,
 )
-from moepass.passes.seconds_table import Source, table_of
+from moepass.passes.machine.seconds_table import Source, table_of
+from moepass.profiles.hardware_profiles import load_hardware, preset_names, profile_json, read_profile
 
 H100 = load_hardware("8xh100-80g")
 BANK_BYTES = 128 * 3 * 4096 * 1536 * 2  # one layer of Qwen3-235B-A22B in bf16

@@ -12,19 +12,19 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from simulated_ranks import capture
 
-from moepass.models.collectives import gather_rows, scatter_sums, sum_over_ranks
-from moepass.models.expert_parallel import (
+from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
+from moepass.models.reference.expert_parallel import (
     EP_FORMS,
     AllGatherExperts,
     AllReduceExperts,
     AllToAllExperts,
     ShardedExperts,
 )
-from moepass.models.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
-from moepass.models.moe_stack import StackConfig
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
-from moepass.passes.protocol import PassContext, run_passes
+from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
+from moepass.models.testing.moe_stack import StackConfig
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
 
 Predicate = Callable[[torch.Tensor], torch.Tensor]
 SUBJECTS = ("places", "counts", "rows")

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moepass.passes import huge_pages
-from moepass.passes.huge_pages import empty_in_huge_pages, use_huge_pages
+from moepass.runtime.system import huge_pages
+from moepass.runtime.system.huge_pages import empty_in_huge_pages, use_huge_pages
 
 SIZE = 1 << 16
 

@@ -26,12 +26,12 @@ from tiny_checkpoint import save_tiny_checkpoint
 from torch import nn
 
 import moepass
-from moepass.models.checkpoints import load_model
-from moepass.models.tiny import tiny_inputs, tiny_model
+from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.runtime import stage_board, stager
-from moepass.runtime.banks import BankStore
-from moepass.runtime.rendezvous import PeerError
-from moepass.runtime.staging_order import StageState
+from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.homes.hybrid.staging_order import StageState
+from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in stage_board._ORDERED_MACHINES,

@@ -66,10 +66,10 @@ def test_nothing_unpickles_or_evaluates_what_others_brought() -> None:
 @pytest.mark.parametrize(
     ("layer", "source"),
     [
-        ("models", "from moepass.passes.ir import Plan"),
+        ("models", "from moepass.passes.ir.plan import Plan"),
         ("models", "import moepass"),
         ("models", "from .. import passes"),
-        ("passes", "import moepass.runtime.ring"),
+        ("passes", "import moepass.runtime.transfer.ring"),
         ("passes", "def late():\n    from moepass.runtime import banks"),
         ("passes", "import importlib\nimportlib.import_module('moepass.backend')"),
         ("runtime", "from moepass import Options"),
@@ -85,8 +85,8 @@ def test_the_check_sees_imports_that_point_up(layer: str, source: str) -> None:
     ("layer", "source"),
     [
         ("passes", "from moepass.models.errors import MoepassError"),
-        ("runtime", "from moepass.passes.ir import Plan\nimport threading"),
-        ("moepass", "from moepass.runtime.offload import offload_experts"),
+        ("runtime", "from moepass.passes.ir.plan import Plan\nimport threading"),
+        ("moepass", "from moepass.runtime.offload.offload import offload_experts"),
         ("models", "import torch, passes, runtime"),
     ],
 )

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.models.errors import MoepassError
-from moepass.passes.ir import (
+from moepass.passes.ir.plan import (
     BANK_TENSOR,
     PLAN_SCHEMA,
     BankSpec,
@@ -131,7 +131,7 @@ def test_a_real_plan_survives_json_and_is_complete() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     plan = _real_plan()
-    program = "import sys; from moepass.passes.ir import Plan; print(Plan.from_json(sys.stdin.read()).digest())"
+    program = "import sys; from moepass.passes.ir.plan import Plan; print(Plan.from_json(sys.stdin.read()).digest())"
     digests = {plan.digest()}
     for seed in ("0", "1", "12345"):
         done = subprocess.run(

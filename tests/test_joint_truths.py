@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_hidden_thresholds import CONFIG, refusal
 
-from moepass.models.expert_parallel import AllToAllExperts
+from moepass.models.reference.expert_parallel import AllToAllExperts
 
 # Four experts on each of two ranks: eight counts arrive.
 WIDE = dataclasses.replace(CONFIG, experts=8, max_tokens=400)

@@ -8,13 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.hardware_profiles import load_hardware
-from moepass.models.architecture import Attention, Experts, Layer
 from moepass.models.errors import InputError
-from moepass.models.presets import preset
-from moepass.passes.hardware import BANDWIDTH_EFFICIENCY, DENSE_GEMM_EFFICIENCY, IRREGULAR_EFFICIENCY, Figure, Hardware
-from moepass.passes.layer_times import Split, Texts, activation_dtype, head_seconds, layer_seconds
-from moepass.passes.times import TILE_ROWS
+from moepass.models.sizes.architecture import Attention, Experts, Layer
+from moepass.models.sizes.presets import preset
+from moepass.passes.machine.hardware import (
+    BANDWIDTH_EFFICIENCY,
+    DENSE_GEMM_EFFICIENCY,
+    IRREGULAR_EFFICIENCY,
+    Figure,
+    Hardware,
+)
+from moepass.passes.machine.layer_times import Split, Texts, activation_dtype, head_seconds, layer_seconds
+from moepass.passes.machine.times import TILE_ROWS
+from moepass.profiles.hardware_profiles import load_hardware
 
 H100 = load_hardware("8xh100-80g")
 HIDDEN = 4096

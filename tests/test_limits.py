@@ -11,18 +11,18 @@ import pytest
 from tiny_checkpoint import broken_copy, edit_config, save_tiny_checkpoint
 
 import moepass
-from moepass.cli import limited_lines, parse_bytes, parse_labels, parse_lines
-from moepass.hardware_profiles import load_hardware, read_profile
+from moepass.cli.main import limited_lines, parse_bytes, parse_labels, parse_lines
 from moepass.models import limits
-from moepass.models.checkpoints import load_config, load_model, load_prompt, load_tokenizer
+from moepass.models.checkpoint.checkpoint_folders import load_config, load_model, load_prompt, load_tokenizer
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.saturation import saturation
 from moepass.models.limits import MOST_JSON_DEPTH, TooLargeError, decode_json, read_limited
-from moepass.models.presets import preset, preset_config
+from moepass.models.sizes.presets import preset, preset_config
 from moepass.options import parse_options
-from moepass.passes.microbatches import pipeline_seconds
-from moepass.runtime.link import parse_link
-from moepass.runtime.residents import Residents
+from moepass.passes.planner.microbatches import pipeline_seconds
+from moepass.profiles.hardware_profiles import load_hardware, read_profile
+from moepass.runtime.offload.residents import Residents
+from moepass.runtime.transfer.link import parse_link
 
 
 def nested(depth: int) -> str:
@@ -270,10 +270,10 @@ def test_a_line_that_never_ends_is_not_read_to_its_end() -> None:
 
 def test_input_has_a_most_number_of_lines_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(limited_lines(io.BytesIO(b"a\n\nb"), "x")) == [b"a\n", b"\n", b"b"]
-    monkeypatch.setattr("moepass.cli.MOST_LINES", 2)
+    monkeypatch.setattr("moepass.cli.main.MOST_LINES", 2)
     with pytest.raises(TooLargeError, match="the number of lines of x is 3; the limit is 2: split it"):
         list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
-    monkeypatch.setattr("moepass.cli.MOST_INPUT_BYTES", 3)
+    monkeypatch.setattr("moepass.cli.main.MOST_INPUT_BYTES", 3)
     with pytest.raises(TooLargeError, match="the size of x in bytes is 4; the limit is 3: split it"):
         list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
 

@@ -28,10 +28,10 @@ from transformers.core_model_loading import MergeModulelist, Transpose, WeightCo
 
 import moepass
 from moepass.models import checkpoint_files, checkpoints
-from moepass.models.checkpoint_files import CheckpointFiles, StoredTensor
-from moepass.models.checkpoints import load_model
-from moepass.models.expert_placement import shard_bounds
-from moepass.models.tiny import (
+from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, StoredTensor
+from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.formulas.expert_placement import shard_bounds
+from moepass.models.testing.tiny import (
     TINY_FAMILIES,
     TinyModelUnavailableError,
     discover_expert_families,
@@ -39,10 +39,9 @@ from moepass.models.tiny import (
     tiny_inputs,
     tiny_model,
 )
-from moepass.runtime import loading
-from moepass.runtime.loading_progress import shown_progress
-from moepass.runtime.offload import OffloadReport
-from moepass.runtime.rendezvous import PeerError
+from moepass.runtime.offload.loading_progress import shown_progress
+from moepass.runtime.offload.offload import OffloadReport, loading
+from moepass.runtime.ranks.rendezvous import PeerError
 
 # Their code writes into single numbers of weights after they were loaded.
 CHANGE_LOADED_WEIGHTS = {"hy_v4", "zaya"}

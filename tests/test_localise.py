@@ -19,16 +19,16 @@ from readable_refusals import check_readable
 from simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
 from torch.fx import GraphModule
 
-from moepass.models.collectives import exchange_rows, sum_over_ranks
-from moepass.models.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
-from moepass.models.expert_placement import shard_bounds
-from moepass.models.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
-from moepass.models.moe_stack import MoEStack, StackConfig, build_stack
-from moepass.passes.collectives import collectives_of
-from moepass.passes.graph import copy_graph_module, fake_value
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
-from moepass.passes.protocol import PassContext, PassResult, run_passes
+from moepass.models.formulas.expert_placement import shard_bounds
+from moepass.models.reference.collectives import exchange_rows, sum_over_ranks
+from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
+from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
+from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
+from moepass.passes.graph.collectives import collectives_of
+from moepass.passes.graph.nodes import copy_graph_module, fake_value
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
 
 # What must be gone from a graph of which every block was taken.
 HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")

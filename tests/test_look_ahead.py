@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 import moepass
-from moepass.passes.ir import GatherPlan
-from moepass.runtime.banks import Bank
-from moepass.runtime.link import Link
-from moepass.runtime.ring import Ring, make_ring
+from moepass.passes.ir.plan import GatherPlan
+from moepass.runtime.banks.banks import Bank
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.ring import Ring, make_ring
 
 
 def _ring(slots: int) -> Ring:

@@ -14,12 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.passes import lower_experts
-from moepass.passes.expert_program import NotByExpertError, Product, RowWork, read_program
-from moepass.passes.graph import is_call
-from moepass.passes.lower import LOWERINGS, compile_with_inductor, decompositions
-from moepass.passes.sink_lookups import is_lookup, with_lookup
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.blocks.sink_token_gather import is_lookup, with_lookup
+from moepass.passes.graph.nodes import is_call
+from moepass.passes.segments.expert_program import NotByExpertError, Product, RowWork, read_program
+from moepass.runtime.lowering import lower_experts
+from moepass.runtime.lowering.lower_segments import LOWERINGS, compile_with_inductor, decompositions
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 16
 product = torch.ops.transformers.grouped_mm_fallback

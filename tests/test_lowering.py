@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 import moepass
-from moepass.models.tiny import tiny_inputs, tiny_model
-from moepass.passes.lower import LOWERINGS
+from moepass.models.testing.tiny import tiny_inputs, tiny_model
+from moepass.runtime.lowering.lower_segments import LOWERINGS
 
 
 def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:

@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.expert_parallel import EP_FORMS
-from moepass.models.moe_stack import MoEStack, StackConfig, build_stack
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
 from moepass.passes.pipeline import PASSES
-from moepass.passes.protocol import PassContext, run_passes
 
 CONFIG = StackConfig(layers=2, hidden=16, width=16, max_tokens=12)
 needs_memfd = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")

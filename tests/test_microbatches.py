@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.passes.layer_times import Texts, texts_of
-from moepass.passes.microbatches import micro_batches, pipeline_seconds, slowest_seconds
+from moepass.passes.machine.layer_times import Texts, texts_of
+from moepass.passes.planner.microbatches import micro_batches, pipeline_seconds, slowest_seconds
 
 
 def test_short_texts_go_together_and_long_ones_in_chunks() -> None:

@@ -16,9 +16,9 @@ from backend_helper import BLOCKS, EXPERTS, HIDDEN, BatchedBlock, Stack, tokens
 from torch import nn
 
 import moepass
-from moepass.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
-from moepass.runtime.banks import BankStore, find_store
-from moepass.runtime.offload import BankedParameter, expert_parameters, find_expert_modules
+from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
+from moepass.runtime.banks.banks import BankStore, find_store
+from moepass.runtime.offload.offload import BankedParameter, expert_parameters, find_expert_modules
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

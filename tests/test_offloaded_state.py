@@ -13,7 +13,7 @@ from backend_helper import BLOCKS, Stack, tokens
 from torch import nn
 
 import moepass
-from moepass.models.tiny import tiny_inputs, tiny_model
+from moepass.models.testing.tiny import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from moepass.models import formulas
-from moepass.passes.cost import graph_cost
-from moepass.passes.op_costs import OpCost, is_elementwise, node_cost, op_cost
+from moepass.passes.cost.graph_cost import graph_cost
+from moepass.passes.cost.op_costs import OpCost, is_elementwise, node_cost, op_cost
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from backend_helper import Stack, tokens
 
 import moepass
 from moepass.options import Options, parse_options
-from moepass.passes.ir import Plan
+from moepass.passes.ir.plan import Plan
 from moepass.passes.pipeline import PASSES
 
 

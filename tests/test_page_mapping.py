@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.passes.shards import Piece
-from moepass.runtime.copying import CopyError, CopyThread, PendingCopy
-from moepass.runtime.link import Link
-from moepass.runtime.shared_memory import PAGE_BYTES, SharedSegment, create_segment
-from moepass.runtime.slot_pages import slot_memory
-from moepass.runtime.sources import SegmentSource
+from moepass.passes.ir.shards import Piece
+from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, create_segment
+from moepass.runtime.system.slot_pages import slot_memory
+from moepass.runtime.transfer.copying import CopyError, CopyThread, PendingCopy
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.sources import SegmentSource
 
 PAGES = 64
 NBYTES = PAGES * PAGE_BYTES

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.runtime import page_mapping
-from moepass.runtime.page_mapping import has_written_pages
-from moepass.runtime.part_watch import PartWatch, any_is_written
-from moepass.runtime.shared_memory import PAGE_BYTES, create_segment
+from moepass.runtime.banks.mutation_guard import PartWatch, any_is_written
+from moepass.runtime.system import page_mapping
+from moepass.runtime.system.page_mapping import has_written_pages
+from moepass.runtime.system.shared_memory import PAGE_BYTES, create_segment
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="shards in shared memory need memfd_create")
 SHAPES = ((3, 40, 24), (3, 24, 20), (3, 7))

@@ -25,12 +25,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 import moepass
-from moepass.passes.graph import mutates
-from moepass.passes.ir import Plan
-from moepass.passes.lower import lower_segments
+from moepass.passes.graph.nodes import mutates
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PlanError
 from moepass.passes.pipeline import compile_graph
-from moepass.passes.protocol import PassContext, PlanError
-from moepass.runtime.executor import Executor
+from moepass.runtime.execute.executor import Executor
+from moepass.runtime.lowering.lower_segments import lower_segments
 
 
 def _segments(top: GraphModule) -> dict[str, GraphModule]:

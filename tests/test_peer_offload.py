@@ -23,10 +23,10 @@ from torch import nn
 from workers import Worker, join_group, named_memory
 
 import moepass
-from moepass.models.tiny import tiny_inputs, tiny_model
-from moepass.runtime import peer_home
-from moepass.runtime.banks import BankStore
-from moepass.runtime.rendezvous import PeerError
+from moepass.models.testing.tiny import tiny_inputs, tiny_model
+from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.transfer.home_protocol import peer_home
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -19,14 +19,14 @@ from torch.distributed import HashStore
 from workers import Worker
 
 from moepass.models.errors import InputError, OptionError
-from moepass.passes.ir import BankSpec
-from moepass.runtime import peers
-from moepass.runtime.banks import describe_bank
-from moepass.runtime.peer_home import weights_digest
-from moepass.runtime.peers import Introduction, PeerGroup
-from moepass.runtime.processes import this_process
-from moepass.runtime.rendezvous import PeerError, Rendezvous
-from moepass.runtime.shared_memory import PAGE_BYTES
+from moepass.passes.ir.plan import BankSpec
+from moepass.runtime.banks.banks import describe_bank
+from moepass.runtime.homes.peer_home import weights_digest
+from moepass.runtime.homes.peers import Introduction, PeerGroup
+from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.system.processes import this_process
+from moepass.runtime.system.shared_memory import PAGE_BYTES
+from moepass.runtime.transfer.home_protocol import peers
 
 T = TypeVar("T")
 ENDED = "the ranks of this group missed each other before, and cannot meet any more: "

@@ -22,9 +22,9 @@ from backend_helper import (
 from torch import nn
 
 import moepass
-from moepass.passes.ir import acquire, gather, prefetch, release
+from moepass.passes.ir.plan import acquire, gather, prefetch, release
+from moepass.passes.ir.protocol import PassContext, PassError, PlanError
 from moepass.passes.pipeline import PASSES
-from moepass.passes.protocol import PassContext, PassError, PlanError
 
 schedule = next(function for function in PASSES if function.__name__ == "schedule")
 

@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moepass.models.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
-from moepass.models.grouped_experts import grouped_product
-from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
-from moepass.passes.protocol import PassContext, PassResult, run_passes
+from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
+from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
 
-PROOF = importlib.import_module("moepass.passes.proof")
+PROOF = importlib.import_module("moepass.passes.parallel.proof.prove")
 MODES = ["static", "dynamic"]
 
 

@@ -10,10 +10,9 @@ from backend_helper import Stack, capture, find, fingerprint, streamed, tokens
 from torch.fx import GraphModule
 
 from moepass.models.errors import OptionError
-from moepass.passes.graph import copy_graph_module
-from moepass.passes.ir import Plan, gather
-from moepass.passes.pipeline import PASSES, compile_graph
-from moepass.passes.protocol import (
+from moepass.passes.graph.nodes import copy_graph_module
+from moepass.passes.ir.plan import Plan, gather
+from moepass.passes.ir.protocol import (
     INVARIANTS,
     Pass,
     PassContext,
@@ -23,6 +22,7 @@ from moepass.passes.protocol import (
     graph_pass,
     run_passes,
 )
+from moepass.passes.pipeline import PASSES, compile_graph
 
 NAMES = [function.__name__ for function in PASSES]
 

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
 from torch.fx import GraphModule
 
-from moepass.models.expert_parallel import EP_FORMS
-from moepass.models.moe_stack import StackConfig
-from moepass.passes.graph import graph_inputs, is_call
-from moepass.passes.ir import Plan, gather
-from moepass.passes.localise import localise
-from moepass.passes.proposals import Proposal, blocks_to_leave, exchanges_by_group
-from moepass.passes.protocol import PassContext, PassResult, run_passes
-from moepass.runtime.checksum import checksum
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.models.testing.moe_stack import StackConfig
+from moepass.passes.graph.nodes import graph_inputs, is_call
+from moepass.passes.ir.plan import Plan, gather
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.proposals import Proposal, blocks_to_leave, exchanges_by_group
+from moepass.runtime.ranks.checksum import checksum
 
 CONFIG = StackConfig(layers=2, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
 TOKENS = 9
@@ -50,7 +50,7 @@ def _unchanged(form: str, rank: int) -> PassResult:
 
 
 def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
-    """What each rank runs in the end: as `runtime/decisions.py` has it, without the messages."""
+    """What each rank runs in the end: as `decisions.py` has it, without the messages."""
     leave: dict[str, str] = {}
     while True:
         results = [
@@ -70,7 +70,7 @@ def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
 
 
 def _have_equal_tokens(results: Sequence[PassResult], inputs: Sequence[Sequence[Any]]) -> bool:
-    """What ranks compare in the first run: see `runtime/replicas.py`."""
+    """What ranks compare in the first run: see `replicas.py`."""
     by_rank = []
     for result, values in zip(results, inputs, strict=True):
         names = {node.name: value for node, value in zip(graph_inputs(result.module.graph), values, strict=True)}

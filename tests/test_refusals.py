@@ -18,20 +18,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from moepass.captured import capture_notes, name_inputs
-from moepass.models.collectives import exchange_rows, gather_rows, sum_over_ranks
-from moepass.models.expert_parallel import EP_FORMS, AllGatherExperts, AllReduceExperts, AllToAllExperts
-from moepass.models.grouped_experts import count_per_expert, grouped_product, sort_by_expert, weighted_sum
-from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.passes.collectives import collectives_of, communications_of, group_names
-from moepass.passes.graph import copy_graph_module, graph_inputs
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
-from moepass.passes.lower import decompositions
+from moepass.models.reference.collectives import exchange_rows, gather_rows, sum_over_ranks
+from moepass.models.reference.expert_parallel import EP_FORMS, AllGatherExperts, AllReduceExperts, AllToAllExperts
+from moepass.models.reference.grouped_experts import count_per_expert, grouped_product, sort_by_expert, weighted_sum
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.graph.collectives import collectives_of, communications_of, group_names
+from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
+from moepass.passes.graph.refusals import refusal_of
+from moepass.passes.graph.source_lines import describe_node, input_name, name_of_source, place_of, source_line
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import Group, PassContext
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
 from moepass.passes.pipeline import compile_graph
-from moepass.passes.protocol import Group, PassContext
-from moepass.passes.refusals import refusal_of
-from moepass.passes.source_lines import describe_node, input_name, name_of_source, place_of, source_line
+from moepass.runtime.execute.captured import capture_notes, name_inputs
+from moepass.runtime.lowering.lower_segments import decompositions
 
 SCALARS, MASKS = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
 CONFIG = StackConfig(layers=1, hidden=16, width=16, max_tokens=12)

@@ -16,12 +16,12 @@ from test_adoption import SMALL, _compile, _hidden
 from torch import nn
 
 import moepass
-from moepass.models.collectives import gather_rows, scatter_sums, sum_over_ranks
-from moepass.models.moe_stack import MoELayer, build_stack
-from moepass.passes.ir import Plan
-from moepass.passes.localise import localise
-from moepass.passes.protocol import PassContext, run_passes
-from moepass.runtime.rendezvous import PeerError
+from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
+from moepass.models.testing.moe_stack import MoELayer, build_stack
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.runtime.ranks.rendezvous import PeerError
 
 on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from report_helper import small_report
 
-from moepass.report import Report
+from moepass.explaining.report import Report
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None)

@@ -23,8 +23,8 @@ from backend_helper import (
 from torch import nn
 
 import moepass
-from moepass.passes.ir import BANK_TENSOR, gather
-from moepass.passes.protocol import PlanError
+from moepass.passes.ir.plan import BANK_TENSOR, gather
+from moepass.passes.ir.protocol import PlanError
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from moepass.models.errors import InputError, OptionError
-from moepass.passes.ir import BankSpec, TensorSpec
-from moepass.runtime.banks import ALIGNMENT_BYTES, Bank, pack_bank
-from moepass.runtime.copying import SLICE_BYTES, CopyError, CopyThread, PendingCopy
-from moepass.runtime.link import Link, parse_link
-from moepass.runtime.ring import CpuRing, make_ring
+from moepass.passes.ir.plan import BankSpec, TensorSpec
+from moepass.runtime.banks.banks import ALIGNMENT_BYTES, Bank, pack_bank
+from moepass.runtime.transfer.copying import SLICE_BYTES, CopyError, CopyThread, PendingCopy
+from moepass.runtime.transfer.link import Link, parse_link
+from moepass.runtime.transfer.ring import CpuRing, make_ring
 
 CPU = torch.device("cpu")
 

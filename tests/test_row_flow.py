@@ -15,11 +15,11 @@ from simulated_ranks import Captured, capture, hidden_states, run_ranks, with_to
 from test_rank_pairs import _banks, _localise
 from torch.nn import functional as F
 
-from moepass.models.expert_parallel import EP_FORMS
-from moepass.models.grouped_experts import grouped_product
-from moepass.models.moe_stack import StackConfig
-from moepass.passes.ir import Plan
-from moepass.passes.row_layout import Layout, broadcast, features, reshaped, rows_first
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.testing.moe_stack import StackConfig
+from moepass.passes.ir.plan import Plan
+from moepass.passes.parallel.local_form.row_layout import Layout, broadcast, features, reshaped, rows_first
 
 # Of what the products before it give for gate and up, on a rank.
 Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.expert_parallel import EP_FORMS, ShardedExperts
-from moepass.models.grouped_experts import grouped_product
-from moepass.models.moe_stack import StackConfig, build_stack
-from moepass.passes.ir import LocalisedBlock
-from moepass.passes.proposals import Proposal, RefusedBlock
-from moepass.runtime.decisions import BlockDecisions
-from moepass.runtime.rendezvous import PeerError
+from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
+from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.parallel.proposals import Proposal, RefusedBlock
+from moepass.runtime.ranks.decisions import BlockDecisions
+from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

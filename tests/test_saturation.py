@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.models import formulas
-from moepass.models.architecture import Attention, Experts, Layer
 from moepass.models.errors import InputError
-from moepass.models.presets import preset
+from moepass.models.sizes.architecture import Attention, Experts, Layer
+from moepass.models.sizes.presets import preset
 
 HIDDEN = 64
 EXPERTS = Experts(8, 2, 32)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.passes.protocol import PlanError
-from moepass.passes.schedule_search import FoundSchedule, copy_orders, is_possible, search_schedule, steady_step
-from moepass.passes.simulate import simulate_stages
-from moepass.passes.stages import Stage, stage_steps, streamed_stages
+from moepass.passes.ir.protocol import PlanError
+from moepass.passes.planner.phases import Stage, stage_steps, streamed_stages
+from moepass.passes.planner.schedule_search import FoundSchedule, copy_orders, is_possible, search_schedule, steady_step
+from moepass.passes.planner.simulate import simulate_stages
 
 
 def stage(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0) -> Stage:

@@ -14,9 +14,9 @@ from torch import nn
 
 import moepass
 from moepass import InputError
-from moepass.models.checkpoints import Prompt, load_model, load_prompt, load_tokenizer
-from moepass.models.tiny import tiny_model
-from moepass.runtime.scoring import PromptModel, Score, Scorer
+from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer
+from moepass.models.testing.tiny import tiny_model
+from moepass.runtime.serving.scoring import PromptModel, Score, Scorer
 
 TEXTS = [
     "the cat sat on the mat",

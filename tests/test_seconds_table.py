@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
-from moepass.passes.seconds_table import Axis, SecondsTable, table_of, without_dips
+from moepass.passes.machine.seconds_table import Axis, SecondsTable, table_of, without_dips
 
 _SIZES = st.floats(1e-3, 1e9)
 _SECONDS = st.floats(1e-9, 1e4)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
-from moepass.models.expert_placement import shard_bounds
-from moepass.passes.ir import BankSpec
-from moepass.passes.shards import ALIGNMENT_BYTES, Piece, expert_range, pack_layout, shard_layout, shard_pieces
-from moepass.runtime.banks import describe_bank, write_parts
-from moepass.runtime.sources import MemorySource, read_range, whole
+from moepass.models.formulas.expert_placement import shard_bounds
+from moepass.passes.ir.plan import BankSpec
+from moepass.passes.ir.shards import ALIGNMENT_BYTES, Piece, expert_range, pack_layout, shard_layout, shard_pieces
+from moepass.runtime.banks.banks import describe_bank, write_parts
+from moepass.runtime.transfer.sources import MemorySource, read_range, whole
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8]
 CPU = torch.device("cpu")

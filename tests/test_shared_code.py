@@ -12,8 +12,8 @@ from backend_helper import BLOCKS, Stack, tokens
 from torch import nn
 
 import moepass
-from moepass.models.tiny import tiny_inputs, tiny_model
-from moepass.runtime.executor import SegmentError
+from moepass.models.testing.tiny import tiny_inputs, tiny_model
+from moepass.runtime.execute.executor import SegmentError
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

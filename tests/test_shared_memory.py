@@ -14,9 +14,9 @@ import pytest
 import torch
 from workers import Worker, named_memory
 
-from moepass.runtime import shared_memory
-from moepass.runtime.processes import ProcessIdentity, ProcessWatch, start_ticks, this_process
-from moepass.runtime.shared_memory import PAGE_BYTES, SharedMemoryError, create_segment, open_segment
+from moepass.runtime.system import shared_memory
+from moepass.runtime.system.processes import ProcessIdentity, ProcessWatch, start_ticks, this_process
+from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedMemoryError, create_segment, open_segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

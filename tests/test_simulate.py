@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.passes.ir import BankSpec, Plan, Step
-from moepass.passes.protocol import PlanError
-from moepass.passes.simulate import Machine, Simulation, simulate, simulate_plan, simulate_stages
-from moepass.passes.stages import Stage, TimedStep, plan_steps, stage_steps, streamed_stages
-from moepass.passes.timeline import COMPUTE, COPY
+from moepass.passes.ir.plan import BankSpec, Plan, Step
+from moepass.passes.ir.protocol import PlanError
+from moepass.passes.ir.timeline import COMPUTE, COPY
+from moepass.passes.planner.phases import Stage, TimedStep, plan_steps, stage_steps, streamed_stages
+from moepass.passes.planner.simulate import Machine, Simulation, simulate, simulate_plan, simulate_stages
 
 
 def stage(number: int, compute: float, transfer: float = 0.0, bank_bytes: int | None = None) -> Stage:

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.passes.shards import Piece
+from moepass.passes.ir.shards import Piece
 from moepass.runtime import page_mapping, slot_pages
-from moepass.runtime.copying import PendingCopy
-from moepass.runtime.link import Link
-from moepass.runtime.page_mapping import TABLE_BYTES
-from moepass.runtime.shared_memory import PAGE_BYTES, SharedMemoryError, SharedSegment, create_segment
-from moepass.runtime.slot_pages import KeptPages, lay_in_slot, slot_memory
-from moepass.runtime.sources import MemorySource, SegmentSource, Source
+from moepass.runtime.system.page_mapping import TABLE_BYTES
+from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedMemoryError, SharedSegment, create_segment
+from moepass.runtime.system.slot_pages import KeptPages, lay_in_slot, slot_memory
+from moepass.runtime.transfer.copying import PendingCopy
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.sources import MemorySource, SegmentSource, Source
 
 PAGES = 64
 NBYTES = PAGES * PAGE_BYTES

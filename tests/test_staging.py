@@ -18,16 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.passes.ir import BankSpec
-from moepass.passes.shards import Piece
+from moepass.passes.ir.plan import BankSpec
+from moepass.passes.ir.shards import Piece
 from moepass.runtime import copying, stage_board, stager
-from moepass.runtime.copying import CopyThread
-from moepass.runtime.link import BusyLink, Link
-from moepass.runtime.sources import MemorySource, whole
-from moepass.runtime.stage_board import StageBoard, board_bytes, pack_state, unpack_state
-from moepass.runtime.staged_pull import Patience, StagedCopy, StagedPull, StagedSource
-from moepass.runtime.stager import Found, Stager, StagerError, Stages, _Work
-from moepass.runtime.staging_order import StagePlan, StageState, Wants, choose_banks
+from moepass.runtime.homes.hybrid.stage_board import StageBoard, board_bytes, pack_state, unpack_state
+from moepass.runtime.homes.hybrid.staged_pull import Patience, StagedCopy, StagedPull, StagedSource
+from moepass.runtime.homes.hybrid.stager import Found, Stager, StagerError, Stages, _Work
+from moepass.runtime.homes.hybrid.staging_order import StagePlan, StageState, Wants, choose_banks
+from moepass.runtime.transfer.copying import CopyThread
+from moepass.runtime.transfer.link import BusyLink, Link
+from moepass.runtime.transfer.sources import MemorySource, whole
 
 SLICE = 16
 

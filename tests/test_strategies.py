@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.hardware_profiles import load_hardware
-from moepass.models.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.formulas import bank_bytes, resident_bytes
-from moepass.models.presets import preset
-from moepass.passes.hardware import Figure, Hardware, with_ranks
-from moepass.passes.layer_times import Texts
-from moepass.passes.strategies import (
+from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
+from moepass.models.sizes.presets import preset
+from moepass.passes.machine.hardware import Figure, Hardware, with_ranks
+from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.times import memory_seconds
+from moepass.passes.planner.strategies import (
     Setting,
     activations_bytes,
     banks_bytes,
@@ -22,7 +22,7 @@ from moepass.passes.strategies import (
     resident_cost,
     strategy_cost,
 )
-from moepass.passes.times import memory_seconds
+from moepass.profiles.hardware_profiles import load_hardware
 
 H100 = load_hardware("8xh100-80g")
 QWEN = preset("qwen3-235b-a22b")

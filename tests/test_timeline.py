@@ -18,10 +18,10 @@ from torch import nn
 
 import moepass
 from moepass.models.errors import InputError
-from moepass.passes.ir import Plan
-from moepass.passes.simulate import Simulation, simulate_plan
-from moepass.passes.timeline import COMPUTE, COPY, HOST, Event, Timeline, chrome_trace, timeline_of
-from moepass.runtime.ring import Ring
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.timeline import COMPUTE, COPY, HOST, Event, Timeline, chrome_trace, timeline_of
+from moepass.passes.planner.simulate import Simulation, simulate_plan
+from moepass.runtime.transfer.ring import Ring
 
 # ---- The format ------------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ def test_a_resident_model_is_recorded_too() -> None:
 
 
 def test_a_device_without_a_recording_says_so(streaming: Streaming) -> None:
-    from moepass.runtime.executor import Executor
+    from moepass.runtime.execute.executor import Executor
 
     executor = Executor.__new__(Executor)
     with moepass.record_timeline(), pytest.raises(InputError, match="computes on meta, where the host's clock"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from moepass.models import tiny
+from moepass.models.testing import tiny
 
 FAMILIES = sorted(tiny.TINY_FAMILIES)
 

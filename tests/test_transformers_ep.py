@@ -18,9 +18,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 import moepass
-from moepass.models.tiny import tiny_model
-from moepass.runtime.executor import Executor
-from moepass.runtime.transformers_ep import NAME, UNEVEN_STYLE
+from moepass.models.testing.tiny import tiny_model
+from moepass.runtime.execute.executor import Executor
+from moepass.runtime.integrations.transformers_ep import NAME, UNEVEN_STYLE
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -347,4 +347,4 @@ def test_registering_again_does_no_harm() -> None:
 @pytest.mark.parametrize("found", [None, types.ModuleType("an older version")], ids=["absent", "older"])
 def test_older_versions_are_left_alone(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", found)
-    assert importlib.import_module("moepass.runtime.transformers_ep").register_transformers() is False
+    assert importlib.import_module("moepass.runtime.integrations.transformers_ep").register_transformers() is False

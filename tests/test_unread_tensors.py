@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, Interleave, MergeModulelist, Transpose
 
 from moepass import InputError
-from moepass.models import weight_recipes
-from moepass.models.checkpoint_files import CheckpointFiles
-from moepass.models.unread_tensors import UnreadTensor, unread
-from moepass.models.weight_recipes import UnfollowedError, recipe_digest
+from moepass.models.checkpoint import weight_recipes
+from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
+from moepass.models.checkpoint.unread_tensors import UnreadTensor, unread
+from moepass.models.checkpoint.weight_recipes import UnfollowedError, recipe_digest
 
 EXPERTS = 5
 Tensors = dict[str, torch.Tensor]

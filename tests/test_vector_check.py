@@ -11,7 +11,7 @@ import torch
 from backend_helper import Stack, tokens
 from torch._inductor import cpu_vec_isa
 
-from moepass.runtime.vector_check import vector_check
+from moepass.runtime.lowering.vector_check import vector_check
 
 _context: contextvars.ContextVar[str] = contextvars.ContextVar("context", default="nobody's")
 

@@ -12,10 +12,10 @@ from backend_helper import Stack, find, fingerprint, gather, streamed, tokens, u
 from schedule_mutants import Shared
 from torch.fx import GraphModule
 
-from moepass.passes.graph import copy_graph_module
-from moepass.passes.ir import SLOT_OPS, Plan, acquire, prefetch, release
-from moepass.passes.protocol import PassContext, PassResult
-from moepass.passes.verify import RULES, ScheduleError, verify
+from moepass.passes.graph.nodes import copy_graph_module
+from moepass.passes.ir.plan import SLOT_OPS, Plan, acquire, prefetch, release
+from moepass.passes.ir.protocol import PassContext, PassResult
+from moepass.passes.schedule.verify import RULES, ScheduleError, verify
 
 Breaker = Callable[[GraphModule, PassResult], None]
 

@@ -6,10 +6,10 @@ sequence parallel, `pp` pipeline parallel, `ep` expert parallel. The table is th
 
 from __future__ import annotations
 
-from moepass.models.architecture import Layer
 from moepass.models.errors import InputError, one_of
 from moepass.models.formulas.memory import element_bytes
 from moepass.models.formulas.sizes import Size, divided
+from moepass.models.sizes.architecture import Layer
 
 STRATEGIES = ("dp_ep", "dp_tp", "tp_ep", "tp_tp", "pp_pp", "sp_tp", "sp_ep", "asyncep")
 

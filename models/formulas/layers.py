@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moepass.models.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.formulas.attention import mixing_flops
 from moepass.models.formulas.sizes import Size
+from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 
 
 def projection_parameters(attention: Attention, hidden: int) -> int:

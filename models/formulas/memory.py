@@ -5,10 +5,10 @@ Banks are given without the padding between their tensors, which is below 1 KiB.
 
 from __future__ import annotations
 
-from moepass.models.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.errors import InputError, one_of
 from moepass.models.formulas.layers import expert_parameters, layer_parameters, model_parameters
 from moepass.models.formulas.sizes import Size, smaller
+from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 

@@ -21,11 +21,11 @@ import math
 
 import sympy
 
-from moepass.models.architecture import Layer
 from moepass.models.errors import InputError
 from moepass.models.formulas.attention import causal_pairs, mixing_flops, score_flops
 from moepass.models.formulas.layers import flops_per_token, layer_flops
 from moepass.models.formulas.sizes import Size, evaluate, tokens
+from moepass.models.sizes.architecture import Layer
 
 GAMMA = 1.2
 

@@ -1,0 +1,141 @@
+"""The tensors of a checkpoint's safetensors files, read one by one, or some rows of one, and counted."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moepass.models.checkpoint.file_stamp import FileStamp, FileStamps
+from moepass.models.errors import CheckpointError, InputError, one_of
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the header of `file` describes it; `stamp` is that of the file then."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stamp: FileStamp
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """`nbytes` bytes of a stored tensor, from its byte `start` on; they lie one after the other in its file."""
+
+    tensor: StoredTensor
+    start: int
+    nbytes: int
+
+
+class CheckpointFiles:
+    """All tensors of `files`, by key; opening reads the headers alone.
+
+    One file is mapped at a time. What is read is a view of the mapped file, with no copy made: pages that no view needs
+    any more go as soon as another file is opened, or on `close`. Each file is looked at whenever it is opened, and in
+    `check`: it must stay what it is, so that tensors of different files under one name are never mixed.
+
+    `stamps` watches them, together with what else it watches. Raises CheckpointError where a file is no complete
+    safetensors file, InputError for a number type that torch lacks.
+    """
+
+    def __init__(self, files: Sequence[Path], stamps: FileStamps | None = None) -> None:
+        self._stamps = stamps or FileStamps()
+        self.tensors: dict[str, StoredTensor] = {}
+        self.on_read: Callable[[int], object] | None = None
+        """Called with the number of bytes of everything that is read."""
+        self._open_file: Path | None = None
+        self._handle: Any = None
+        # A key in two files is taken from the later one, as transformers does.
+        for file in files:
+            handle = self._opened(file)
+            stamp = self._stamps.check(file)
+            assert stamp is not None, "it was opened"
+            for key in handle.keys():  # noqa: SIM118  no mapping
+                stored = handle.get_slice(key)
+                self.tensors[key] = StoredTensor(file, key, tuple(stored.get_shape()), _dtype(file, key, stored), stamp)
+        self.close()
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the tensors have in all."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    def read(self, tensor: StoredTensor, rows: range | None = None) -> torch.Tensor:
+        """`tensor`, or these rows of its first dimension: a view of the mapped file, to be copied before it is written.
+
+        Raises CheckpointError where the file is opened for it, and is not what it was when its header was read.
+        """
+        try:
+            stored = self._opened(tensor.file).get_slice(tensor.key)
+            found: torch.Tensor = stored[...] if rows is None else stored[rows.start : rows.stop]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{tensor.key} cannot be read from {tensor.file}: {error}") from error
+        if self.on_read is not None:
+            self.on_read(found.nbytes)
+        return found
+
+    def digest(self) -> str:
+        """A word that is equal where names, types and shapes of all tensors are equal."""
+        digest = hashlib.blake2b(digest_size=8)
+        for key, tensor in sorted(self.tensors.items()):
+            digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        return digest.hexdigest()
+
+    def check(self) -> None:
+        """Raises CheckpointError where one of the files is not what it was; what was read is worth nothing then."""
+        self._stamps.check_all()
+
+    def close(self) -> None:
+        """Forget the open file; views that were read from it stay valid."""
+        self._open_file = self._handle = None
+
+    def _opened(self, file: Path) -> Any:
+        if self._open_file != file:
+            self.close()
+            self._stamps.check(file)
+            try:
+                self._handle = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} is truncated or no safetensors file: {error}") from error
+            # Before and after: then this is what was opened.
+            self._stamps.check(file)
+            self._open_file = file
+        return self._handle
+
+    def __iter__(self) -> Iterator[StoredTensor]:
+        return iter(self.tensors.values())
+
+
+def _dtype(file: Path, key: str, stored: Any) -> torch.dtype:
+    name = stored.get_dtype()
+    if name not in DTYPES:
+        raise InputError(f"{key} in {file} is stored as {name}; moepass reads {one_of(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,404 @@
+"""Read checkpoint folders: config, weights, tokenizer and prompt, safely and with errors that a person can act on.
+
+Only safetensors are read, never a pickle; no code of a checkpoint runs, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moepass.models.checkpoint.file_stamp import FileStamps
+from moepass.models.errors import CheckpointError, InputError
+from moepass.models.limits import (
+    MOST_INDEX_BYTES,
+    MOST_JSON_BYTES,
+    MOST_TOKENIZER_BYTES,
+    TooLargeError,
+    check_limit,
+    decode_json,
+    read_limited,
+)
+from moepass.models.sizes.config_checks import check_config, check_raw_config
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DEMO = "demo"
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PROMPT_FILE = "prompt.json"
+_ADAPTER_FILE = "adapter_config.json"
+_LONGEST_NAME = 200
+# Types of safetensors that quantised weights have.
+_EIGHT_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_TEXT_MARK = "{text}"
+# [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
+_MADE_UP_NUMBERS = 1 << 26
+
+
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a checkpoint wants to be asked: the file `prompt.json`, all of whose keys are optional.
+
+    `template` holds `{text}` exactly once. The part `{text}` is cut to `max_text_tokens` tokens where that is given.
+    `labels` are the candidate answers, `label_names` what to call them.
+    """
+
+    template: str = _TEXT_MARK
+    labels: tuple[str, ...] = ()
+    label_names: dict[str, str] = {}
+    max_text_tokens: int | None = None
+
+    def render(self, text: str) -> str:
+        return self.template.replace(_TEXT_MARK, text)
+
+
+def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Path:
+    """The checkpoint folder that is meant: the embedded one for "demo", else an existing folder with a config.json.
+
+    With `config_alone` the path of a config file is taken too. Raises CheckpointError, also for a folder with an
+    adapter.
+    """
+    if str(name_or_path) == DEMO:
+        from moepass.models.demo import demo_folder
+
+        return demo_folder()
+    path = Path(name_or_path)
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a null byte
+        raise CheckpointError(
+            f"{path} does not exist; give the folder of a checkpoint, or {DEMO} for the embedded one"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{str(path)[:200]} is no folder that can be read: {error.strerror}") from error
+    if path.is_file() and config_alone:
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+    if (path / _ADAPTER_FILE).is_file():
+        # transformers would load another model, the one that the file names, or leave the adapter out without a word.
+        raise CheckpointError(
+            f"{path} holds an adapter ({_ADAPTER_FILE}); merge it into its model and save that as a checkpoint of its "
+            "own (in peft: model.merge_and_unload().save_pretrained(...))"
+        )
+    if not (path / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{path} is no checkpoint: it holds no {CONFIG_FILE}")
+    return path
+
+
+def load_config(path: Path) -> PreTrainedConfig:
+    """The configuration in `path`, a checkpoint folder or a config file, of a causal language model.
+
+    Raises CheckpointError where it is malformed, or of a model type that the installed transformers does not know.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    file = path / CONFIG_FILE if path.is_dir() else path
+    values = _read_json(file, dict)
+    check_raw_config(values, str(file))
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"{file} names no model_type; it must be one that transformers knows, as qwen3_moe")
+    if model_type not in CONFIG_MAPPING_NAMES:
+        raise CheckpointError(
+            f"{file}: model_type {model_type!r} is unknown to transformers {_did_you_mean(model_type)}"
+        )
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise CheckpointError(
+            f"{file}: model_type {model_type!r} has no language-model head; moepass reads its answers from the "
+            "next-token logits of causal language models, as qwen3_moe"
+        )
+    try:
+        with quiet_transformers():
+            config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    except Exception as error:  # whatever a family's checks raise about values of this file
+        raise CheckpointError(f"{file} does not fit model_type {model_type!r}: {_one_line(error)}") from error
+    check_config(config, str(file))
+    _switch_cache_off(config)
+    return config
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype | None = None, experts_implementation: str = "grouped_mm"
+) -> PreTrainedModel:
+    """The model of a checkpoint folder on the CPU: eval mode, no key-value cache, no gradients.
+
+    `dtype` None keeps what the config says. `experts_implementation` has no effect on families without experts.
+
+    Raises CheckpointError where files are missing, truncated or not safetensors, and where weights are missing, left
+    over, or of shapes that the config does not have, where a file changes before all is read, and where weights stay
+    in a type that nothing here computes in, such as float8.
+    """
+    stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
+    config = load_config(folder)
+    check_type(f"{folder / CONFIG_FILE}: dtype", config.dtype)
+    for file in _weight_files(folder):
+        stamps.check(file)
+    check_numbers(folder, _check_weight_files(folder, config), experts_implementation)
+    model_class = _model_class(config)
+    options = _options(model_class, experts_implementation)
+    try:
+        with quiet_transformers():
+            model, info = model_class.from_pretrained(
+                folder,
+                config=config,
+                dtype="auto" if dtype is None else dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                # Mismatches then come as records, and are refused below in one line.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:  # transformers raises many kinds for one cause: the files do not fit the config
+        if "automatic conversion" in str(error):  # the report that it points to is one of the silenced warnings
+            raise CheckpointError(
+                f"{folder} cannot be loaded: the weights of single experts do not merge into one bank per layer; "
+                "one of them is missing, or has another shape than the rest"
+            ) from error
+        raise CheckpointError(f"{folder} cannot be loaded: {_one_line(error)}") from error
+    _check_loading(folder, info)
+    stamps.check_all()
+    loaded: PreTrainedModel = model
+    for name, value in loaded.named_parameters():
+        check_type(f"{folder}: {name}", value.dtype)
+    loaded.requires_grad_(False)
+    return loaded.eval()
+
+
+def meta_model(path: Path, experts_implementation: str = "grouped_mm") -> PreTrainedModel:
+    """The model that the config in `path` describes, on the meta device: shapes without weights, made in no time.
+
+    Raises CheckpointError as `load_config`, and where the config's numbers do not make a model.
+    """
+    return meta_model_of(load_config(path), str(path), experts_implementation)
+
+
+def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: str = "grouped_mm") -> PreTrainedModel:
+    """As `meta_model`, from a configuration; `name` stands in errors."""
+    import torch
+
+    model_class = _model_class(config)
+    build: Any = model_class._from_config
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            dtype = config.dtype or torch.float32
+            if dtype.itemsize == 1:
+                dtype = torch.bfloat16  # in which fp8 weights would be computed with; torch makes no model of fp8
+            model: PreTrainedModel = build(config, dtype=dtype, **_options(model_class, experts_implementation))
+    except Exception as error:  # whatever the family's constructor raises about numbers of the config
+        raise CheckpointError(f"{name} makes no {model_class.__name__}: {_one_line(error)}") from error
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint folder. Raises CheckpointError where it is missing or cannot be read.
+
+    Read the config first: transformers reads it too, and with fewer checks.
+    """
+    from transformers import AutoTokenizer
+
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        advice = "give the tokenizer that the model was trained with"
+        check_limit(f"the size of {file}", file.stat().st_size, MOST_TOKENIZER_BYTES, advice)
+    try:
+        with quiet_transformers():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # the kinds differ with the file that is broken
+        if not file.is_file():
+            raise CheckpointError(f"{folder} has no tokenizer.json, which scoring text needs") from error
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {_one_line(error)}") from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(f"{folder} has a tokenizer in Python only; a tokenizer.json is needed")
+    return tokenizer
+
+
+def load_prompt(folder: Path) -> Prompt:
+    """The checkpoint's `prompt.json`, or the default prompt, which is the text alone. Raises CheckpointError."""
+    file = folder / PROMPT_FILE
+    if not file.is_file():
+        return Prompt()
+    prompt: Prompt = _read_json(file, Prompt)
+    if prompt.template.count(_TEXT_MARK) != 1:
+        raise CheckpointError(f"{file}: template is {prompt.template!r}; it must hold {_TEXT_MARK} exactly once")
+    if prompt.max_text_tokens is not None and prompt.max_text_tokens < 1:
+        raise CheckpointError(f"{file}: max_text_tokens is {prompt.max_text_tokens}; it must be 1 or more")
+    return prompt
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No warnings and progress bars of transformers inside; what was set before is set again afterwards."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    chosen: type[PreTrainedModel] = found[0] if isinstance(found, (list, tuple)) else found
+    return chosen
+
+
+def _options(model_class: type[PreTrainedModel], experts_implementation: str) -> dict[str, str]:
+    settable = model_class._can_set_experts_implementation()
+    return {"experts_implementation": experts_implementation} if settable else {}
+
+
+def _switch_cache_off(config: PreTrainedConfig) -> None:
+    config.use_cache = False
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            _switch_cache_off(part)
+
+
+def _check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
+    """Every weight file is there and complete: safetensors say in their header how long they are.
+
+    Gives how many numbers they hold together. Raises CheckpointError also for weights in 8 bits of which `config` does
+    not say how they were quantised: read as they are, they would be the weights without their scales.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    numbers = 0
+    is_quantised = any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  it is no mapping
+                    stored = opened.get_slice(key)
+                    numbers += math.prod(stored.get_shape())
+                    if not is_quantised and stored.get_dtype() in _EIGHT_BITS:
+                        raise CheckpointError(
+                            f"{file}: {key} is stored as {stored.get_dtype()}, and the config does not say how to "
+                            "dequantise it; dequantise the weights, to bfloat16 for example, and save them as a "
+                            "checkpoint of their own"
+                        )
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {_one_line(error)}"
+            ) from error
+    return numbers
+
+
+def check_numbers(folder: Path, held: int, experts_implementation: str) -> None:
+    """Raises CheckpointError where much of the model is missing, which transformers would make up in memory."""
+    asked = sum(value.numel() for value in meta_model(folder, experts_implementation).parameters())
+    if held + _MADE_UP_NUMBERS < asked:
+        raise CheckpointError(
+            f"{folder} lacks weights that the config asks for: its files hold {held} numbers, but the model has {asked}"
+        )
+
+
+def check_type(what: str, dtype: torch.dtype | None) -> None:
+    """Raises CheckpointError where weights in `dtype` would be nothing that can be computed with as it is."""
+    import torch
+
+    if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointError(
+            f"{what} is {dtype}, in which moepass computes nothing; dequantise the weights, to bfloat16 for example, "
+            "and save them as a checkpoint of their own"
+        )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    whole, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        weight_map = _read_json(index, dict, MOST_INDEX_BYTES).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map that says which file holds which weight")
+        names = sorted({str(name) for name in weight_map.values()})
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
+                raise CheckpointError(f"{index} names {name!r}; it must be a .safetensors file in the same folder")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{folder} lacks {_some(missing)}, which {INDEX_FILE} names")
+        return [folder / name for name in names]
+    pickles = [name for name in _PICKLES if (folder / name).is_file()]
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds {pickles[0]}, a pickle, which moepass does not open; convert it to {WEIGHTS_FILE}"
+        )
+    raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+
+
+def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
+    # Each of these would otherwise pass in silence, with random weights or with layers left out.
+    if info.get("mismatched_keys"):
+        name, found, wanted = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"{folder}: {name} has shape {list(found)}, but the config asks for {list(wanted)}"
+            + _and_more(len(info["mismatched_keys"]))
+        )
+    if info.get("missing_keys"):
+        raise CheckpointError(f"{folder} lacks weights that the config asks for: {_some(sorted(info['missing_keys']))}")
+    if info.get("unexpected_keys"):
+        raise CheckpointError(
+            f"{folder} holds weights that the config has no place for: {_some(sorted(info['unexpected_keys']))}"
+        )
+    if info.get("error_msgs"):
+        raise CheckpointError(f"{folder} cannot be loaded: {_one_line(info['error_msgs'])}")
+
+
+def _read_json(file: Path, kind: type[Any], most_bytes: int = MOST_JSON_BYTES) -> Any:
+    try:
+        return decode_json(read_limited(file, most_bytes), kind)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except TooLargeError as error:
+        raise CheckpointError(str(error)) from error
+    except InputError as error:
+        raise CheckpointError(f"{file} is malformed: {error}") from error
+
+
+def _did_you_mean(model_type: str) -> str:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    close = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
+    hint = f"did you mean {close[0]}?" if close else "give one that it knows, as qwen3_moe"
+    return f"{transformers.__version__}; {hint}"
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + _and_more(len(names))
+
+
+def _and_more(count: int) -> str:
+    return f" (and {count - 1} more)" if count > 1 else ""
+
+
+def _one_line(error: object) -> str:
+    """An error's text as one line: the first 200 characters, line breaks and runs of blanks made single blanks."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

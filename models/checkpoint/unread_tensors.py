@@ -1,0 +1,133 @@
+"""Tensors that are not read yet: they remember from which stored tensors, and how, they are made.
+
+transformers knows for every family how the tensors of a checkpoint become the weights of a model: which are renamed,
+stacked, joined, transposed. Its loader is handed `UnreadTensor`s in place of tensors, runs its own conversion on them,
+and puts the results into the model; not a byte is read. A weight is then read when, and as far as, somebody copies it:
+
+    weight = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)    what transformers does: [experts, 2h, H]
+    shard.copy_(weight[2:4])                                             reads gates 2 and 3, and ups 2 and 3
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
+from moepass.models.checkpoint.weight_recipes import (
+    Converted,
+    Joined,
+    Recipe,
+    Replayed,
+    Stacked,
+    Stored,
+    UnfollowedError,
+)
+from moepass.models.errors import InputError
+
+_aten = torch.ops.aten
+
+
+class UnreadTensor(torch.Tensor):
+    """A tensor on the CPU, by shape and type, whose numbers are read when it is copied into another one."""
+
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(cls, recipe: Recipe) -> UnreadTensor:
+        made: UnreadTensor = torch.Tensor._make_wrapper_subclass(
+            cls, recipe.shape, dtype=recipe.dtype, device=torch.device("cpu")
+        )
+        return made
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"UnreadTensor({list(self.shape)}, {self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if operation is _aten.copy_.default and not isinstance(args[0], UnreadTensor):
+            if args[0].numel():
+                args[1].recipe.copy_to(args[0])
+            return args[0]
+        if operation is _aten._local_scalar_dense.default:
+            raise InputError("item() needs the number of a weight that is not read yet")
+        if operation._schema.is_mutable:
+            raise InputError(f"{operation} changes a weight that is not read yet")
+        if operation in (_aten.detach.default, _aten.alias.default):
+            return UnreadTensor(args[0].recipe)
+        arguments, keywords = tree_map_only(UnreadTensor, lambda tensor: tensor.recipe, (args, keywords))
+        recipe = _special(operation, arguments, keywords)
+        return UnreadTensor(recipe) if recipe is not None else _replayed(operation, arguments, keywords)
+
+
+def unread(files: CheckpointFiles) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by its key; none of them read."""
+    return {stored.key: UnreadTensor(Stored(files, stored, stored.shape, stored.dtype)) for stored in files}
+
+
+def _special(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Recipe | None:
+    """The recipes that are copied part by part; None where `operation` is none of them."""
+    part = arguments[0]
+    if operation is _aten._to_copy.default:
+        others = {key for key, value in keywords.items() if value is not None} - {"dtype", "device", "non_blocking"}
+        is_plain = not others and keywords.get("device") in (None, torch.device("cpu"))
+        return Converted(part, keywords.get("dtype") or part.dtype) if is_plain else None
+    if operation is _aten.slice.Tensor:
+        return _sliced(part, *arguments[1:])
+    if operation not in (_aten.stack.default, _aten.cat.default):
+        return None
+    parts = tuple(part)
+    dim = arguments[1] if len(arguments) > 1 else keywords.get("dim", 0)
+    if not all(isinstance(item, Recipe) and item.dtype == parts[0].dtype for item in parts):
+        return None
+    shape = parts[0].shape
+    if operation is _aten.stack.default:
+        same = all(item.shape == shape for item in parts)
+        return Stacked(parts, (len(parts), *shape), parts[0].dtype) if same and dim % (len(shape) + 1) == 0 else None
+    if not shape or any(len(item.shape) != len(shape) for item in parts) or dim % len(shape) == 0:
+        return None
+    dim %= len(shape)
+    if any(item.shape[:dim] + item.shape[dim + 1 :] != shape[:dim] + shape[dim + 1 :] for item in parts):
+        return None
+    joined = (*shape[:dim], sum(item.shape[dim] for item in parts), *shape[dim + 1 :])
+    return Joined(parts, dim, joined, parts[0].dtype)
+
+
+def _sliced(
+    part: Recipe, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+) -> Recipe | None:
+    if dim == 0 and step == 1:
+        first, end, _ = slice(start, stop).indices(part.shape[0])
+        with contextlib.suppress(UnfollowedError):  # then the whole is made, and cut
+            return part.rows(first, max(first, end))
+    return None
+
+
+def _replayed(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """The outputs of any other operation; their shapes and types, and errors, are those of tensors without numbers."""
+
+    def shell(recipe: Recipe) -> torch.Tensor:
+        return torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")
+
+    on_meta = {key: value for key, value in keywords.items() if key != "device"}
+    positional, on_meta = tree_map_only(Recipe, shell, (arguments, on_meta))
+    result = operation(*positional, **on_meta)
+
+    def wrap(made: Any, output: int | None) -> UnreadTensor:
+        return UnreadTensor(Replayed(operation, arguments, keywords, output, tuple(made.shape), made.dtype))
+
+    if isinstance(result, (list, tuple)):
+        return [wrap(made, number) for number, made in enumerate(result)]
+    return wrap(result, None)

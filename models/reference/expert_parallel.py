@@ -1,0 +1,256 @@
+"""Expert parallelism in four forms, on functional collectives: reference implementations for inference.
+
+Each form is a module with the signature of transformers' experts, `forward(hidden_states, top_k_index, top_k_weights)`
+with global expert ids, and holds the weights of this rank's experts. All ranks of the group must call it. Every form
+captures as one graph (`fullgraph=True`), with a dynamic number of tokens; those that read a size back to the host
+(`all_to_all`, `all_gather`) need `torch._dynamo.config.capture_scalar_outputs = True` for it.
+
+    form                   tokens go to the experts by   and come back by   host syncs   ranks hold
+    all_to_all             AllToAll, exact sizes         AllToAll           1            tokens of their own
+    all_to_all_capacity    AllToAll, fixed sizes         AllToAll           0            tokens of their own
+    all_gather             AllGather, padded             ReduceScatter      1            tokens of their own
+    all_reduce             are there already             AllReduce          0            the same tokens
+
+Exactness, measured on CPUs against `GroupedExperts` run on all ranks' tokens, rank by rank, in one batch, with as many
+threads as a rank has (float32 products round differently on another number):
+    the two AllToAll forms are bit-identical while no token is dropped: every expert sees the same rows in the same
+    order, and the weighted sum runs in the same order on the rank that owns the token.
+    `all_gather` and `all_reduce` sum on each rank and then over ranks: equal up to rounding. They are bit-identical
+    with top-1, and with top-2 where the weights have the type of the hidden states, since two terms have one order.
+`GroupedExperts` run on one rank's tokens alone gives the same up to rounding: a matrix product may round a row
+differently as the number of rows changes (float32 does below 4 rows for an expert; bfloat16 was not seen to).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.nn import functional as F
+
+from moepass.models.errors import InputError
+from moepass.models.formulas.expert_placement import ExpertPlacement
+from moepass.models.reference.collectives import (
+    exchange_rows,
+    gather_rows,
+    max_over_ranks,
+    scatter_sums,
+    sum_over_ranks,
+)
+from moepass.models.reference.grouped_experts import (
+    GroupedExperts,
+    count_per_expert,
+    sort_by_expert,
+    undo_order,
+    weighted_sum,
+)
+
+
+class ShardedExperts(GroupedExperts):
+    """Base of the four forms: this rank's part of E experts.
+
+    Args:
+        gate_up_proj: [experts of this rank, 2h, H]; `ExpertPlacement.owned` says which these are.
+        down_proj: [experts of this rank, H, h].
+        experts: E, over all ranks.
+        group: the ranks that share the experts; by default all. torch.distributed must be initialised.
+
+    Raises InputError where the weights are not those of as many experts as this rank owns.
+    """
+
+    def __init__(
+        self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, experts: int, group: ProcessGroup | None = None
+    ) -> None:
+        super().__init__(gate_up_proj, down_proj)
+        group = group or c10d._get_default_group()
+        self.group_name: str = group.group_name
+        self.placement = ExpertPlacement(experts, group.size(), group.rank())
+        owned = len(self.placement.owned)
+        if gate_up_proj.shape[0] != owned or down_proj.shape[0] != owned:
+            raise InputError(
+                f"rank {group.rank()} of {group.size()} owns {owned} of {experts} experts, but it was given weights of "
+                f"{gate_up_proj.shape[0]} (gate_up_proj) and {down_proj.shape[0]} (down_proj)"
+            )
+
+    def to_local(self, expert_ids: torch.Tensor) -> torch.Tensor:
+        """Global ids as this rank's: 0..owned-1, and `owned` for every expert of another rank."""
+        owned = self.placement.owned
+        local = expert_ids - owned.start
+        return local.masked_fill((local < 0) | (local >= len(owned)), len(owned))
+
+
+class AllToAllExperts(ShardedExperts):
+    """Form 1: each pair of a token and an expert travels to the expert's rank, and its output back.
+
+    The sizes of the exchange depend on the routing, so the ranks exchange their counts first, and read them on the
+    host.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts [tokens, H]. Bit-identical to the reference on all tokens."""
+        ranks, owned, shards = self.placement.ranks, len(self.placement.owned), self.placement.shard_sizes
+        sorted_ids, order = sort_by_expert(top_k_index)
+        leaving = count_per_expert(sorted_ids, self.placement.experts)
+        arriving = exchange_rows(leaving, send=shards, receive=[owned] * ranks, group_name=self.group_name)
+        send, receive = self._sizes(leaving, arriving.view(ranks, owned))
+
+        rows = exchange_rows(hidden_states[order // top_k_index.shape[1]], send, receive, self.group_name)
+        rows = self._run_arrived(rows, arriving)
+        rows = exchange_rows(rows, send=receive, receive=send, group_name=self.group_name)
+        return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
+
+    def _sizes(self, leaving: torch.Tensor, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
+        """How many rows go to each rank and come from it, on the host."""
+        send = torch.stack([part.sum() for part in leaving.split(self.placement.shard_sizes)])
+        sizes = torch.cat([send, arriving.sum(dim=1)]).tolist()
+        for size in sizes:
+            torch._check(size >= 0)
+        return sizes[: self.placement.ranks], sizes[self.placement.ranks :]
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        """`rows` [n, H], rank by rank and sorted by expert within each, `arriving` of them: outputs in that order."""
+        owned = len(self.placement.owned)
+        if owned == 0:
+            return rows
+        local_ids = torch.arange(owned, device=rows.device).repeat(self.placement.ranks)
+        local_ids = local_ids.repeat_interleave(arriving, output_size=rows.shape[0])
+        sorted_ids, order = sort_by_expert(local_ids)
+        outputs = self.run_groups(rows[order], count_per_expert(sorted_ids, owned))
+        return undo_order(outputs, order)
+
+
+class CapacityAllToAllExperts(ShardedExperts):
+    """Form 2: as form 1, with a fixed number of slots for each expert and rank, so that no size depends on the routing.
+
+    Args, beyond those of `ShardedExperts`:
+        max_tokens: the most tokens that any rank will bring; the same on every rank.
+        capacity_factor: None gives every expert `max_tokens` slots, which is enough whatever the routing. A number
+            gives it ceil(capacity_factor * max_tokens * k / E); pairs beyond that are dropped, those of the last
+            tokens first, and add nothing to their token's sum.
+
+    Raises InputError where `max_tokens` is below 1 or `capacity_factor` is not above 0.
+    """
+
+    def __init__(
+        self,
+        gate_up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+        experts: int,
+        group: ProcessGroup | None = None,
+        *,
+        max_tokens: int,
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__(gate_up_proj, down_proj, experts, group)
+        if max_tokens < 1:
+            raise InputError(f"max_tokens is {max_tokens}; it must be 1 or more")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise InputError(f"capacity_factor is {capacity_factor}; it must be above 0, or None to drop nothing")
+        self.max_tokens = max_tokens
+        self.capacity_factor = capacity_factor
+
+    def capacity(self, top_k: int) -> int:
+        """Slots of each expert for each rank's tokens."""
+        if self.capacity_factor is None:
+            return self.max_tokens
+        wanted = math.ceil(self.capacity_factor * self.max_tokens * top_k / self.placement.experts)
+        return min(wanted, self.max_tokens)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts [tokens, H]. Raises InputError beyond `max_tokens` tokens.
+
+        Bit-identical to the reference on all tokens while nothing is dropped.
+        """
+        tokens, top_k = top_k_index.shape
+        if tokens > self.max_tokens:
+            raise InputError(f"{tokens} tokens, but max_tokens is {self.max_tokens}; it must be the most of any rank")
+        experts, capacity = self.placement.experts, self.capacity(top_k)
+        sorted_ids, order = sort_by_expert(top_k_index)
+        counts = count_per_expert(sorted_ids, experts)
+        position = torch.arange(tokens * top_k, device=order.device) - (counts.cumsum(0) - counts)[sorted_ids]
+        # One slot more than there are takes what is dropped, and gives back zeros.
+        slot = torch.where(position < capacity, sorted_ids * capacity + position, experts * capacity)
+        slots = hidden_states.new_zeros(experts * capacity + 1, hidden_states.shape[1])
+        slots[slot] = hidden_states[order // top_k]
+
+        outputs = self._exchange_and_run(slots[:-1], counts.clamp(max=capacity), capacity)
+        rows = F.pad(outputs, (0, 0, 0, 1))[slot]
+        return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
+
+    def _exchange_and_run(self, slots: torch.Tensor, filled: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Slots [E * capacity, H], of which the first `filled` [E] of each expert hold rows: outputs, placed alike."""
+        ranks, owned, shards = self.placement.ranks, len(self.placement.owned), self.placement.shard_sizes
+        filled = exchange_rows(filled, send=shards, receive=[owned] * ranks, group_name=self.group_name)
+        send, receive = [size * capacity for size in shards], [owned * capacity] * ranks
+        slots = exchange_rows(slots, send, receive, self.group_name)
+        local_ids = torch.arange(owned, device=slots.device).repeat(ranks).unsqueeze(-1)
+        empty = torch.arange(capacity, device=slots.device) >= filled.unsqueeze(-1)
+        outputs, order = self.run_some(slots, torch.where(empty, owned, local_ids).view(-1, 1))
+        return exchange_rows(undo_order(outputs, order), receive, send, self.group_name)
+
+
+class AllGatherExperts(ShardedExperts):
+    """Form 3: every rank gets all tokens, runs its own experts on them, and the partial sums are scattered back.
+
+    Ranks may bring different numbers of tokens: they agree on the largest, and pad to it.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts [tokens, H]. Equal to the reference up to the rounding of sums."""
+        ranks, tokens = self.placement.ranks, hidden_states.shape[0]
+        padding = self._most_tokens(hidden_states) - tokens
+        torch._check(padding >= 0)
+
+        def gather(values: torch.Tensor, filler: int) -> torch.Tensor:
+            return gather_rows(F.pad(values, (0, 0, 0, padding), value=filler), ranks, self.group_name)
+
+        all_states = gather(hidden_states, 0)
+        local_ids = self.to_local(gather(top_k_index, self.placement.experts))
+        all_weights = gather(top_k_weights, 0)
+        rows, order = self.run_some(all_states, local_ids)
+        partial = weighted_sum(rows, order, all_weights).to(hidden_states.dtype)
+        return scatter_sums(partial, ranks, self.group_name)[:tokens]
+
+    def _most_tokens(self, hidden_states: torch.Tensor) -> int:
+        tokens = torch.full((1,), hidden_states.shape[0], device=hidden_states.device)
+        return int(max_over_ranks(tokens, self.group_name).item())
+
+
+class AllReduceExperts(ShardedExperts):
+    """Form 4: every rank holds the same tokens and runs its own experts on them; the partial sums are added up.
+
+    What transformers does where the group that shares the experts also shares the batch.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts [tokens, H]. Equal to the reference up to the rounding of sums."""
+        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
+        partial = weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
+        return sum_over_ranks(partial, self.group_name)
+
+
+EP_FORMS: dict[str, type[ShardedExperts]] = {
+    "all_to_all": AllToAllExperts,
+    "all_to_all_capacity": CapacityAllToAllExperts,
+    "all_gather": AllGatherExperts,
+    "all_reduce": AllReduceExperts,
+}
+
+__all__ = [
+    "EP_FORMS",
+    "AllGatherExperts",
+    "AllReduceExperts",
+    "AllToAllExperts",
+    "CapacityAllToAllExperts",
+    "ShardedExperts",
+]

@@ -1,0 +1,130 @@
+"""Well-known models by name: their sizes, and a Transformers configuration of those sizes, without any file of theirs.
+
+The numbers and their source stand in `presets.json`. Extra prediction layers (MTP) are left out: a prefill pass does
+not run them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moepass.models.errors import InputError, one_of
+from moepass.models.sizes.architecture import Architecture, from_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+PRESETS_FILE = Path(__file__).with_name("presets.json")
+
+
+class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry of `presets.json`. `sliding_every` n: of n layers in a row the first n - 1 have the window."""
+
+    model_type: str
+    layers: int
+    dense_first: int
+    hidden: int
+    moe_intermediate: int
+    experts: int
+    top_k: int
+    shared_experts: int
+    heads: int
+    vocab: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    dense_intermediate: int | None = None
+    sliding_window: int | None = None
+    sliding_every: int = 0
+    mla: dict[str, int] = {}
+    config: dict[str, bool | int | float | None] = {}
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    note: str
+    models: dict[str, Preset]
+    sources: str
+
+
+@lru_cache(maxsize=1)
+def _file() -> _File:
+    return msgspec.json.decode(PRESETS_FILE.read_bytes(), type=_File)
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names that `preset` and `preset_config` take."""
+    return tuple(_file().models)
+
+
+def presets_source() -> str:
+    """Where the presets' numbers come from."""
+    return _file().sources
+
+
+def preset(name: str, *, layers: int | None = None) -> Architecture:
+    """The sizes of a well-known model. `layers` and errors are those of `preset_config`."""
+    return from_config(preset_config(name, layers=layers), name=name, dtype="bf16")
+
+
+def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
+    """A Transformers configuration of a well-known model.
+
+    Args:
+        name: one of `preset_names()`.
+        layers: keep this many layers only; of leading dense layers, one less than that at most.
+
+    Raises:
+        InputError: the name is unknown, or `layers` lies outside what the model has.
+    """
+    entry = _file().models.get(name)
+    if entry is None:
+        raise InputError(f"no preset is called {name!r}; there are {one_of(preset_names())}")
+    if layers is not None and not 1 <= layers <= entry.layers:
+        raise InputError(f"layers is {layers}; {name} has 1 to {entry.layers}")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config: PreTrainedConfig = CONFIG_MAPPING[entry.model_type](**_values(entry, layers or entry.layers))
+    config.use_cache = False
+    return config
+
+
+def _values(entry: Preset, layers: int) -> dict[str, Any]:
+    """The constructor's arguments. What an expert's width is called depends on whether dense layers have another."""
+    values: dict[str, Any] = {
+        "vocab_size": entry.vocab,
+        "hidden_size": entry.hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": entry.heads,
+        "num_key_value_heads": entry.kv_heads or entry.heads,
+        "num_experts_per_tok": entry.top_k,
+        _EXPERT_COUNT.get(entry.model_type, "num_local_experts"): entry.experts,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        **entry.mla,
+        **entry.config,
+    }
+    if entry.head_dim is not None:
+        values["head_dim"] = entry.head_dim
+    if entry.model_type in _OWN_EXPERT_WIDTH:
+        values["moe_intermediate_size"] = entry.moe_intermediate
+    values["intermediate_size"] = entry.dense_intermediate or entry.moe_intermediate
+    if entry.model_type in _DENSE_FIRST:
+        values.update(n_shared_experts=entry.shared_experts, first_k_dense_replace=min(entry.dense_first, layers - 1))
+    if entry.sliding_every:
+        kinds = ["sliding_attention"] * (entry.sliding_every - 1) + ["full_attention"]
+        values["layer_types"] = [kinds[index % len(kinds)] for index in range(layers)]
+        values["sliding_window"] = entry.sliding_window
+    return values
+
+
+_EXPERT_COUNT = {
+    "qwen3_moe": "num_experts",
+    "olmoe": "num_experts",
+    "deepseek_v3": "n_routed_experts",
+    "glm4_moe": "n_routed_experts",
+}
+_OWN_EXPERT_WIDTH = frozenset({"qwen3_moe", "deepseek_v3", "glm4_moe"})
+_DENSE_FIRST = frozenset({"deepseek_v3", "glm4_moe"})

@@ -1,0 +1,163 @@
+"""A small mixture-of-experts model without attention, of which the experts lie on one rank or on many.
+
+For tests and benchmarks: weights come from a seed, expert by expert, so that every rank draws its own experts alone
+and a single process can draw them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.nn import functional as F
+
+from moepass.models.errors import InputError, one_of
+from moepass.models.formulas.expert_placement import ExpertPlacement
+from moepass.models.reference.expert_parallel import EP_FORMS, CapacityAllToAllExperts
+from moepass.models.reference.grouped_experts import GroupedExperts
+
+LOCAL = "local"
+
+
+@dataclasses.dataclass(frozen=True)
+class StackConfig:
+    """What a stack is made of; equal configs make equal weights, in whatever form and on however many ranks.
+
+    `hidden` is H, `width` is h of one expert. `skew` is the standard deviation of a fixed bias on the router's logits:
+    0 spreads tokens evenly, 2 sends most of them to few experts. `max_tokens` and `capacity_factor` are those of
+    `CapacityAllToAllExperts`, and of no effect on other forms.
+    """
+
+    layers: int = 2
+    hidden: int = 64
+    width: int = 32
+    experts: int = 8
+    top_k: int = 2
+    normalise: bool = True
+    skew: float = 0.0
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    max_tokens: int | None = None
+    capacity_factor: float | None = None
+
+
+class Router(nn.Module):
+    """Chooses top-k of E experts for each token by softmax, in float32, as Qwen3-MoE does."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, top_k: int, normalise: bool = True) -> None:
+        """Takes weight [E, H] and bias [E]; `normalise` makes the weights of a token's experts add up to 1."""
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = nn.Parameter(bias, requires_grad=False)
+        self.top_k = top_k
+        self.normalise = normalise
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(top_k_index, top_k_weights) of hidden_states [tokens, H], the weights in its type."""
+        logits = F.linear(hidden_states.float(), self.weight.float(), self.bias.float())
+        weights, index = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return index, weights.to(hidden_states.dtype)
+
+
+class MoELayer(nn.Module):
+    """A router and experts of any form: [tokens, H] to [tokens, H]."""
+
+    def __init__(self, router: Router, experts: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.experts(hidden_states, *self.router(hidden_states))
+        return output
+
+
+class MoEStack(nn.Module):
+    """Layers of a dense product and experts, each with a norm before and a residual around it: [tokens, H] to the same.
+
+    No token sees another one, so the tokens of many ranks may be compared with one batch of them all.
+    """
+
+    def __init__(self, dense: Sequence[nn.Linear], moe: Sequence[MoELayer]) -> None:
+        super().__init__()
+        self.dense = nn.ModuleList(dense)
+        self.moe = nn.ModuleList(moe)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        size = hidden_states.shape[-1:]
+        for dense, moe in zip(self.dense, self.moe, strict=True):
+            hidden_states = hidden_states + dense(F.rms_norm(hidden_states, size))
+            hidden_states = hidden_states + moe(F.rms_norm(hidden_states, size))
+        return hidden_states
+
+
+def build_stack(config: StackConfig, form: str = LOCAL, group: ProcessGroup | None = None) -> MoEStack:
+    """The model of `config`, in eval mode on the CPU, with experts of one of `EP_FORMS`, or all of them here ("local").
+
+    `group` as in `ShardedExperts`. Raises InputError.
+    """
+    dense = [_linear(config, _generator(config.seed, layer, 0)) for layer in range(config.layers)]
+    routers = [_router(config, _generator(config.seed, layer, 1)) for layer in range(config.layers)]
+    moe = [MoELayer(router, build_experts(config, form, group, layer)) for layer, router in enumerate(routers)]
+    return MoEStack(dense, moe).eval()
+
+
+def build_experts(
+    config: StackConfig, form: str = LOCAL, group: ProcessGroup | None = None, layer: int = 0
+) -> GroupedExperts:
+    """The experts of one layer of `build_stack`, on the CPU. Raises InputError."""
+    if form == LOCAL:
+        return GroupedExperts(*_expert_weights(config, range(config.experts), layer))
+    if form not in EP_FORMS:
+        raise InputError(f"unknown form {form!r}; it must be one of {one_of([LOCAL, *EP_FORMS])}")
+    group = group or c10d._get_default_group()
+    owned = ExpertPlacement(config.experts, group.size(), group.rank()).owned
+    weights = _expert_weights(config, owned, layer)
+    chosen = EP_FORMS[form]
+    if not issubclass(chosen, CapacityAllToAllExperts):
+        return chosen(*weights, config.experts, group)
+    if config.max_tokens is None:
+        raise InputError(f"the form {form} needs max_tokens, the most tokens that any rank will bring; it is None")
+    return chosen(*weights, config.experts, group, max_tokens=config.max_tokens, capacity_factor=config.capacity_factor)
+
+
+def _generator(*key: int) -> torch.Generator:
+    # A tensor's values must not depend on which others are drawn, so each has a seed of its own.
+    seed = 0
+    for part in key:
+        seed = (seed * 1_000_003 + part + 1) % 2**63
+    return torch.Generator().manual_seed(seed)
+
+
+def _draw(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Normal values with a standard deviation of one over the square root of the fan-in."""
+    return torch.randn(shape, generator=generator).div(math.sqrt(shape[-1])).to(dtype)
+
+
+def _linear(config: StackConfig, generator: torch.Generator) -> nn.Linear:
+    linear = nn.Linear(config.hidden, config.hidden, bias=False, device="meta")
+    linear.weight = nn.Parameter(_draw(generator, config.dtype, config.hidden, config.hidden), requires_grad=False)
+    return linear
+
+
+def _router(config: StackConfig, generator: torch.Generator) -> Router:
+    weight = _draw(generator, config.dtype, config.experts, config.hidden)
+    bias = config.skew * torch.randn(config.experts, generator=generator)
+    return Router(weight, bias.to(config.dtype), config.top_k, config.normalise)
+
+
+def _expert_weights(config: StackConfig, owned: range, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = torch.empty(len(owned), 2 * config.width, config.hidden, dtype=config.dtype)
+    down = torch.empty(len(owned), config.hidden, config.width, dtype=config.dtype)
+    for place, expert in enumerate(owned):
+        generator = _generator(config.seed, layer, 2, expert)
+        gate_up[place] = _draw(generator, config.dtype, *gate_up.shape[1:])
+        down[place] = _draw(generator, config.dtype, *down.shape[1:])
+    return gate_up, down

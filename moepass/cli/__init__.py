@@ -1,0 +1,1 @@
+"""The command line, and the streams that it reads and writes."""

@@ -1,0 +1,1 @@
+"""The report on a model and a machine: what is asked, what is found, and how it is shown."""

@@ -1,0 +1,85 @@
+"""What to change, where a forecast is not what one would wish for: each sentence with the number that it leads to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from moepass.models.errors import InputError
+from moepass.passes.machine.hardware import with_ranks
+from moepass.passes.machine.layer_times import texts_of
+from moepass.passes.planner.forecast import Forecast, least_memory_bytes
+from moepass.passes.planner.strategies import ASYNCEP, RESIDENT, Setting, homes_of
+
+_MOST_RANKS = 64
+# Part of the step below which waiting is not worth a word.
+_WORTH_SAYING = 0.01
+
+
+def advice(made: Forecast, crossover: int | None, refusals: Sequence[str]) -> tuple[str, ...]:
+    """Sentences, the most useful first; none where all is well."""
+    if not made.cost(ASYNCEP).fits and made.chosen != RESIDENT:
+        found = list(_what_fits(made.setting))
+        return tuple(found or ["nothing that was tried makes asyncep fit: other homes, fewer tokens, fp8, more ranks"])
+    return (*_waiting(made, crossover), *_refused(refusals))
+
+
+def _what_fits(setting: Setting) -> Iterator[str]:
+    """What would make asyncep fit into the memory budget, one change at a time."""
+    other = _fitting_home(setting)
+    if other is not None:
+        yield f"asyncep fits with --home {other}"
+        return
+    fewer = setting.texts.tokens // 2
+    while fewer >= 1 and _fitting_home(_with_tokens(setting, fewer)) is None:
+        fewer //= 2
+    if fewer >= 1:
+        home = _fitting_home(_with_tokens(setting, fewer))
+        yield f"asyncep fits with {fewer} tokens per rank and step (--home {home})"
+    if setting.dtype != "fp8" and "fp8" in setting.hardware.flops:
+        home = _fitting_home(dataclasses.replace(setting, dtype="fp8"))
+        if home is not None:
+            yield f"asyncep fits with --dtype fp8 (--home {home})"
+    ranks = 2 * setting.ranks
+    while ranks <= _MOST_RANKS:
+        home = _fitting_home(dataclasses.replace(setting, hardware=with_ranks(setting.hardware, ranks)))
+        if home is not None:
+            yield f"asyncep fits with --ranks {ranks} (--home {home})"
+            return
+        ranks *= 2
+
+
+def _with_tokens(setting: Setting, tokens: int) -> Setting:
+    return dataclasses.replace(setting, texts=texts_of(tokens, setting.texts.sequence))
+
+
+def _fitting_home(setting: Setting) -> str | None:
+    return next((home for home in homes_of(setting) if _fits(setting, home)), None)
+
+
+def _fits(setting: Setting, home: str) -> bool:
+    try:
+        return least_memory_bytes(setting, home) <= setting.budget_bytes
+    except InputError:
+        return False  # the machine has no such link
+
+
+def _waiting(made: Forecast, crossover: int | None) -> Iterator[str]:
+    if made.simulation is None or made.chosen == RESIDENT:
+        return
+    texts, threshold = made.setting.texts, made.saturation.tokens
+    waits = made.simulation.exposed_seconds / made.simulation.step_seconds
+    if waits > _WORTH_SAYING and texts.tokens < threshold:
+        batch = math.ceil(threshold / texts.sequence)
+        yield (
+            f"from {threshold} tokens per rank and step on ({batch} texts of {texts.sequence}) transfers are hidden, "
+            f"with a margin of {made.saturation.values['gamma']:g}"
+        )
+    if made.chosen != ASYNCEP and crossover is not None and crossover > texts.tokens:
+        yield f"against AllToAll (dp_ep) asyncep pays from {crossover} tokens per rank and step on"
+
+
+def _refused(refusals: Sequence[str]) -> Iterator[str]:
+    if refusals:
+        yield f"{len(refusals)} refused block(s) run as they came: the numbers hold once they are rewritten"

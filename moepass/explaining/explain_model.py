@@ -1,0 +1,447 @@
+"""`moepass explain`: the compiler's view of a model and the numbers of its plan on a machine, in one report.
+
+No weight is loaded and nothing is computed. Numbers come from the sizes of the model (`moepass.passes.planner.forecast`); what
+is found, rewritten and refused comes from the plans that the passes make of a graph captured on the meta device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+from moepass import __version__
+from moepass.explaining.advice import advice
+from moepass.explaining.compiler_view import Explanation, explain_meta_model
+from moepass.explaining.explained_blocks import explained_blocks
+from moepass.explaining.explained_models import ExplainedModel, explained_model
+from moepass.explaining.report import (
+    REPORT_SCHEMA,
+    ComparisonRow,
+    CompilerPart,
+    CurveRow,
+    HardwarePart,
+    HomeTried,
+    MemoryCurveRow,
+    MemoryPart,
+    ModelPart,
+    Report,
+    SaturationPart,
+    SchedulePart,
+    StrategyPart,
+    WorkloadPart,
+)
+from moepass.models.checkpoint.checkpoint_folders import meta_model_of
+from moepass.models.errors import CheckpointError, InputError, MoepassError
+from moepass.models.formulas.layers import flops_per_token, model_parameters
+from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
+from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
+from moepass.models.sizes.architecture import Architecture, short_dtype
+from moepass.models.sizes.cut_configs import cut_config
+from moepass.passes.machine.hardware import Hardware, with_ranks
+from moepass.passes.machine.layer_times import Texts, texts_of
+from moepass.passes.machine.times import peak_flops_per_s
+from moepass.passes.planner.forecast import MOST_SLOTS as USEFUL_SLOTS
+from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast
+from moepass.passes.planner.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting, homes_of
+from moepass.passes.planner.threshold_curve import threshold_curve
+from moepass.profiles.hardware_profiles import load_hardware
+
+DEFAULT_HARDWARE = "8xh100-80g"
+DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096
+# [Empirical] What is left to the allocator, the kernels' workspaces and the driver, as vLLM's default has it.
+DEFAULT_MEMORY_SHARE = 0.9
+HOMES = ("device", "peer", "host", "hybrid", "disk")
+# A home that is slower by no more than this part, and simpler, is preferred.
+_NO_MATTER = 0.01
+# What the compiler finds does not depend on the number of tokens, but some families are captured token by token.
+_CAPTURE_BATCH, _CAPTURE_SEQ = 2, 16
+# The curve's points: this many to a doubling of the tokens.
+_POINTS_PER_OCTAVE = 2
+
+
+def explain(
+    model: Any,
+    *,
+    hardware: str | os.PathLike[str] | Hardware = DEFAULT_HARDWARE,
+    ranks: int | None = None,
+    home: str | None = None,
+    dtype: str | None = None,
+    batch: int = DEFAULT_BATCH,
+    seq: int = DEFAULT_SEQ,
+    tokens: int | None = None,
+    memory_budget_bytes: float | None = None,
+    slots: int | None = None,
+    lower: str = "inductor",
+) -> Report:
+    """What moepass would do with `model` on `hardware`, what that takes, and why: see docs/explain.md.
+
+    Args:
+        model: the name of a preset, a checkpoint folder, a config.json, a transformers configuration, or a
+            transformers model, compiled or not.
+        hardware: a preset such as 8xh100-80g, the file of a profile, or a profile.
+        ranks: another number of devices than the profile has.
+        home: where experts rest: device, peer, host, hybrid or disk. None tries peer, hybrid and host where there are
+            several ranks, else host, and takes the fastest that fits.
+        dtype: of the weights, bf16, fp8 or fp32, in place of the configuration's.
+        batch, seq: texts of one rank and step, and the tokens of each.
+        tokens: one text of so many tokens, instead.
+        memory_budget_bytes: that may be used on each device; 0.9 of its memory where None.
+        slots: of the ring at most; as many as help, up to 4, where None.
+        lower: how segments would be compiled, "inductor" or "eager".
+
+    Raises:
+        InputError: an unknown model, machine, home or dtype, a link or rate that the machine lacks, a number that is
+            out of range. CheckpointError: a folder or config that makes no model.
+    """
+    _check_numbers(batch, seq, tokens, slots, ranks)
+    batch, seq = (1, tokens) if tokens is not None else (batch, seq)
+    if home is not None and home not in HOMES:
+        raise InputError(f"home is {home!r}; it must be one of {', '.join(HOMES)}")
+    if dtype is not None:
+        dtype = short_dtype(dtype)
+    found = explained_model(model, dtype)
+    machine = _machine(hardware, ranks)
+    budget = _budget(machine, memory_budget_bytes)
+    workload = WorkloadPart(batch, seq, batch * seq)
+    assumptions = [
+        "routing is even over the experts, and every rank has equally many tokens",
+        "nothing is decoded, so no keys and values are kept",
+    ]
+    if hardware == DEFAULT_HARDWARE:
+        assumptions.append(f"hardware {DEFAULT_HARDWARE}, which is the default")
+    if memory_budget_bytes is None:
+        assumptions.append(f"memory budget {DEFAULT_MEMORY_SHARE} of each device's memory, which is the default")
+    if found.architecture is None:
+        return _without_numbers(found, machine, workload, budget, slots, lower, assumptions)
+
+    setting = Setting(found.architecture, machine, Texts(batch, seq), found.architecture.dtype, budget)
+    most_slots = USEFUL_SLOTS if slots is None else slots
+    best, tried = _best_home(setting, home, most_slots)
+    shown = forecast(setting, "device") if best.chosen == RESIDENT and best.home != "device" else best
+    compiler = _compiler_view(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
+    if compiler.is_cut:
+        assumptions.append(
+            f"captured: {compiler.captured_text} of {len(found.architecture.layers)}, as many as hold every kind of "
+            "layer; blocks of the others are told by analogy"
+        )
+    if setting.dtype == "fp8":
+        assumptions.append("fp8 is a forecast alone: moepass compiles what is captured, and has no fp8 experts yet")
+    blocks, refusals = explained_blocks(compiler, found.architecture, setting.dtype)
+    crossover = crossover_tokens(best)
+    return Report(
+        schema=REPORT_SCHEMA,
+        version=__version__,
+        model=_model_part(found.architecture),
+        hardware=_hardware_part(machine, setting.dtype),
+        workload=workload,
+        strategy=StrategyPart(
+            chosen=best.chosen,
+            reason=best.reason,
+            runner_up=best.runner_up,
+            home=best.home,
+            homes_tried=tuple(tried),
+            memory_budget_bytes=budget,
+            crossover_tokens=crossover,
+        ),
+        blocks=blocks,
+        saturation=_saturation_part(best),
+        schedule=_schedule_part(shown),
+        memory=_memory_part(shown),
+        comparison=tuple(
+            ComparisonRow(
+                cost.strategy,
+                cost.step_seconds if math.isfinite(cost.step_seconds) else None,
+                cost.communication_bytes,
+                cost.memory_bytes,
+                cost.fits,
+            )
+            for cost in best.comparison
+        ),
+        curve=_curve(best),
+        memory_curve=tuple(
+            MemoryCurveRow(point.resident_layers, point.memory_bytes, point.tokens) for point in threshold_curve(best)
+        ),
+        refusals=refusals,
+        advice=advice(best, crossover, refusals),
+        assumptions=tuple(assumptions),
+        sources=_sources(found, machine),
+        compiler=compiler,
+    )
+
+
+def _check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:
+    """Raises InputError for what is no whole number from 1 on, or beyond what is planned for."""
+    numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InputError(f"{name} is {value!r}; it must be a whole number from 1 on")
+    per_step = batch * seq if tokens is None else tokens
+    what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
+    check_limit(what, per_step, MOST_TOKENS, "share the texts out over several steps")
+    if slots is not None:
+        check_limit("slots", slots, MOST_SLOTS, "a ring of a few slots hides as much as one of many")
+    if ranks is not None:
+        check_limit("ranks", ranks, MOST_RANKS, "no plan is made for more devices than that")
+
+
+def _machine(hardware: str | os.PathLike[str] | Hardware, ranks: int | None) -> Hardware:
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    if ranks is None or ranks == machine.ranks:
+        return machine
+    changed = with_ranks(machine, ranks)
+    return dataclasses.replace(changed, name=re.sub(rf"^{machine.ranks}x", f"{ranks}x", machine.name))
+
+
+def _budget(machine: Hardware, wanted: float | None) -> float:
+    most = machine.memory_bytes.value
+    if wanted is None:
+        return DEFAULT_MEMORY_SHARE * most
+    if not 0 < wanted <= most:
+        raise InputError(
+            f"the memory budget is {wanted:.0f} bytes; a device of {machine.name} has {most:.0f}, so it must lie "
+            "between 1 and that"
+        )
+    return wanted
+
+
+def _best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Forecast, list[HomeTried]]:
+    """The forecast of the home with the fastest asyncep that fits, else of that which needs the least memory."""
+    if home is not None:
+        only = forecast(setting, home, most_slots=most_slots)
+        return only, [_tried(only)]
+    peak_flops_per_s(setting.hardware, setting.dtype)  # a dtype without a rate is no matter of the home
+    made: list[Forecast] = []
+    tried: list[HomeTried] = []
+    for candidate in homes_of(setting):
+        try:
+            made.append(forecast(setting, candidate, most_slots=most_slots))
+            tried.append(_tried(made[-1]))
+        except InputError as error:
+            # Other homes may do on this machine; the report says why this one does not.
+            tried.append(HomeTried(candidate, None, None, False, str(error)))
+    if not made:
+        raise InputError(f"no home does on {setting.hardware.name}: {tried[-1].note}")
+    fitting = [one for one in made if one.cost(ASYNCEP).fits]
+    if fitting:
+        enough = (1 + _NO_MATTER) * min(one.cost(ASYNCEP).step_seconds for one in fitting)
+        return next(one for one in fitting if one.cost(ASYNCEP).step_seconds <= enough), tried
+    return min(made, key=lambda one: one.memory.peak_bytes), tried
+
+
+def _tried(made: Forecast) -> HomeTried:
+    cost = made.cost(ASYNCEP)
+    if cost.fits:
+        return HomeTried(made.home, cost.step_seconds, cost.memory_bytes, True, "")
+    over = (cost.memory_bytes - made.setting.budget_bytes) / 1e9
+    return HomeTried(made.home, None, cost.memory_bytes, False, f"needs {over:.1f} GB more than the budget")
+
+
+def _compiler_view(found: ExplainedModel, slots: int, lower: str) -> CompilerPart:
+    """Capture the model, or the telling first layers of it, and plan it with that many slots."""
+    cut = cut_config(found.config, found.architecture) if found.architecture is not None else None
+    chosen = getattr(found.config, "_experts_implementation", None)
+    # The eager loop over experts depends on values, and cannot be captured.
+    form = chosen if chosen in ("grouped_mm", "batched_mm") else "grouped_mm"
+    model = meta_model_of(found.config if cut is None else cut, found.name, form)
+    try:
+        explanation = explain_meta_model(model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
+    except (RuntimeError, NotImplementedError) as error:  # torch's, about shapes that do not fit together, or values
+        if isinstance(error, MoepassError):
+            raise
+        told = " ".join(str(error).split())
+        # Dynamo tells of the call with all of its arguments first, then of what it gave.
+        told = told.partition(": got ")[2] or told
+        told = told.partition(" Hint: ")[0][:300]
+        raise CheckpointError(
+            f"{found.name} cannot be captured, so that its config may not fit together: {told}"
+        ) from error
+    text: Any = (found.config if cut is None else cut).get_text_config()
+    return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation)
+
+
+def _without_numbers(
+    found: ExplainedModel,
+    machine: Hardware,
+    workload: WorkloadPart,
+    budget: float,
+    slots: int | None,
+    lower: str,
+    assumptions: list[str],
+) -> Report:
+    """The report on a model without experts, or of a family whose sizes no formula knows: the compiler's view."""
+    compiler = _compiler_view(found, 2 if slots is None else slots, lower)
+    explanation = compiler.explanation
+    blocks, refusals = explained_blocks(compiler, None, "")
+    plan = explanation.plans[0]
+    first = next((block for one in explanation.plans for block in one.blocks), None)
+    text: Any = found.config.get_text_config()
+    dtype = str(found.config.dtype).removeprefix("torch.")
+    return Report(
+        schema=REPORT_SCHEMA,
+        version=__version__,
+        model=ModelPart(
+            name=found.name,
+            model_type=explanation.model_type,
+            layers=int(text.num_hidden_layers),
+            moe_layers=explanation.expert_layers,
+            hidden=int(text.hidden_size),
+            experts=first.experts if first else 0,
+            top_k=(first.top_k or 0) if first else 0,
+            moe_intermediate=first.intermediate if first else 0,
+            dtype=dtype,
+            parameters=_parameters(explanation, dtype),
+            expert_bytes=explanation.expert_bytes,
+            other_bytes=explanation.other_bytes,
+        ),
+        hardware=_hardware_part(machine, None),
+        workload=workload,
+        strategy=StrategyPart(plan.strategy, plan.reason, None, "host", (), budget, None),
+        blocks=blocks,
+        saturation=None,
+        schedule=None,
+        memory=None,
+        comparison=(),
+        curve=(),
+        memory_curve=(),
+        refusals=refusals,
+        advice=(),
+        assumptions=(*assumptions, f"no numbers: {found.unknown}"),
+        sources=_sources(found, machine),
+        compiler=compiler,
+    )
+
+
+def _parameters(explanation: Explanation, dtype: str) -> int:
+    import torch
+
+    return (explanation.expert_bytes + explanation.other_bytes) // getattr(torch, dtype).itemsize  # type: ignore[no-any-return]
+
+
+# ---- Parts of the report ---------------------------------------------------------------------------------------------
+
+
+def _model_part(architecture: Architecture) -> ModelPart:
+    experts = architecture.typical_moe_layer.experts
+    assert experts is not None
+    parameters, other = model_parameters(architecture), resident_bytes(architecture)
+    return ModelPart(
+        name=architecture.name,
+        model_type=architecture.model_type,
+        layers=len(architecture.layers),
+        moe_layers=len(architecture.moe_layers),
+        hidden=architecture.hidden,
+        experts=experts.count,
+        top_k=experts.top_k,
+        moe_intermediate=experts.width,
+        dtype=architecture.dtype,
+        parameters=parameters,
+        expert_bytes=parameters * element_bytes(architecture.dtype) - other,
+        other_bytes=other,
+    )
+
+
+def _hardware_part(machine: Hardware, dtype: str | None) -> HardwarePart:
+    rate = peak_flops_per_s(machine, dtype) if dtype else next(iter(machine.flops.values()))
+    links = [link.bytes_per_s for link in (machine.peer, machine.host) if link is not None]
+    figures = [rate, machine.memory_bytes, machine.memory_bytes_per_s, *links]
+    source = ", ".join(sorted({figure.source for figure in figures}))
+    if machine.conditions is not None:
+        source += f", {machine.conditions.date}"
+    return HardwarePart(
+        name=machine.name,
+        ranks=machine.ranks,
+        flops=rate.value,
+        peer_bytes_per_s=machine.peer.bytes_per_s.value if machine.peer else None,
+        host_bytes_per_s=machine.host.bytes_per_s.value if machine.host else None,
+        hbm_bytes=machine.memory_bytes.value,
+        hbm_bytes_per_s=machine.memory_bytes_per_s.value,
+        source=source,
+    )
+
+
+def _saturation_part(made: Forecast) -> SaturationPart:
+    architecture = made.setting.architecture
+    layer = architecture.typical_moe_layer
+    assert layer.experts is not None
+    reached = made.saturation
+    return SaturationPart(
+        gather_bytes=bank_bytes(layer.experts, architecture.hidden, made.setting.dtype),
+        gather_seconds=made.transfer_seconds,
+        flops_per_token=flops_per_token(layer, architecture.hidden),
+        tokens_per_rank=reached.tokens,
+        tokens_per_rank_at_peak=made.at_peak.tokens,
+        flops_per_rank=reached.flops,
+        gamma=reached.values["gamma"],
+        formula=reached.formula,
+        values=reached.values,
+    )
+
+
+def _schedule_part(made: Forecast) -> SchedulePart | None:
+    if made.schedule is None or made.simulation is None or made.mfu is None or not made.cost(ASYNCEP).fits:
+        return None
+    found, run = made.schedule, made.simulation
+    return SchedulePart(
+        strategy=_strategy(made),
+        slots=found.slots,
+        distance=found.distance,
+        resident_layers=tuple(int(made.stages[place].layer.removeprefix("layer ")) for place in found.resident),
+        step_seconds=run.step_seconds,
+        compute_seconds=run.compute_seconds,
+        exposed_seconds=run.exposed_seconds,
+        least_step_seconds=run.bounds.step_seconds,
+        mfu=made.mfu,
+        timeline=run.timeline.events,
+    )
+
+
+def _memory_part(made: Forecast) -> MemoryPart:
+    memory = made.memory
+    return MemoryPart(
+        strategy=_strategy(made),
+        resident_bytes=memory.resident_bytes,
+        slot_bytes=memory.slot_bytes,
+        activation_bytes=memory.activation_bytes,
+        kv_bytes=memory.kv_bytes,
+        peak_bytes=memory.peak_bytes,
+        budget_bytes=made.setting.budget_bytes,
+        fits=made.cost(ASYNCEP).fits,
+    )
+
+
+def _strategy(made: Forecast) -> str:
+    return RESIDENT if made.home == "device" else ASYNCEP
+
+
+def _curve(made: Forecast) -> tuple[CurveRow, ...]:
+    """From well below the threshold and the planned tokens to well above both."""
+    marks = [made.saturation.tokens, made.setting.texts.tokens, 1]
+    octaves = range(
+        _POINTS_PER_OCTAVE * max(0, math.floor(math.log2(min(mark for mark in marks[:2] if mark > 0))) - 4),
+        _POINTS_PER_OCTAVE * (math.ceil(math.log2(max(marks))) + 2) + 1,
+    )
+    exact = [made.setting.texts.tokens, *[made.saturation.tokens] * (made.saturation.tokens > 0)]
+    wanted = {round(2 ** (step / _POINTS_PER_OCTAVE)) for step in octaves} | set(exact)
+    # Steps are of whole texts: several numbers may come down to one.
+    counts = sorted({texts_of(count, made.setting.texts.sequence).tokens for count in wanted})
+    points = [curve_point(made, count) for count in counts]
+    return tuple(CurveRow(p.tokens, p.step_seconds, p.exposed_seconds, p.all_to_all_seconds) for p in points)
+
+
+def _sources(found: ExplainedModel, machine: Hardware) -> dict[str, str]:
+    """Where every number comes from: by the report's parts, and for the machine figure by figure."""
+    hardware = {f"hardware.{name}": source for name, source in machine.sources().items()}
+    return {
+        "model": found.source,
+        **hardware,
+        "blocks": "derived: what the passes make of the graph captured on the meta device",
+        "saturation": "derived: design.md's threshold, solved with SymPy, at the reached rate and at peak",
+        "schedule": "derived: a discrete-event simulation of the steady state",
+        "memory": "derived: formulas of weights, banks and activations; allocators round up",
+        "comparison": "derived: layer times and collectives; bytes by the table of arXiv 2605.02960",
+        "comparison.micro_batch_tokens": f"empirical: {MICRO_BATCH_TOKENS} tokens, as serving engines schedule at once",
+        "curve": "derived: the planned schedule simulated for other numbers of tokens",
+    }

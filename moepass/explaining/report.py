@@ -1,0 +1,235 @@
+"""The report that `moepass explain` gives: schema `moepass.explain/1`, which docs/explain.md describes.
+
+Pure data. `moepass.explaining.explain_model` makes one; text, page and trace are made from it, so that all show the same numbers.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moepass.explaining.compiler_view import Explanation
+from moepass.passes.ir.timeline import Event, Timeline, chrome_trace
+
+REPORT_SCHEMA = "moepass.explain/1"
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelPart(_Part, frozen=True):
+    """Sizes; those of experts are of the typical layer with experts, and 0 where there is none."""
+
+    name: str
+    model_type: str
+    layers: int
+    moe_layers: int
+    hidden: int
+    experts: int
+    top_k: int
+    moe_intermediate: int
+    dtype: str
+    parameters: int
+    expert_bytes: int
+    other_bytes: int
+
+
+class HardwarePart(_Part, frozen=True):
+    """Of one device: `flops` is the peak rate per second for the model's dtype; links in one direction."""
+
+    name: str
+    ranks: int
+    flops: float
+    peer_bytes_per_s: float | None
+    host_bytes_per_s: float | None
+    hbm_bytes: float
+    hbm_bytes_per_s: float
+    source: str
+
+
+class WorkloadPart(_Part, frozen=True):
+    """What one rank computes in one step."""
+
+    batch: int
+    seq: int
+    tokens: int
+
+
+class HomeTried(_Part, frozen=True):
+    """A home that was considered. `step_seconds` is None where it does not fit or cannot be; `note` says why."""
+
+    home: str
+    step_seconds: float | None
+    peak_bytes: float | None
+    fits: bool
+    note: str
+
+
+class StrategyPart(_Part, frozen=True):
+    """The verdict. `home` is where asyncep keeps its experts; `crossover_tokens` per rank: from there on it beats the
+    AllToAll form (None: never, or on one device)."""
+
+    chosen: str
+    reason: str
+    runner_up: str | None
+    home: str
+    homes_tried: tuple[HomeTried, ...]
+    memory_budget_bytes: float
+    crossover_tokens: int | None
+
+
+class Block(_Part, frozen=True):
+    """A block of experts. `by_analogy`: its layer was not captured, but one of the same kind was."""
+
+    name: str
+    form: str
+    rewritten: bool
+    refusal: str | None
+    bank_bytes: int
+    by_analogy: bool
+
+
+class SaturationPart(_Part, frozen=True):
+    """The threshold of the typical layer with experts; `values` are those of the symbols in `formula`."""
+
+    gather_bytes: float
+    gather_seconds: float
+    flops_per_token: float
+    tokens_per_rank: int
+    tokens_per_rank_at_peak: int
+    flops_per_rank: float
+    gamma: float
+    formula: str
+    values: dict[str, float]
+
+
+class SchedulePart(_Part, frozen=True):
+    """The steady state of one step. `strategy` says whose: asyncep, or resident where that was chosen."""
+
+    strategy: str
+    slots: int
+    distance: int
+    resident_layers: tuple[int, ...]
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    least_step_seconds: float
+    mfu: float
+    timeline: tuple[Event, ...]
+
+
+class MemoryPart(_Part, frozen=True):
+    """Bytes on one device, of the strategy that `schedule` names. Nothing is decoded, so `kv_bytes` is 0."""
+
+    strategy: str
+    resident_bytes: float
+    slot_bytes: float
+    activation_bytes: float
+    kv_bytes: float
+    peak_bytes: float
+    budget_bytes: float
+    fits: bool
+
+
+class ComparisonRow(_Part, frozen=True):
+    """`step_seconds` for the texts of all ranks; None where asyncep does not fit at all."""
+
+    strategy: str
+    step_seconds: float | None
+    comm_bytes_per_layer: float
+    memory_bytes: float
+    fits: bool
+
+
+class CurveRow(_Part, frozen=True):
+    """The planned schedule for another number of tokens, memory left out of account."""
+
+    tokens_per_rank: int
+    step_seconds: float
+    exposed_seconds: float
+    all_to_all_seconds: float
+
+
+class MemoryCurveRow(_Part, frozen=True):
+    """The threshold with that many banks at rest beside two slots, and the bytes that this takes on one device."""
+
+    resident_layers: int
+    memory_bytes: float
+    tokens_per_rank: int
+
+
+class CompilerPart(_Part, frozen=True):
+    """What was captured and compiled up to lowering. `captured_layers` of the model's; the rest is by analogy."""
+
+    captured_layers: int
+    is_cut: bool
+    explanation: Explanation
+
+    @property
+    def captured_text(self) -> str:
+        return "the first layer" if self.captured_layers == 1 else f"the first {self.captured_layers} layers"
+
+
+class Report(_Part, frozen=True):
+    """`saturation`, `schedule` and `memory` are None where there is nothing to forecast; `assumptions` says why.
+
+    `schedule` is also None where asyncep does not fit.
+    """
+
+    schema: str
+    version: str
+    model: ModelPart
+    hardware: HardwarePart
+    workload: WorkloadPart
+    strategy: StrategyPart
+    blocks: tuple[Block, ...]
+    saturation: SaturationPart | None
+    schedule: SchedulePart | None
+    memory: MemoryPart | None
+    comparison: tuple[ComparisonRow, ...]
+    curve: tuple[CurveRow, ...]
+    memory_curve: tuple[MemoryCurveRow, ...]
+    refusals: tuple[str, ...]
+    advice: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    sources: dict[str, str]
+    compiler: CompilerPart
+
+    @property
+    def verdict(self) -> str:
+        """The chosen strategy in a word, or that nothing fits."""
+        unfit = any(row.strategy == self.strategy.chosen and not row.fits for row in self.comparison)
+        return "nothing fits" if unfit else self.strategy.chosen
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Report:
+        """Raises msgspec.ValidationError where `text` is no report of this schema."""
+        report = msgspec.json.decode(text, type=Report)
+        if report.schema != REPORT_SCHEMA:
+            raise msgspec.ValidationError(f"schema is {report.schema!r}, this version reads {REPORT_SCHEMA!r}")
+        return report
+
+    def text(self, width: int = 80, every_row: bool = False) -> str:
+        """What a person reads on a terminal, without colours. `every_row` adds the schedule of the captured graphs."""
+        from moepass.explaining.report_text import report_text
+
+        return report_text(self, width, every_row)
+
+    def html(self) -> str:
+        """One page that needs nothing but a browser."""
+        from moepass.explaining.report_page import report_page
+
+        return report_page(self)
+
+    def trace(self) -> str:
+        """The timeline for ui.perfetto.dev. Raises ValueError where there is none."""
+        if self.schedule is None:
+            raise ValueError("nothing was scheduled, so there is no timeline")
+        timeline = Timeline(self.schedule.timeline, "derived")
+        return chrome_trace({f"{self.model.name} on {self.hardware.name}, {self.schedule.strategy}": timeline})
+
+    def __repr__(self) -> str:
+        return f"<moepass report: {self.model.name} on {self.hardware.name}: {self.strategy.chosen}>"

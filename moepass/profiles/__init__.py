@@ -1,0 +1,1 @@
+"""Where hardware profiles come from."""

@@ -1,0 +1,92 @@
+"""Bring every MoE block to one form: the complete bank is gathered once, then local experts read it.
+
+Contract
+    in    blocks detected; bank tensors stand where the model read them
+    out   one `gather` per block that has a bank, in front of its first bank tensor; the products stay as they came, so
+          results are the same to the bit
+    conflicts with a graph that was already scheduled
+
+Pseudo-code
+    for each block with a bank:
+        put gather([shard], bank) before the first bank tensor of the block
+        replace each bank tensor by its element of the gather
+    a bank tensor that no block claims stays: a synchronous gather of that tensor, with its refusal in the plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+from torch.fx import GraphModule, Node
+
+from moepass.passes.blocks.detect import BlockMatch, bank_arguments, claimed_bank_tensors, find_blocks
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, readers
+from moepass.passes.graph.source_lines import source_line
+from moepass.passes.ir.plan import BANK_TENSOR, Plan, Refusal, gather
+from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
+
+
+@graph_pass(requires={"blocks"}, provides={"canonical"}, conflicts={"scheduled"})
+def rewrite(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Replace the bank tensors of each block by one gather of its bank."""
+    rewritten = copy_graph_module(module)
+    graph = rewritten.graph
+    _refuse_two_stores(rewritten)
+    found = find_blocks(graph)
+    refusals: list[Refusal] = []
+    done: list[str] = []
+    for match, bank_tensors in zip(found.matches, claimed_bank_tensors(graph, found.matches), strict=True):
+        if not bank_tensors:
+            continue
+        escaping = _escaping(bank_tensors)
+        if escaping is not None:
+            reason = "the graph returns the weights themselves, so no slot can be reused"
+            line = source_line(escaping)
+            refusals.append(Refusal(escaping.name, reason, match.record.name, source_line=line))
+            continue
+        _gather_once(rewritten, match, bank_tensors, plan)
+        done.append(match.record.name)
+    rewritten.recompile()
+    plan = dataclasses.replace(plan, refusals=plan.refusals + tuple(refusals))
+    return PassResult(rewritten, plan, matches=tuple(done), refusals=tuple(refusals))
+
+
+def _gather_once(module: GraphModule, match: BlockMatch, bank_tensors: list[Node], plan: Plan) -> None:
+    graph = module.graph
+    reads = [bank_arguments(node) for node in bank_tensors]
+    bank = plan.bank(reads[0].bank)
+    by_name = {read.tensor_name: fake_value(node) for node, read in zip(bank_tensors, reads, strict=True)}
+    with graph.inserting_before(bank_tensors[0]):
+        complete = graph.call_function(gather, ([reads[0].shard],), {"bank": bank.index})
+        complete.meta["val"] = tuple(by_name.get(tensor.name) for tensor in bank.tensors)
+        complete.meta["moepass_block"] = match.record.name
+        elements: dict[str, Node] = {}
+        for position, tensor in enumerate(bank.tensors):
+            if tensor.name in by_name:
+                element = graph.call_function(operator.getitem, (complete, position))
+                element.meta["val"] = by_name[tensor.name]
+                elements[tensor.name] = element
+    for node, read in zip(bank_tensors, reads, strict=True):
+        node.replace_all_uses_with(elements[read.tensor_name])
+        graph.erase_node(node)
+
+
+def _escaping(bank_tensors: list[Node]) -> Node | None:
+    """The bank tensor whose memory the graph returns, if any: a slot must not be visible after it is released."""
+    for node in bank_tensors:
+        if any(reader.op == "output" for reader in readers(node)):
+            return node
+    return None
+
+
+def _refuse_two_stores(module: GraphModule) -> None:
+    stores = {
+        bank_arguments(node).store
+        for node in module.graph.nodes
+        if node.op == "call_function" and node.target is BANK_TENSOR
+    }
+    if len(stores) > 1:
+        raise PlanError(
+            f"one graph reads the banks of {len(stores)} offload_experts calls; offload the whole model with one call"
+        )

@@ -1,0 +1,49 @@
+"""Let the lookup of the rows that a block's experts work on stand right before their first product.
+
+`rows = hidden_states[token of each pair]` is k times as large as the hidden states. As a part of the experts' segment
+it can be done for the rows of one expert at a time (see `lower_experts.py`), and is never in memory as a whole.
+
+Contract
+    in    a graph of blocks
+    out   the same nodes, a lookup that only a block's products read moved down to the first of them; on CPUs alone,
+          since elsewhere the experts are one kernel, which waits for the bank and finds its rows ready
+          a lookup that another product reads first, as that of an adapter does, stays
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moepass.passes.blocks.detect import find_blocks, is_grouped_product
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+
+
+@graph_pass(requires={"blocks"}, provides={"late_lookups"}, conflicts={"planned", "scheduled"})
+def sink_lookups(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Move the lookups."""
+    changed = copy_graph_module(module)
+    moved: list[str] = []
+    for match in find_blocks(changed.graph).matches:
+        rows, product = match.products[0].activations, match.products[0].node
+        if is_lookup(rows) and product.prev is not rows and min(rows.users) is product:
+            product.prepend(rows)
+            moved.append(match.record.name)
+    if not moved:
+        return PassResult(module, plan)
+    changed.recompile()
+    return PassResult(changed, plan, matches=tuple(moved))
+
+
+def is_lookup(node: Node) -> bool:
+    """True for rows of a table on a CPU that grouped products alone read."""
+    if not is_call(node, torch.ops.aten.index.Tensor) or fake_value(node).device.type != "cpu":
+        return False
+    return all(is_grouped_product(user) for user in node.users)
+
+
+def with_lookup(product: Node) -> Node:
+    """Where the work of a block's experts begins: at the lookup right before their first product, if there is one."""
+    return product.prev if is_lookup(product.prev) and product.prev in product.all_input_nodes else product

@@ -1,0 +1,252 @@
+"""What one operator costs: FLOPs, bytes of memory traffic, bytes between ranks, in the symbols of the graph's shapes.
+
+Operators that are more than elementwise register themselves: `@op_cost(aten.mm.default)` on a function from an
+`OpCall` to an `OpCost`, on the formulas of `moepass.models.formulas`. What moves no byte (views) costs nothing. What
+is elementwise, a reduction or a copy costs its traffic: every tensor read or written once. An operator that is none of
+these costs its traffic too, and `is_known` is False, so that the plan lists it: nobody knows what it computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.models import formulas
+from moepass.models.formulas import Size
+from moepass.passes.cost.traffic_ops import TRAFFIC_OPS
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import fake_value, is_view, mutates
+from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, gather
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class OpCost:
+    """FLOPs, bytes read and written in device memory, bytes sent to and received from other ranks."""
+
+    flops: Size = 0
+    memory_bytes: Size = 0
+    communication_bytes: Size = 0
+    is_known: bool = True
+
+    def __add__(self, other: OpCost) -> OpCost:
+        return OpCost(
+            self.flops + other.flops,
+            self.memory_bytes + other.memory_bytes,
+            self.communication_bytes + other.communication_bytes,
+            self.is_known and other.is_known,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OpCall:
+    """A node as cost functions see it: its arguments by the names of its schema, and the ranks of process groups."""
+
+    node: Node
+    arguments: Mapping[str, Any]
+    ranks: Mapping[str, int]
+
+    def shape(self, name: str) -> tuple[Size, ...]:
+        """The shape of a tensor argument. Raises KeyError where the call has no such argument."""
+        return shape_of(fake_value(self.arguments[name]))
+
+    @property
+    def output_shape(self) -> tuple[Size, ...]:
+        """The shape of the result, or of its first tensor."""
+        return shape_of(tensors_in(fake_value(self.node))[0])
+
+    def nbytes(self, name: str) -> Size:
+        return value_bytes(fake_value(self.arguments[name]))
+
+    @property
+    def output_bytes(self) -> Size:
+        return value_bytes(fake_value(self.node))
+
+    @property
+    def traffic_bytes(self) -> Size:
+        """Every tensor that is read or written, once."""
+        return sum(value_bytes(fake_value(used)) for used in self.node.all_input_nodes) + self.output_bytes
+
+
+CostFunction = Callable[[OpCall], OpCost]
+OP_COSTS: dict[str, CostFunction] = {}
+
+
+def op_cost(*targets: object) -> Callable[[CostFunction], CostFunction]:
+    """Register a function as the cost of operators, given themselves or by name (for those that may not be loaded)."""
+
+    def register(function: CostFunction) -> CostFunction:
+        for target in targets:
+            name = str(target)
+            if name in OP_COSTS:
+                raise ValueError(f"{name} has a cost already")
+            OP_COSTS[name] = function
+        return function
+
+    return register
+
+
+def node_cost(node: Node, ranks: Mapping[str, int] | None = None) -> OpCost:
+    """What `node` costs. `ranks`: the size of each process group by name, where the graph talks to any."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return OpCost()
+    # Transfers of banks are no computation: the plan accounts for them by bank.
+    if node.target in (BANK_TENSOR, gather, *SLOT_OPS) or not tensors_in(fake_value(node)):
+        return OpCost()
+    call = OpCall(node, all_arguments(node), ranks or {})
+    function = OP_COSTS.get(str(node.target))
+    if function is not None:
+        return function(call)
+    if is_view(node) and not mutates(node):
+        return OpCost()
+    return OpCost(memory_bytes=call.traffic_bytes, is_known=is_elementwise(node.target))
+
+
+def is_elementwise(target: object) -> bool:
+    """True for operators whose cost is their traffic: pointwise, reducing, copying, sorting, filling."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if {torch.Tag.pointwise, getattr(torch.Tag, "reduction", None)} & set(target.tags):
+        return True
+    return target.namespace in ("aten", "prims") and target._schema.name.split("::")[1] in TRAFFIC_OPS
+
+
+def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
+    return tuple(size_of(size) for size in value.shape)
+
+
+def size_of(size: int | torch.SymInt) -> Size:
+    """A size as formulas take it: an int, or the expression in the graph's symbols."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors of a node's value, which may be a tuple."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+
+
+def value_bytes(value: object) -> Size:
+    """Bytes of memory behind a node's value; what is expanded counts once."""
+    total: Size = 0
+    for tensor in tensors_in(value):
+        elements: Size = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            if not (isinstance(stride, int) and stride == 0):
+                elements = elements * size_of(size)
+        total = total + elements * tensor.element_size()
+    return total
+
+
+@op_cost(aten.mm.default)
+def _mm(call: OpCall) -> OpCost:
+    return _product(call, "self", "mat2")
+
+
+@op_cost(aten.addmm.default, aten._addmm_activation.default)
+def _addmm(call: OpCall) -> OpCost:
+    return _product(call, "mat1", "mat2")
+
+
+@op_cost(aten.bmm.default)
+def _bmm(call: OpCall) -> OpCost:
+    return _product(call, "self", "mat2")
+
+
+@op_cost(aten.baddbmm.default)
+def _baddbmm(call: OpCall) -> OpCost:
+    return _product(call, "batch1", "batch2")
+
+
+@op_cost(aten._scaled_mm.default, aten._int_mm.default)
+def _scaled_mm(call: OpCall) -> OpCost:
+    return _product(call, "self", "mat2")
+
+
+@op_cost(aten.mv.default)
+def _mv(call: OpCall) -> OpCost:
+    rows, inner = call.shape("self")
+    return OpCost(formulas.gemm_flops(rows, inner, 1), call.traffic_bytes)
+
+
+@op_cost(aten.dot.default)
+def _dot(call: OpCall) -> OpCost:
+    return OpCost(formulas.gemm_flops(1, call.shape("self")[0], 1), call.traffic_bytes)
+
+
+@op_cost(aten.linear.default)
+def _linear(call: OpCall) -> OpCost:
+    *rows, inner = call.shape("input")
+    return OpCost(formulas.gemm_flops(_product_of(rows), inner, call.shape("weight")[0]), call.traffic_bytes)
+
+
+def _product(call: OpCall, left: str, right: str) -> OpCost:
+    *count, rows, inner = call.shape(left)
+    columns = call.shape(right)[-1]
+    return OpCost(formulas.gemm_flops(rows, inner, columns, _product_of(count)), call.traffic_bytes)
+
+
+@op_cost(aten._grouped_mm.default, aten._scaled_grouped_mm.default, "transformers.grouped_mm_fallback.default")
+def _grouped_mm(call: OpCall) -> OpCost:
+    """Each row meets one expert's matrix. Experts without rows are not read: as many are as uniform routing hits."""
+    left, right = list(call.arguments)[:2]
+    *count, rows, inner = call.shape(left)
+    *experts, _, columns = call.shape(right)
+    flops = formulas.grouped_gemm_flops(rows, inner, columns)
+    if count or not experts:
+        # The other forms: groups lie along the columns, along the inner size, or are all of one size.
+        return OpCost(flops * _product_of(count if experts else ()), call.traffic_bytes)
+    read = formulas.experts_hit(experts[0], 1, rows)
+    weights = call.nbytes(right)
+    memory = call.traffic_bytes - weights + formulas.divided(weights, experts[0]) * read
+    return OpCost(flops, memory)
+
+
+@op_cost(aten.convolution.default)
+def _convolution(call: OpCall) -> OpCost:
+    channels_out, channels_in, *kernel = call.shape("weight")
+    batch, *_ = call.shape("input")
+    spatial = call.shape("input")[2:] if call.arguments["transposed"] else call.output_shape[2:]
+    positions = batch * _product_of(spatial)
+    flops = formulas.convolution_flops(positions, channels_out, channels_in, _product_of(kernel))
+    return OpCost(flops, call.traffic_bytes)
+
+
+@op_cost(aten.linalg_solve_triangular.default)
+def _solve_triangular(call: OpCall) -> OpCost:
+    *count, rows, columns = call.shape("B")
+    return OpCost(formulas.triangular_solve_flops(rows, columns, _product_of(count)), call.traffic_bytes)
+
+
+@op_cost(aten.index.Tensor, aten.index_select.default, aten.gather.default)
+def _selection(call: OpCall) -> OpCost:
+    """Rows are read where an index says so, not all of the table."""
+    return _reads_selected(call, "self")
+
+
+@op_cost(aten.embedding.default)
+def _embedding(call: OpCall) -> OpCost:
+    return _reads_selected(call, "weight")
+
+
+def _reads_selected(call: OpCall, table: str) -> OpCost:
+    return OpCost(memory_bytes=call.traffic_bytes - call.nbytes(table) + call.output_bytes)
+
+
+@op_cost(aten.copy_.default, aten.copy.default)
+def _copy(call: OpCall) -> OpCost:
+    return OpCost(memory_bytes=call.nbytes("src") + call.output_bytes)
+
+
+def _product_of(sizes: Any) -> Size:
+    total: Size = 1
+    for size in sizes:
+        total = total * size
+    return total

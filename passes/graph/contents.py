@@ -1,0 +1,119 @@
+"""Tell what an operation reads of its inputs: their contents, or no more than how large they are."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.nodes import fake_value, is_call, nodes_in
+from moepass.passes.graph.operations import base_operation
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_OF_TORCH = {"aten", "prims"}
+# They give memory as it was found.
+MAKE_EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# So do these, of other types, or behind what was there before.
+_UNINITIALISED = MAKE_EMPTY | {
+    "empty_quantized", "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "resize", "resize_as",
+    "_resize_output",
+}  # fmt: skip
+# Of their first argument they read size and type alone.
+_LIKE_ANOTHER = {
+    "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones",
+    "new_full", "fill", "zero", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
+}  # fmt: skip
+_SAME_NUMBERS = (
+    aten.clone.default, aten._to_copy.default, prims.convert_element_type.default, aten.view.default,
+    aten._unsafe_view.default, aten.alias.default,
+)  # fmt: skip
+
+
+def is_uninitialised(node: Node) -> bool:
+    """True where the node's result holds whatever the memory held before."""
+    return _is_of_torch(node) and base_operation(node) in _UNINITIALISED
+
+
+def inputs_read(node: Node) -> tuple[list[Node], list[Node]]:
+    """The inputs whose contents `node` depends on, and those of which it reads no more than how large they are."""
+    unread = _unread_argument(node)
+    if unread is None:
+        return list(node.all_input_nodes), []
+    # It may be another argument too, which is read.
+    rest = [value for value in named_arguments(node).values() if value is not unread]
+    read = list(dict.fromkeys(used for value in rest for used in nodes_in(value)))
+    return read, [] if unread in read else [unread]
+
+
+def _is_of_torch(node: Node) -> bool:
+    is_operator = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and node.target.namespace in _OF_TORCH  # type: ignore[union-attr]
+
+
+def _unread_argument(node: Node) -> Node | None:
+    if not _is_of_torch(node) or not node.args or not isinstance(node.args[0], Node):
+        return None
+    first = node.args[0]
+    return first if base_operation(node) in _LIKE_ANOTHER or _overwrites(node, first) else None
+
+
+def _overwrites(node: Node, first: Node) -> bool:
+    """True where `node` gives `first` with everything in it written anew."""
+    given = named_arguments(node)
+    if is_call(node, aten.copy.default, aten.bernoulli.p, aten.uniform.default, aten.normal_functional.default):
+        return True
+    if is_call(node, aten.slice_scatter.default):
+        return given.get("step", 1) == 1 and _have_equal_sizes(first, given["src"])
+    if is_call(node, aten.index_put.default) and not given.get("accumulate", False):
+        places = given["indices"]
+        return len(places) == 1 and _is_every_place(places[0], first)
+    if is_call(node, aten.index_copy.default):
+        return given["dim"] == 0 and _is_every_place(given["index"], first)
+    if is_call(node, aten.scatter.src) and fake_value(first).dim() == 1:
+        return _is_every_place(given["index"], first)
+    return False
+
+
+def _have_equal_sizes(one: Node, other: Node) -> bool:
+    return str(tuple(fake_value(one).shape)) == str(tuple(fake_value(other).shape))
+
+
+def _is_every_place(index: Node, written: Node) -> bool:
+    """True where `index` holds each place of the first dimension of `written` once, as orders of rows do."""
+    value, target = fake_value(index), fake_value(written)
+    if value.dim() != 1 or target.dim() == 0 or str(value.shape[0]) != str(target.shape[0]):
+        return False
+    node = index
+    # Numbers of fewer bits may not hold all places.
+    while fake_value(node).dtype in (torch.int64, torch.int32):
+        if _is_order(node):
+            return True
+        inputs = node.all_input_nodes
+        if not is_call(node, *_SAME_NUMBERS) or not _have_equal_sizes(node, inputs[0]):
+            return False
+        node = inputs[0]
+    return False
+
+
+def _is_order(node: Node) -> bool:
+    """True for the places, in one dimension, that a sort gives, and for their inverse."""
+    if is_call(node, aten.argsort.default, aten.argsort.stable):
+        return True
+    if is_call(node, operator.getitem) and node.args[1] == 1:
+        return is_call(node.args[0], aten.sort.default, aten.sort.stable)
+    if is_call(node, aten.index_put.default) and is_uninitialised(node.args[0]):  # type: ignore[arg-type]
+        _, unread = inputs_read(node)
+        values = named_arguments(node)["values"]
+        return bool(unread) and _counts_up(values) and _have_equal_sizes(values, node)
+    return False
+
+
+def _counts_up(node: object) -> bool:
+    """True for 0, 1, 2 and so on."""
+    if not is_call(node, aten.arange.default, aten.arange.start, aten.arange.start_step, prims.iota.default):
+        return False
+    given = named_arguments(node)  # type: ignore[arg-type]
+    return (given.get("start", 0), given.get("step", 1)) == (0, 1)

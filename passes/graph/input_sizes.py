@@ -1,0 +1,58 @@
+"""The sizes of a graph that its inputs show: which they are, and how to read them in a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph
+
+from moepass.passes.graph.nodes import fake_value, graph_inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeSource:
+    """Input number `position` shows a size: it is that number, or has it as `dimension`."""
+
+    position: int
+    dimension: int | None
+
+    def read(self, arguments: Sequence[Any]) -> int:
+        value = arguments[self.position]
+        return int(value if self.dimension is None else value.shape[self.dimension])
+
+
+def size_sources(graph: Graph) -> dict[str, SizeSource]:
+    """Where each symbol stands among the inputs; those that stand there only inside larger expressions are left out.
+
+    A size that turned out to be another one, or a constant, stands under the symbol that it had at first too.
+    """
+    sources: dict[str, SizeSource] = {}
+    for position, node in enumerate(graph_inputs(graph)):
+        value = fake_value(node)
+        if isinstance(value, torch.SymInt):
+            _add(sources, value, SizeSource(position, None))
+        elif isinstance(value, torch.Tensor):
+            for dimension, size in enumerate(value.shape):
+                _add(sources, size, SizeSource(position, dimension))
+    return sources
+
+
+def _add(sources: dict[str, SizeSource], size: object, source: SizeSource) -> None:
+    if isinstance(size, torch.SymInt):
+        for shown in (size.node.expr, size.node._expr):
+            if shown.is_symbol:
+                sources.setdefault(str(shown), source)
+
+
+def size_expression(size: object) -> sympy.Expr:
+    """A size of a graph as an expression in its symbols."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def read_sizes(sources: Mapping[str, SizeSource], arguments: Sequence[Any]) -> dict[str, int]:
+    """The sizes of a run with these arguments, by name."""
+    return {name: source.read(arguments) for name, source in sources.items()}

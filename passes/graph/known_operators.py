@@ -1,0 +1,79 @@
+"""Tell operators whose results follow from their arguments alone from those that may compute anything.
+
+Equal names of operators say that ranks compute the same only where an operator is known to be a pure function. One that
+a model registers may keep a state, ask for its rank or read a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moepass.passes.graph.collectives import communication_of
+from moepass.passes.graph.contents import is_uninitialised
+from moepass.passes.graph.nodes import constant_of, draws_random_numbers
+from moepass.passes.ir.plan import gather
+
+_PURE_LIBRARIES = {"aten", "prims", "moepass"}
+_PURE_OPERATORS = {
+    "transformers::grouped_mm_fallback",
+    "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd",
+}  # fmt: skip
+_READ_FROM_FILES = {"aten::from_file"}
+# They read elements by their places in memory, in whatever order a tensor lies there.
+_READ_MEMORY = {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::_reshape_alias"}
+# They run graphs, which are looked into.
+_RUN_GRAPHS = {"cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention", "invoke_subgraph"}
+# Where functions of numbers come from, and elements of tuples.
+_PURE_MODULES = {"_operator", "math", "builtins"}
+
+
+def why_not_pure(node: Node) -> str | None:
+    """Why results of `node`, or of what it runs, may differ though all that it reads is equal; None where they cannot.
+
+    Collectives, and memory that nothing was written to, are looked at only inside of graphs that `node` runs: outside,
+    what surrounds them decides.
+    """
+    if node.op in ("placeholder", "get_attr", "output"):
+        return None
+    if draws_random_numbers(node):
+        return "draws random numbers; call model.eval(), or draw them outside the model and pass them in"
+    if not _is_known(node):
+        return (
+            "is an operator that moepass does not know, which may compute otherwise on each rank; write it in "
+            "PyTorch operators, or sum, gather or broadcast its result over the group"
+        )
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _READ_MEMORY:
+        return (
+            "reads memory as it lies, which may be in another order on each rank though the numbers are equal; use "
+            "views that name dimensions"
+        )
+    for inner in _nodes_run_by(node):
+        reason = why_not_pure(inner)
+        if reason is None and communication_of(inner) is not None:
+            reason = "talks to other ranks; keep collectives out of branches and loops"
+        if reason is None and is_uninitialised(inner):
+            reason = "gives memory that nothing was written to; fill it"
+        if reason is not None:
+            return f"runs {inner.target}, which {reason}"
+    return None
+
+
+def _is_known(node: Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        return name in _PURE_OPERATORS or (target.namespace in _PURE_LIBRARIES and name not in _READ_FROM_FILES)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name() in _RUN_GRAPHS
+    is_of_sizes = getattr(target, "__module__", "") == "torch" and target.__name__.lstrip("_").startswith("sym_")  # type: ignore[union-attr]
+    return target is gather or is_of_sizes or getattr(target, "__module__", "") in _PURE_MODULES
+
+
+def _nodes_run_by(node: Node) -> Iterator[Node]:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        for used in node.all_input_nodes:
+            if used.op == "get_attr" and isinstance(graph := constant_of(used), GraphModule):
+                yield from graph.graph.nodes

@@ -1,0 +1,41 @@
+"""What an operation of a graph is called, and what it indexes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.nodes import fake_value
+
+
+def operation(node: Node) -> str:
+    """The name of a node's operation with its variant and without its library, as `sum.dim_IntList`, or `view`."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.rsplit("::", 1)[-1]
+        return name if target._overloadname == "default" else f"{name}.{target._overloadname}"
+    return str(getattr(target, "__name__", target))
+
+
+def base_operation(node: Node) -> str:
+    """The name of a node's operation, whichever variant."""
+    return operation(node).split(".", 1)[0]
+
+
+def is_mask(index: Node) -> bool:
+    return bool(fake_value(index).dtype is torch.bool)
+
+
+def indexed_dimensions(arguments: dict[str, Any]) -> list[tuple[int, Node]]:
+    """The dimensions that a lookup, or a write, of these `arguments` indexes, and by what."""
+    indices = arguments.get("indices")
+    if indices is None:
+        return [(arguments["dim"], arguments["index"])]
+    found, dim = [], 0
+    for index in indices:
+        if index is not None:
+            found.append((dim, index))
+        dim += fake_value(index).dim() if index is not None and is_mask(index) else 1
+    return found

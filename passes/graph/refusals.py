@@ -1,0 +1,44 @@
+"""Write refusals that a user can act on: where in the model, what was found, and that the collectives stay."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.graph.source_lines import in_words, named, named_nodes, source_line
+from moepass.passes.ir.plan import Refusal
+
+# The end of the reason of every refusal of something that talks to other ranks.
+COLLECTIVES_STAY = "; its collectives stay"
+
+
+def why_it_stopped(error: Exception) -> str:
+    """Why a block could not be run on sample numbers. What operators, allocators and dictionaries say is for nobody."""
+    first = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or ("alloc" in first and "memory" in first):
+        return "the numbers that it would be proved with need more memory than is free; capture it with fewer tokens"
+    if isinstance(error, KeyError):
+        return (
+            "it has a size that only a run tells, as .item(), a mask or nonzero give it, which is none of those that "
+            "it exchanges; expected all sizes to follow from its inputs and from the counts that it sends and receives"
+        )
+    return f"it cannot be computed on rows as other ranks send them ({type(error).__name__}: {first})"
+
+
+def refusal_of(graph: Graph, reason: str, node: Node, where: str, group: str) -> Refusal:
+    """The refusal of something that talks to the ranks of `group` and goes on doing so.
+
+    `reason` may name nodes as `name (operator)`: the first of them is what the refusal points to, else `node`. Raises
+    ValueError where there is none: nothing stays without a word.
+    """
+    if not reason.strip():
+        raise ValueError(f"the refusal of {where} at {named(node)} gives no reason; this is a mistake in moepass")
+    culprit = next(named_nodes(reason, graph), node)
+    return Refusal(
+        culprit.name,
+        in_words(reason, graph, culprit) + COLLECTIVES_STAY,
+        where,
+        group,
+        source_line=source_line(culprit) or source_line(node),
+        crosses_ranks=True,
+    )

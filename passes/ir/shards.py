@@ -1,0 +1,100 @@
+"""How a bank lies in memory: packed whole, cut into one shard per rank, and put together again.
+
+    complete bank    every tensor [experts, ...] at the next aligned offset, in the order of `BankSpec.tensors`
+    shard of rank r  the same formula for its experts alone: every tensor [b[r + 1] - b[r], ...]
+    pieces of rank r what to copy from its shard to where in a buffer that has the layout of the complete bank
+
+Experts are the first dimension, so the part of one tensor that a shard holds is one contiguous range in both layouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+
+import torch
+
+from moepass.models.errors import InputError
+from moepass.passes.ir.plan import BankSpec, TensorSpec, dtype_name
+
+# Tensors in a bank start at multiples of this: what vector loads and grouped GEMM kernels want at most.
+ALIGNMENT_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """`nbytes` contiguous bytes that go from an offset in their source to an offset in the slot."""
+
+    source_offset_bytes: int
+    slot_offset_bytes: int
+    nbytes: int
+
+    def part(self, start: int, stop: int) -> Piece:
+        """Bytes [start, stop) of this piece."""
+        return Piece(self.source_offset_bytes + start, self.slot_offset_bytes + start, stop - start)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardLayout:
+    """Where each tensor's part lies in a shard of `nbytes`; the shapes are those of the parts."""
+
+    nbytes: int
+    tensors: tuple[TensorSpec, ...]
+
+
+def pack_layout(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> ShardLayout:
+    """The layout of tensors, given as (name, shape, dtype), that are packed one after the other."""
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, shape, dtype in tensors:
+        specs.append(TensorSpec(name, shape, dtype_name(dtype), offset))
+        offset += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return ShardLayout(offset, tuple(specs))
+
+
+def expert_range(bank: BankSpec, rank: int) -> range:
+    """The experts in the shard of `rank`; all of them where the bank has one shard.
+
+    Raises InputError where there is no such rank, or where the bounds do not fit the bank's experts.
+    """
+    experts = bank.tensors[0].shape[0] if bank.tensors else 0
+    bounds = bank.expert_bounds or (0, experts)
+    if bounds[0] != 0 or bounds[-1] != experts or any(stop < start for start, stop in itertools.pairwise(bounds)):
+        raise InputError(f"bank {bank.name} has {experts} experts; the bounds {list(bounds)} must rise from 0 to that")
+    if not 0 <= rank < len(bounds) - 1:
+        raise InputError(f"bank {bank.name} has shards of ranks 0..{len(bounds) - 2}; there is none of rank {rank}")
+    return range(bounds[rank], bounds[rank + 1])
+
+
+def shard_layout(bank: BankSpec, rank: int) -> ShardLayout:
+    """The layout of the shard of `rank`; `bank` must list all of its tensors. Raises InputError as `expert_range`."""
+    count = len(expert_range(bank, rank))
+    return pack_layout((tensor.name, (count, *tensor.shape[1:]), tensor.torch_dtype) for tensor in bank.tensors)
+
+
+def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
+    """What brings the shard of `rank` into a slot, one piece per tensor; nothing for a rank without experts.
+
+    `bank` must list all of its tensors. Raises InputError as `expert_range`.
+    """
+    first = expert_range(bank, rank).start
+    pieces = []
+    for part, tensor in zip(shard_layout(bank, rank).tensors, bank.tensors, strict=True):
+        expert_bytes = math.prod(tensor.shape[1:]) * tensor.torch_dtype.itemsize
+        if part.nbytes:
+            pieces.append(Piece(part.offset_bytes, tensor.offset_bytes + first * expert_bytes, part.nbytes))
+    return tuple(pieces)
+
+
+def clip_pieces(pieces: Iterable[Piece], start: int, stop: int) -> tuple[Piece, ...]:
+    """What of `pieces` falls into bytes [start, stop) of the slot, for a buffer that holds these bytes alone."""
+    clipped = []
+    for piece in pieces:
+        first = max(start, piece.slot_offset_bytes)
+        nbytes = min(stop, piece.slot_offset_bytes + piece.nbytes) - first
+        if nbytes > 0:
+            offset = piece.source_offset_bytes + first - piece.slot_offset_bytes
+            clipped.append(Piece(offset, first - start, nbytes))
+    return tuple(clipped)

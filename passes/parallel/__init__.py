@@ -1,0 +1,4 @@
+"""Expert parallelism becomes its proved local form, which all ranks compare.
+
+May import its own rooms, blocks, graph, ir.
+"""

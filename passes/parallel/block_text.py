@@ -1,0 +1,44 @@
+"""Tell which parallel blocks are equal, local form included: what was proved of one of them holds for the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from moepass.passes.graph.canonical_text import CanonicalText, describe_constant_here, describe_value
+from moepass.passes.graph.nodes import constant_of, fake_value
+from moepass.passes.parallel.local_form.local_experts import LocalForm
+from moepass.passes.parallel.match.parallel_match import ParallelBlock
+
+
+def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
+    """Everything that a proof of the block looks at: its nodes, their sizes and types, constants, and parts."""
+    known: dict[Any, str] = {}
+    text = CanonicalText(lambda node: _describe_source(node, known))
+    for node in dict.fromkeys((*block.sources.values(), *block.expert_tensors, *local.complete.values())):
+        text.add_source(node)
+    for node in (*block.region, *local.written):
+        text.add(node, describe_value(fake_value(node), known))
+    products = [
+        (product.node, product.weights, product.activations, product.inner, product.outer) for product in block.products
+    ]
+    text.remark(
+        f"{block.form}, {block.group}, experts {block.bounds}",
+        f"sources {text.names(dict(block.sources))}, sink {text.names(block.sink)}, result {text.names(result)}",
+        f"exchanges {text.names([(exchange.node, exchange.result) for exchange in block.exchanges])}",
+        f"products {text.names(products)}, of the local form {text.names(list(local.products.items()))}",
+        f"experts {text.names(block.expert_tensors)}, complete {text.names(list(local.complete.items()))}",
+        f"rows {text.names((local.rows, local.ends, local.row_ids, local.outputs))}",
+        *(
+            f"{what} {text.names([node for node in block.region if node in nodes])}"
+            for what, nodes in (("copied", local.copied), ("left out", local.left_out))
+        ),
+    )
+    return str(text)
+
+
+def _describe_source(node: Node, known: dict[Any, str]) -> str:
+    if node.op == "get_attr":
+        return f"constant {describe_constant_here(str(node.target), constant_of(node))}"
+    return f"source {describe_value(fake_value(node), known)}"

@@ -1,0 +1,300 @@
+"""Take expert parallelism out of a graph: every rank runs its own tokens through all experts, whose weights come to it.
+
+Contract
+    in    a captured graph; `context.groups` tells this rank's place in every process group that the graph talks to;
+          `context.leave` are blocks that other ranks leave, by name, and why
+    out   every block of expert parallelism that was found and proved is local: its collectives, its host syncs, its
+          sizes that only a run would tell, and the assertions on them are gone; its complete bank is gathered
+          a block that fits no form, or whose local form does not compute the same, stays as it came: a refusal says why
+          `plan.localised` is what the other ranks must say too before any of this may run (proposals.py)
+
+Pseudo-code
+    for each block of expert parallelism that other ranks do not leave:
+        where its tokens must be the same on all ranks, find out what they are computed from
+        put a gather of the complete bank before the block's result, and the local form after that
+        run both with mock peers, unless an equal block was; where they differ, take the local form out again and refuse
+        let everything that read the block's result read the local one
+        erase what nobody reads any more
+    bring the described sizes behind the block up to date
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.graph.collectives import collective_of, communications_of
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, map_nodes, positions
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.refusals import refusal_of
+from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan, gather
+from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.ir.shards import pack_layout
+from moepass.passes.parallel.block_text import block_text
+from moepass.passes.parallel.experts_text import experts_text
+from moepass.passes.parallel.local_form.local_experts import LocalForm
+from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
+from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.proof.mock_run import ContractBroken
+from moepass.passes.parallel.proof.prove import check_local_form
+from moepass.passes.parallel.replicated import Origin, ReplicatedValues
+from moepass.passes.schedule.dispatch import TOKENS_KEY, routed_tokens
+
+aten = torch.ops.aten
+
+# Written on the gather of a block: what its digests are made of, for people to compare.
+EXPERTS_TEXT_KEY, SOURCES_KEY = "moepass_experts_text", "moepass_sources"
+
+
+@graph_pass(provides={"local"}, conflicts={"blocks"}, reorders_collectives=True, is_agreed=True)
+def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Replace every block of expert parallelism by its local form."""
+    if not any(True for _ in communications_of(module.graph)):
+        return PassResult(module, plan)
+    local = copy_graph_module(module)
+    blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
+    refusals = list(refused)
+    banks: list[BankSpec] = list(plan.banks)
+    localised: list[LocalisedBlock] = []
+    replicated: dict[str, None] = dict.fromkeys(plan.replicated)
+    proved: set[str] = set()
+    replaced: dict[Node, Node] = {}
+    banks_of: dict[tuple[Node, ...], BankSpec] = {}
+    for found in blocks:
+        # Where nothing lies between two blocks, one begins with what the other gave.
+        sources = {role: replaced.get(node, node) for role, node in found.sources.items()}
+        block = dataclasses.replace(found, sources=sources)
+        try:
+            if banks and banks[0].group != block.group_name:
+                raise NotThisForm(
+                    f"it spreads over process group {block.group_name!r}, other blocks of the graph over "
+                    f"{banks[0].group!r}; expected one group for all experts of a graph"
+                )
+            block, bank = _bank_for(block, banks, banks_of)
+            if block.name in context.leave:
+                raise NotThisForm(context.leave[block.name])
+            origin = _origin_of_tokens(local.graph, block)
+            gathered, replaced[block.sink] = _replace(local.graph, block, bank, proved)
+            if bank not in banks:
+                banks.append(bank)
+                banks_of[block.expert_tensors] = bank
+        except (NotThisForm, ContractBroken) as error:
+            stays = block.exchanges[-1].node
+            refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.group_name))
+        else:
+            experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
+            localised.append(LocalisedBlock(block.name, block.form, block.group_name, experts, origin.digest))
+            replicated.update(dict.fromkeys(origin.inputs))
+    local.graph.lint()
+    local.recompile()
+    plan = dataclasses.replace(
+        plan,
+        banks=tuple(banks),
+        localised=tuple(localised),
+        replicated=tuple(replicated),
+        refusals=plan.refusals + tuple(refusals),
+    )
+    taken = tuple(f"{block.name} ({block.form})" for block in localised)
+    return PassResult(local, plan, matches=taken, refusals=tuple(refusals))
+
+
+def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
+    """What the tokens, ids and weights of the block are computed from, where all ranks must have the same.
+
+    Raises NotThisForm where they cannot be the same.
+    """
+    if block.form != "all_reduce":
+        return Origin("", ())
+    return ReplicatedValues(graph, block.group_name).origin(list(block.sources.values()))
+
+
+def texts_of(module: GraphModule, block: LocalisedBlock) -> tuple[Sequence[str], Sequence[str]]:
+    """What the digests `experts` and `tokens` of `block`, which this pass took in `module`, are made of."""
+    for node in module.graph.find_nodes(op="call_function", target=gather):
+        if node.meta.get("moepass_block") == block.name:
+            if not block.tokens:
+                return node.meta[EXPERTS_TEXT_KEY], ()
+            nodes = {source.name: source for source in module.graph.nodes}
+            sources = [nodes[name] for name in node.meta[SOURCES_KEY]]
+            return node.meta[EXPERTS_TEXT_KEY], ReplicatedValues(module.graph, block.group).lines(sources)
+    raise KeyError(block.name)
+
+
+def _bank_for(
+    block: ParallelBlock, banks: list[BankSpec], banks_of: dict[tuple[Node, ...], BankSpec]
+) -> tuple[ParallelBlock, BankSpec]:
+    """The bank of a block, and the block as it is called then.
+
+    A layer that two micro-batches go through is two blocks with one bank. Other experts of the same module have
+    another one, and another name.
+    """
+    bank = banks_of.get(block.expert_tensors)
+    if bank is not None and bank.expert_bounds == block.bounds:
+        return dataclasses.replace(block, name=bank.name), bank
+    names = {bank.name for bank in banks}
+    if block.name in names:
+        name = next(name for number in itertools.count(2) if (name := f"{block.name} #{number}") not in names)
+        block = dataclasses.replace(block, name=name)
+    return block, _complete_bank(block, len(banks))
+
+
+def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str]) -> tuple[Node, Node]:
+    """Put the local form, which reads `bank`, in the place of the block; gives the gather of it, and its result.
+
+    `proved` are the texts of blocks for which that was proved right.
+
+    Raises NotThisForm, ContractBroken; the graph is then as before.
+    """
+    doomed = _doomed(graph, block)
+    before = set(graph.nodes)
+    try:
+        with graph.inserting_before(block.sink):
+            gathered, complete = _gather(graph, block, bank)
+            local = LocalForm(graph, block, complete)
+            result = local.write()
+        _same_value(block, result)
+        text = block_text(block, local, result)
+        if text not in proved:
+            check_local_form(block, local, result)
+            proved.add(text)
+        gathered.meta[EXPERTS_TEXT_KEY] = experts_text(local)
+        gathered.meta[SOURCES_KEY] = tuple(source.name for source in block.sources.values())
+    except (NotThisForm, ContractBroken):
+        for node in reversed(list(graph.nodes)):
+            if node not in before:
+                graph.erase_node(node)
+        raise
+    has_other_sizes = _sizes(fake_value(block.sink)) != _sizes(fake_value(result))
+    block.sink.replace_all_uses_with(result)
+    for node in sorted(doomed, reverse=True):
+        graph.erase_node(node)
+    for node in reversed(block.region):
+        if not node.users:
+            graph.erase_node(node)
+    # A collective that something else still reads would have been found above; one that stays is a mistake here.
+    assert not {exchange.node for exchange in block.exchanges}.intersection(graph.nodes)
+    if has_other_sizes:
+        _describe_again(graph, result)
+    return gathered, result
+
+
+def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
+    """The bank of all ranks' experts. Its tensors are called by their roles: ranks must agree on the names."""
+    tensors = []
+    weights = [product.weights for product in block.products]
+    for number, node in enumerate(block.expert_tensors):
+        value = fake_value(node)
+        role = f"weight_{weights.index(node)}" if node in weights else f"bias_{number - len(set(weights))}"
+        tensors.append((role, (block.experts, *(int(size) for size in value.shape[1:])), value.dtype))
+    layout = pack_layout(tensors)
+    return BankSpec(index, block.name, "peer", layout.nbytes, layout.tensors, block.bounds, block.group_name)
+
+
+def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> tuple[Node, dict[Node, Node]]:
+    """A gather of the bank, and the complete tensor of each local expert tensor of the block."""
+    shards = block.expert_tensors
+    bank_node = graph.call_function(gather, (list(shards),), {"bank": bank.index})
+    bank_node.meta["moepass_block"] = block.name
+    bank_node.meta["moepass_parallel"] = block.form
+    bank_node.meta[TOKENS_KEY] = routed_tokens(block)
+    values = [fake_value(shard).new_empty(tensor.shape) for shard, tensor in zip(shards, bank.tensors, strict=True)]
+    bank_node.meta["val"] = tuple(values)
+    complete = {}
+    for position, shard in enumerate(shards):
+        element = graph.call_function(operator.getitem, (bank_node, position))
+        element.meta["val"] = values[position]
+        complete[shard] = element
+    return bank_node, complete
+
+
+def _same_value(block: ParallelBlock, result: Node) -> None:
+    old, new = fake_value(block.sink), fake_value(result)
+    if old.dtype != new.dtype or old.dim() != new.dim() or str(old.shape[1:]) != str(new.shape[1:]):
+        raise NotThisForm(
+            f"it gives {describe_shape(old)} at {named(block.sink)}, but all experts on this rank's own rows would "
+            f"give {describe_shape(new)}"
+        )
+
+
+def _doomed(graph: Graph, block: ParallelBlock) -> set[Node]:
+    """Assertions, and what leads to them, on sizes that the block's exchanges brought or need; they go with the block.
+
+    Raises NotThisForm where something else reads what was exchanged: then the exchange cannot go.
+    """
+    region = set(block.region)
+    place = positions(graph)
+    exchanged = [exchange.node for exchange in block.exchanges if exchange.result is not block.sink]
+    doomed = _readers_outside(block, [node for node in exchanged if node in region])
+    asserted = _only_asserted(doomed)
+    if asserted != doomed:
+        stray = min(doomed - asserted, key=place.__getitem__)
+        raise NotThisForm(
+            f"what its ranks exchange is also read by {named(stray)}, so the exchange cannot go; expected nothing but "
+            "its experts to read it"
+        )
+    # How much this rank sends is its own affair, and may be read by others too.
+    sizes = [node for node in block.region if is_call(node, aten._local_scalar_dense.default)]
+    return asserted | _only_asserted(_readers_outside(block, sizes))
+
+
+def _readers_outside(block: ParallelBlock, nodes: list[Node]) -> set[Node]:
+    """What depends on `nodes` of the block's region, neither lies in that nor depends on its result."""
+    region = set(block.region)
+    found: set[Node] = set()
+    pending, seen = list(nodes), set(nodes)
+    while pending:
+        node = pending.pop()
+        if node is block.sink or collective_of(node) == block.exchanges[-1]:
+            continue
+        if node not in region:
+            found.add(node)
+        for user in node.users:
+            if user not in seen and user is not block.sink:
+                seen.add(user)
+                pending.append(user)
+    return found
+
+
+def _only_asserted(nodes: set[Node]) -> set[Node]:
+    """Those of `nodes` that end in assertions and nowhere else."""
+    kept = set(nodes)
+    while True:
+        other = {
+            node
+            for node in kept
+            if not is_call(node, aten._assert_scalar.default)
+            and (not node.users or any(user not in kept for user in node.users))
+        }
+        if not other:
+            return kept
+        kept -= other
+
+
+def _describe_again(graph: Graph, changed: Node) -> None:
+    """Fake values of what depends on `changed`, as far as their sizes are other ones now."""
+    fresh = {changed}
+    with fake_value(changed).fake_mode:
+        for node in graph.nodes:
+            if node.op != "call_function" or not any(used in fresh for used in node.all_input_nodes):
+                continue
+            if node.target is gather:
+                continue
+            args, kwargs = map_nodes((node.args, node.kwargs), fake_value)
+            value = node.target(*args, **kwargs)
+            if _sizes(value) != _sizes(fake_value(node)):
+                node.meta["val"] = value
+                fresh.add(node)
+
+
+def _sizes(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return str(tuple(value.shape)), str(value.stride())
+    return [_sizes(item) for item in value] if isinstance(value, (tuple, list)) else str(value)

@@ -1,0 +1,139 @@
+"""Describe the experts of a local form so that ranks can compare them.
+
+A rank writes its own activation function, biases and types into the local form for the experts of all ranks. That is
+what the model computes only if every rank would write the same. The text holds everything that is computed from a row
+to the output of its expert: operators, constants with their contents, types and widths. It does not hold what ranks and
+shapes may differ in: how many rows there are, which of several devices of a kind computes, and what nodes are called.
+A number is the number of rows where it depends on that (row_flow.py), not where it happens to be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.nodes import constant_of, fake_value
+from moepass.passes.parallel.local_form.local_experts import LocalForm
+from moepass.passes.parallel.rows.row_flow import RowFlow, flow_in_local_form
+from moepass.passes.parallel.rows.row_rules import Place
+
+
+def experts_text(local: LocalForm) -> tuple[str, ...]:
+    """A line for every operation between a row and its expert's output, and one for what stands around them."""
+    block = local.block
+    leaves = {local.rows: "rows", local.ends: "where each expert's rows end"}
+    if local.row_ids is not None:
+        leaves[local.row_ids] = "the expert of each row"
+    for number, complete in enumerate(local.complete.values()):
+        leaves[complete] = f"expert tensor {number}"
+
+    flow = flow_in_local_form(local)
+    rows = fake_value(local.rows).shape[0]
+    sizes = _Sizes(flow, rows)
+
+    def describe_leaf(node: Node) -> str:
+        if node in leaves:
+            return f"{leaves[node]} {_described(fake_value(node))}"
+        if node in flow.sizes:
+            return f"a size, {_in_rows(fake_value(node), rows)}"
+        return f"constant {describe_constant(constant_of(node), is_placed=False)}"
+
+    text = CanonicalText(describe_leaf)
+    for node in leaves:
+        text.add_source(node)
+    needed = _needed(local, leaves, flow)
+    for node in local.written:
+        if node in needed and node in flow.whole:
+            text.add_alias(node, node.all_input_nodes[0])
+        elif node in needed:
+            text.add(node, sizes.describe(node), arguments=sizes.arguments(node))
+    text.remark(
+        f"{block.form} of {block.experts} experts, {', '.join(exchange.kind for exchange in block.exchanges)}, "
+        f"shards {block.bounds}, to {fake_value(block.sink).dtype}"
+    )
+    return tuple(str(text).splitlines())
+
+
+def _needed(local: LocalForm, leaves: Mapping[Node, str], flow: RowFlow) -> set[Node]:
+    needed: set[Node] = set()
+    pending = [local.outputs]
+    while pending:
+        node = pending.pop()
+        if node not in needed and node not in leaves and node.op == "call_function" and node not in flow.sizes:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return needed
+
+
+class _Sizes:
+    """Describes nodes without the number of rows: it is left out where a size depends on it, nowhere else."""
+
+    def __init__(self, flow: RowFlow, rows: Any) -> None:
+        self._flow = flow
+        self._rows = rows
+
+    def describe(self, node: Node) -> str:
+        """Type and sizes of what `node` gives."""
+        value, layout = fake_value(node), self._flow.layouts.get(node)
+        if not isinstance(value, (torch.Tensor, tuple, list)):
+            return type(value).__name__
+        if isinstance(value, torch.Tensor):
+            if node not in self._flow.layouts:  # a product, or a bias: what LocalForm writes is by row
+                return _described(value)
+            return self._tensor(value, layout, self._flow.places.get(node, {}))
+        layouts = layout if isinstance(layout, tuple) else (None,) * len(value)
+        return f"({'; '.join(self._tensor(*parts, {}) for parts in zip(value, layouts, strict=True))})"
+
+    def _tensor(self, value: torch.Tensor, layout: Any, places: Mapping[Place, int]) -> str:
+        sizes = [
+            _in_rows(size, self._rows)
+            if isinstance(size, torch.SymInt) or ("size", dim) in places or (layout and layout.has_rows_along(dim))
+            else str(size)
+            for dim, size in enumerate(value.shape)
+        ]
+        return _typed(value, sizes)
+
+    def arguments(self, node: Node) -> tuple[Any, Any]:
+        """Its arguments, numbers that count rows as so many of each."""
+        places = self._flow.places.get(node, {})
+
+        def change(name: str, argument: Any, place: int = 0) -> Any:
+            if isinstance(argument, (list, tuple)):
+                changed = [change(name, item, number) for number, item in enumerate(argument)]
+                return tuple(changed) if isinstance(argument, tuple) else changed
+            if (name, place) in places:
+                return f"{places[name, place]} x rows"
+            if isinstance(argument, torch.device):
+                return argument.type
+            in_flow = isinstance(argument, Node) and argument in self._flow.sizes
+            return _in_rows(fake_value(argument), self._rows) if in_flow else argument
+
+        given = named_arguments(node)
+        names = list(given)[: len(node.args)]
+        args = tuple(change(name, argument) for name, argument in zip(names, node.args, strict=False))
+        return args, {name: change(name, value) for name, value in node.kwargs.items()}
+
+
+def _described(value: torch.Tensor) -> str:
+    """Of what a rank has for each of its rows, or for each expert."""
+    return _typed(value, [".", *(str(size) if isinstance(size, int) else "?" for size in value.shape[1:])])
+
+
+def _typed(value: torch.Tensor, sizes: list[str]) -> str:
+    return f"{value.dtype} [{', '.join(sizes)}] on {value.device.type}"
+
+
+def _in_rows(size: Any, rows: Any) -> str:
+    """`size` as a multiple of `rows`: the same words for numbers and for symbols."""
+    total, unit = size_expression(size), size_expression(rows)
+    if total == unit:
+        return "1 x rows"
+    ratio = sympy.simplify(total / unit) if unit != 0 else sympy.Integer(1)
+    return f"{ratio} x rows" if ratio.is_number else "some rows"

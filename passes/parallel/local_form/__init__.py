@@ -1,0 +1,1 @@
+"""What a rank runs in place of a parallel block: its own tokens through all experts. May import match, graph."""

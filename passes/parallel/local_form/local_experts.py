@@ -1,0 +1,427 @@
+"""Write the local form of a parallel block into a graph: this rank's own tokens through all experts.
+
+The local form keeps what the model computes (its activation function, its biases, the order of its weighted sum) and
+leaves out what only parallelism needed (regrouping by rank, masks for the experts of other ranks). Nodes are appended
+at the graph's insertion point, each with its fake value. They are operators that Inductor does not take apart: the
+graph was decomposed when it was captured, and Inductor refuses what should have been.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.graph.collectives import collective_of
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, map_nodes, nodes_in
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import operation
+from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.parallel.local_form.row_layout import ratio
+from moepass.passes.parallel.match.parallel_match import ParallelBlock, bias_after
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+_SIZE = "the number of its rows or tokens"
+
+
+def _in_words(arguments: Any) -> str:
+    if isinstance(arguments, (list, tuple)):
+        return ", ".join(map(_in_words, arguments))
+    if isinstance(arguments, torch.Tensor):
+        return describe_shape(arguments)
+    return "a size" if isinstance(arguments, torch.SymInt) else str(arguments)
+
+
+class LocalForm:
+    """Writes the local form of one block. `complete` maps each local expert tensor to the one with all experts."""
+
+    def __init__(self, graph: Graph, block: ParallelBlock, complete: dict[Node, Node]) -> None:
+        self.graph = graph
+        self.block = block
+        self.complete = complete
+        self.fake_mode = fake_value(block.sink).fake_mode
+        # The products that were written, and which product of the block each of them is.
+        self.products: dict[Node, int] = {}
+        self.written: list[Node] = []
+        self._region = set(block.region)
+        # Of the block's nodes: those whose operation the local form repeats, and the masks that it does without.
+        self.copied: set[Node] = set()
+        self.left_out: set[Node] = set()
+        # The copies that were written, and what each is a copy of.
+        self.origins: dict[Node, Node] = {}
+        # Of each copy, also of those with other arguments: what it is a copy of. Of each of `left_out`: what it masks.
+        self.copies: dict[Node, Node] = {}
+        self.kept: dict[Node, Node] = {}
+        # Of each number of rows that the activation function computes with: what stands for it.
+        self.sizes: dict[Node, int | Node] = {}
+        # The results of the block's products, biases included, and what stands for them: there the copies start.
+        self.starts: dict[Node, Node] = {}
+        # Nodes that were written with a number of this rank's rows, or of slots, in their arguments.
+        self.sized: set[Node] = set()
+        # The experts alone: their rows, sorted, where each expert's rows end, and which expert each row has.
+        self.rows: Node
+        self.ends: Node
+        self.outputs: Node
+        self.row_ids: Node | None = None
+
+    def write(self) -> Node:
+        """The value that takes the place of the block's sink. Raises NotThisForm."""
+        result = self._write()
+        for node in self._region - self.copied:
+            if _is_cast(node) and fake_value(node).dtype != fake_value(self.block.sink).dtype:
+                # The mock run is in float64 and would not see it.
+                raise NotThisForm(
+                    f"it computes in {fake_value(node).dtype} between, at {named(node)}, which its local form would "
+                    f"not; expected {fake_value(self.block.sink).dtype} from its rows to its results"
+                )
+        return result
+
+    def _write(self) -> Node:
+        sources = self.block.sources
+        if self.block.form == "all_to_all":
+            return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
+        if self.block.form == "all_to_all_capacity":
+            return self._slots_by_counts(sources["rows"], self._flat(sources["counts"]))
+        return self._weighted_sum(sources["hidden"], sources["ids"], sources["weights"])
+
+    def _emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A call of `target`, with its fake value."""
+        return self._append(target, args, kwargs)
+
+    def _append(self, target: Callable[..., Any], args: Any, kwargs: Any, repeated: Node | None = None) -> Node:
+        """As `_emit`; `repeated` is the node of the block whose operation this is, if it is one's."""
+        node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = map_nodes((args, kwargs), fake_value)
+        self.written.append(node)
+        if "nn_module_stack" in self.block.down.node.meta:
+            node.meta["nn_module_stack"] = self.block.down.node.meta["nn_module_stack"]
+        try:
+            with self.fake_mode:
+                node.meta["val"] = target(*fake_args, **fake_kwargs)
+        except Exception as error:  # whatever an operator says to arguments that do not fit it
+            raise NotThisForm(self._unfit(node, fake_args, repeated)) from error
+        return node
+
+    def _unfit(self, node: Node, arguments: Any, repeated: Node | None) -> str:
+        ups, down = self.block.products[:-1], self.block.down
+        begins = f"repeat {named(repeated)}" if repeated is not None else "be written"
+        return (
+            f"its local form cannot {begins}: {operation(node)} does not take {_in_words(arguments)}, which stand "
+            "there where this rank runs its rows through all experts; expected what lies between "
+            f"{' and '.join(named(up.node) for up in ups)} and {named(down.node)} to be computed row by row from their "
+            "results"
+        )
+
+    def _flat(self, counts: Node) -> Node:
+        return counts if fake_value(counts).dim() == 1 else self._emit(aten.view.default, counts, [-1])
+
+    # -------------------------------------------------------------------------------------------------- by form
+
+    def _rows_by_counts(self, rows: Node, counts: Node) -> Node:
+        """Rows sorted by expert, as many as `counts` says: the order in which the AllToAll was given them."""
+        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        return self._experts(rows, ends, lambda: self._expert_of_each_row(rows, counts))
+
+    def _expert_of_each_row(self, rows: Node, counts: Node) -> Node:
+        every = self._arange(self.block.experts, fake_value(rows).device)
+        chosen = self._emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
+        return self._emit(aten.index.Tensor, every, [chosen])
+
+    def _slots_by_counts(self, slots: Node, counts: Node) -> Node:
+        """Slots of a fixed number for each expert, the first `counts` of them filled; empty ones give zeros."""
+        experts, value = self.block.experts, fake_value(slots)
+        capacity = int(value.shape[0]) // experts
+        device = value.device
+        # A count beyond the capacity means that all slots are filled, no more.
+        counts = self._emit(aten.clamp_max.default, self._emit(aten.clamp_min.default, counts, 0), capacity)
+        position = self._arange(capacity, device)
+        self.sized.update((counts, position))
+        empty = self._emit(aten.ge.Tensor, position, self._emit(aten.unsqueeze.default, counts, -1))
+        every = self._emit(aten.unsqueeze.default, self._arange(experts, device), -1)
+        nobody = self._emit(aten.scalar_tensor.default, experts, dtype=torch.int64, device=device)
+        ids = self._emit(aten.view.default, self._emit(aten.where.self, empty, nobody, every), [-1])
+        sorted_ids, order = self._sorted(ids)
+        rows = self._emit(aten.index.Tensor, slots, [order])
+        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        outputs = self._experts(rows, ends, lambda: self._emit(aten.clamp_max.default, sorted_ids, experts - 1))
+        unused = self._emit(aten.unsqueeze.default, self._emit(aten.eq.Scalar, sorted_ids, experts), -1)
+        zero = self._emit(aten.scalar_tensor.default, 0.0, dtype=fake_value(outputs).dtype, device=device)
+        outputs = self._emit(aten.where.self, unused, zero, outputs)
+        return self._emit(aten.index.Tensor, outputs, [self._inverse(order)])
+
+    def _weighted_sum(self, hidden: Node, ids: Node, weights: Node) -> Node:
+        """The arithmetic, and the order of the sum, of `grouped_mm_experts_forward` of transformers."""
+        experts, top_k = self.block.experts, int(fake_value(ids).shape[1])
+        sorted_ids, order = self._sorted(self._emit(aten.view.default, ids, [-1]))
+        token = self._emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
+        rows = self._emit(aten.index.Tensor, hidden, [token])
+        like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
+        counts = self._emit(aten.full.default, [experts], 0, **like)
+        ones = self._emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
+        self.sized.add(ones)
+        counts = self._emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
+        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        outputs = self._experts(rows, ends, lambda: sorted_ids)
+        of_rows = self._emit(aten.index.Tensor, self._emit(aten.view.default, weights, [-1]), [order])
+        weighed = self._emit(aten.mul.Tensor, outputs, self._emit(aten.unsqueeze.default, of_rows, -1))
+        placed = self._emit(aten.index.Tensor, weighed, [self._inverse(order)])
+        tokens = self._size(fake_value(hidden).shape[0])
+        by_token = self._emit(aten.view.default, placed, [tokens, top_k, self.block.down.outer])
+        total = self._emit(aten.sum.dim_IntList, by_token, [1])
+        wanted = fake_value(self.block.sink).dtype
+        if fake_value(total).dtype == wanted:
+            return total
+        return self._emit(prims.convert_element_type.default, total, wanted)
+
+    def _size(self, size: Any) -> Any:
+        """A size as a number or as a node, which is computed from the symbols that enter the graph.
+
+        Not read off a tensor: the executor would have to leave a segment for that.
+        """
+        if not isinstance(size, torch.SymInt):
+            return size
+        known = {
+            str(value): node
+            for node in self.graph.nodes
+            if isinstance(value := fake_value(node), torch.SymInt) and value.node.expr.is_Symbol
+        }
+        return self._expression(size.node.expr, known)
+
+    def _expression(self, expression: Any, known: dict[str, Node]) -> Any:
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            return known.get(str(expression)) or self._symbol(str(expression))
+        operators = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+        if expression.func not in operators:
+            raise NotThisForm(
+                f"{_SIZE} depends on others by {expression.func.__name__}; expected sums and products of sizes"
+            )
+        terms = [self._expression(term, known) for term in expression.args]
+        return functools.reduce(lambda left, right: self._emit(operators[expression.func], left, right), terms)
+
+    def _symbol(self, name: str) -> Node:
+        for node in graph_inputs(self.graph):
+            value = fake_value(node)
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if str(size) == name:
+                    return self._emit(aten.sym_size.int, node, dim)
+        raise NotThisForm(
+            f"{_SIZE} is known only while the graph runs, as that of a mask, nonzero or .item() is; expected sizes of "
+            "the graph's inputs, and of what the block exchanges"
+        )
+
+    def _arange(self, count: Any, device: torch.device) -> Node:
+        return self._emit(
+            prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+        )
+
+    def _sorted(self, ids: Node) -> tuple[Node, Node]:
+        both = self._emit(aten.sort.stable, ids, stable=True)
+        return self._emit(operator.getitem, both, 0), self._emit(operator.getitem, both, 1)
+
+    def _inverse(self, order: Node) -> Node:
+        places = self._arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
+        self.sized.add(places)
+        return self._emit(aten.index_put.default, self._emit(aten.empty_like.default, order), [order], places)
+
+    # ------------------------------------------------------------------------------------------------ the experts
+
+    def _experts(self, rows: Node, ends: Node, expert_of_row: Callable[[], Node]) -> Node:
+        """The block's experts, its activation function and biases included, on rows sorted by expert."""
+        *ups, down = self.block.products
+        self.rows, self.ends = rows, ends
+        self._expert_of_row = expert_of_row
+        values = {up.node: self._product(number, rows, ends) for number, up in enumerate(ups)}
+        for up in ups:
+            values[up.node] = self._biased(up.node, values[up.node], values)
+        self.starts = dict(values)
+        activations = self._translate(down.activations, values)
+        result = self._product(len(ups), activations, ends)
+        self.outputs = self._biased(down.node, result, {})
+        return self.outputs
+
+    def _product(self, number: int, rows: Node, ends: Node) -> Node:
+        product = self.block.products[number]
+        names = [argument.name for argument in product.node.target._schema.arguments]  # type: ignore[union-attr]
+        given = {**dict(zip(names, product.node.args, strict=False)), **product.node.kwargs}
+        weight = self._weight(next(value for name, value in given.items() if name in ("mat2", "weight")))
+        # Both operators take rows, weights and offsets in this order; whatever else they were given stays.
+        extra = {name: value for name, value in given.items() if name not in names[:3] and value is not None}
+        node = self._emit(product.node.target, rows, weight, ends, **extra)  # type: ignore[arg-type]
+        self.products[node] = number
+        return node
+
+    def _weight(self, operand: Any) -> Node:
+        """The operand of a product, with all experts: the same views of the complete tensor."""
+        if operand in self.complete:
+            return self.complete[operand]
+        if not isinstance(operand, Node) or not is_view(operand) or len(operand.all_input_nodes) != 1:
+            raise NotThisForm(
+                f"its expert weights are computed in the graph by "
+                f"{named(operand) if isinstance(operand, Node) else operand}; keep parameters in the type in which the "
+                "products read them"
+            )
+        source = self._weight(operand.all_input_nodes[0])
+        args, kwargs = map_nodes((operand.args, operand.kwargs), lambda used: source)
+        return self._emit(operand.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _biased(self, before: Node, value: Node, values: dict[Node, Node]) -> Node:
+        """`value` with the bias that the block adds right after the product `before`, if it adds one.
+
+        Where the activation function is still to be translated, `values` learns what stands for the sum.
+        """
+        found = bias_after(before)
+        if found is None or found.tensor not in self.complete:
+            return value
+        bias = self._emit(aten.index.Tensor, self.complete[found.tensor], [self._ids_of_rows()])
+        values[found.sum] = self._emit(aten.add.Tensor, value, bias)
+        return values[found.sum]
+
+    def _ids_of_rows(self) -> Node:
+        if self.row_ids is None:
+            self.row_ids = self._expert_of_row()
+        return self.row_ids
+
+    def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
+        """`node`, a value between the products, for the rows of the local form; `values` maps what is known."""
+        # Of each node that was met: the operand that takes its place, where it only masks that.
+        unmasked: dict[Node, Node | None] = {}
+
+        def known(used: Node) -> Any:
+            while (source := unmasked.get(used)) is not None:
+                used = source
+            return used if used.op == "get_attr" else self.sizes.get(used, values.get(used))
+
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            if known(current) is not None:
+                pending.pop()
+                continue
+            if isinstance(fake_value(current), torch.SymInt) and (size := self._of_rows(current)) is not None:
+                self.sizes[current] = size
+                continue
+            self._check_repeatable(current)
+            if current not in unmasked:
+                unmasked[current] = self._unmasked(current, values)
+            source = unmasked[current]
+            arguments = self._for_any_rows(current)
+            missing = [used for used in nodes_in(arguments) if known(used) is None]
+            if source is not None:
+                self.left_out.add(current)
+                self.kept[current] = source
+                pending.append(source)
+            elif missing:
+                pending.extend(reversed(missing))
+            else:
+                args, kwargs = map_nodes(arguments, known)
+                self.copied.add(current)
+                values[current] = self._append(current.target, args, kwargs, repeated=current)  # type: ignore[arg-type]
+                self.copies[values[current]] = current
+                if arguments[0] is current.args:
+                    self.origins[values[current]] = current
+        result = known(node)
+        assert isinstance(result, Node)
+        return result
+
+    def _of_rows(self, node: Node) -> int | Node | None:
+        """What stands for a size that is a multiple of the number of the experts' rows; None where it is not."""
+        size = size_expression(fake_value(node))
+        if size.is_Integer:
+            return int(size)
+        times = ratio(size, size_expression(fake_value(self.block.down.node).shape[0]))
+        if times is None or not times.is_Integer:
+            return None
+        rows = self._size(fake_value(self.rows).shape[0])
+        if times == 1 or isinstance(rows, int):
+            return rows * int(times) if isinstance(rows, int) else rows
+        return self._emit(operator.mul, rows, int(times))
+
+    def _check_repeatable(self, node: Node) -> None:
+        """Raises NotThisForm for what leads out of the activation function."""
+        if isinstance(fake_value(node), torch.SymInt) and not _is_of_sizes(node):
+            raise NotThisForm(
+                f"what lies between its products reads a size, {named(node)}, that is no multiple of how many rows of "
+                "its experts there are; expected constants, and sizes of what the products give"
+            )
+        if node.op != "call_function" or collective_of(node) is not None:
+            what = "what ranks exchange at " if node.op == "call_function" else ""
+            raise NotThisForm(
+                f"what lies between its products reads {what}{named(node)}; expected nothing but their results, and "
+                "constants"
+            )
+
+    def _unmasked(self, node: Node, values: dict[Node, Node]) -> Node | None:
+        """The operand of which `node` masks the rows of other ranks' experts, which the local form does not have."""
+        if is_call(node, aten.masked_fill.Scalar) and self._is_of_other_ranks(node.args[1], values):
+            return node.args[0]  # type: ignore[return-value]
+        if is_call(node, aten.where.self) and self._is_of_other_ranks(node.args[0], values):
+            kept = [value for value in node.args[1:] if self._from_products(value, values)]
+            return kept[0] if len(kept) == 1 else None  # type: ignore[return-value]
+        return None
+
+    def _for_any_rows(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a node of the activation function, without the number of rows that the block has."""
+        if not is_call(node, aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+            return node.args, node.kwargs
+        source, size = node.args[0], node.args[1]
+        rows = str(fake_value(self.block.down.node).shape[0])
+        before, after = fake_value(source).shape, fake_value(node).shape  # type: ignore[arg-type]
+        by_row = bool(before) and bool(after) and str(before[0]) == rows and str(after[0]) == rows
+        if not by_row or size[0] == -1 or not all(isinstance(part, int) for part in after[1:]):  # type: ignore[index]
+            return node.args, node.kwargs
+        return (source, [-1, *map(int, after[1:])]), node.kwargs
+
+    def _is_of_other_ranks(self, condition: object, values: dict[Node, Node]) -> bool:
+        """Whether a condition may tell rows of other ranks' experts: neither rows nor constants alone make it."""
+        return not self._from_products(condition, values) and not _is_constant(condition)
+
+    def _from_products(self, node: object, values: dict[Node, Node]) -> bool:
+        pending, seen = [node], set()
+        while pending:
+            current = pending.pop()
+            if not isinstance(current, Node) or current in seen:
+                continue
+            if current in values:
+                return True
+            seen.add(current)
+            if current in self._region:
+                pending.extend(current.all_input_nodes)
+        return False
+
+
+def _is_constant(node: object) -> bool:
+    """True for what constants alone make, whose sizes are constants too."""
+    pending, seen = [node], set()
+    while pending:
+        current = pending.pop()
+        if not isinstance(current, Node) or current in seen or current.op == "get_attr":
+            continue
+        if current.op != "call_function" or collective_of(current) is not None:
+            return False
+        seen.add(current)
+        pending.extend(current.all_input_nodes)
+    return True
+
+
+def _is_of_sizes(node: Node) -> bool:
+    """True for a size that is computed from others, or of a tensor's shape."""
+    return node.op == "call_function" and not is_call(node, aten._local_scalar_dense.default)
+
+
+def _is_cast(node: Node) -> bool:
+    """One floating type into another."""
+    value = fake_value(node)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or len(node.all_input_nodes) != 1:
+        return False
+    source = fake_value(node.all_input_nodes[0])
+    return isinstance(source, torch.Tensor) and source.is_floating_point() and source.dtype != value.dtype

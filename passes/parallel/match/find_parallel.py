@@ -1,0 +1,153 @@
+"""Find what crosses ranks around experts: blocks of expert parallelism, and what talks to ranks and is no such block.
+
+Contract
+    in    a functional ATen inference graph; the process groups that it talks to, as (rank, ranks) by name
+    out   a typed record of every block that fits a form; a refusal for all else that talks to other ranks for experts.
+          Nothing is edited, and nothing of the kind is left out.
+
+Pseudo-code
+    for each block of expert products:
+        what brings its rows or counts from other ranks, and what its results reach first
+        nothing, or sums and gathers around all experts of the router: the block is local, and none of our business
+        else match it with the forms (`parallel_match.py`); a refusal where it fits none
+    for each product by expert that makes no block, with such things near it: refuse it
+    for each exchange that belongs to none of them, as the half that a graph break leaves: refuse it
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.blocks.detect import BlockMatch, find_blocks, is_grouped_product
+from moepass.passes.graph.collectives import Communication, collective_of, communication_of, communications_of
+from moepass.passes.graph.nodes import fake_value, is_call, positions
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.refusals import refusal_of
+from moepass.passes.ir.plan import Refusal
+from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
+from moepass.passes.parallel.match.near_experts import (
+    communications_before,
+    first_communication_after,
+    is_size,
+    most_nodes,
+)
+from moepass.passes.parallel.match.parallel_match import (
+    ParallelBlock,
+    check_bounds,
+    is_id_arithmetic,
+    match_block,
+    origin,
+    sort_key,
+)
+from moepass.passes.parallel.match.stray_exchanges import stray_exchanges
+
+aten = torch.ops.aten
+
+
+def find_parallel_blocks(
+    graph: Graph, groups: Mapping[str, Group], capture: CaptureNotes = NO_NOTES
+) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
+    """Every block whose tokens or results cross ranks, in host order, and refusals for those that fit no form.
+
+    What exchanges tokens and belongs to no block of products is refused too.
+    """
+    if not any(True for _ in communications_of(graph)):
+        return (), ()
+    place = positions(graph)
+    most = most_nodes(max((group.ranks for group in groups.values()), default=1))
+    blocks: list[ParallelBlock] = []
+    refusals: list[Refusal] = []
+    claimed: set[Node] = set()
+    found = find_blocks(graph)
+    for match in found.matches:
+        first, down = match.products[0], match.products[-1]
+        combine = first_communication_after(down.node, down.outer, place, most)
+        arriving = communications_before(first.activations, first.key)
+        near = [*arriving, *([combine] if combine is not None else [])]
+        claimed |= {one.node for one in near}
+        if not near or (_holds_all_experts(match) and not any(_is_for_experts(one) for one in near)):
+            continue
+        group = _known_group(near, groups)
+        try:
+            block = match_block(match, combine, arriving, groups, place, capture)
+            group = ""  # what the next line finds is known to all ranks
+            check_bounds(block.bounds)
+            blocks.append(block)
+            claimed |= {exchange.node for exchange in block.exchanges}
+        except NotThisForm as error:
+            refusals.append(refusal_of(graph, str(error), near[-1].node, match.record.name, group))
+    refusals += _of_refused_products(graph, found.refusals, place, groups, claimed)
+    claimed |= _counts_of(claimed)
+    refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, groups, capture)
+    return tuple(blocks), tuple(refusals)
+
+
+def _holds_all_experts(match: BlockMatch) -> bool:
+    """True where the router chooses among as many experts as this rank holds: collectives near it share other work."""
+    try:
+        ids = origin(sort_key(match), is_id_arithmetic, gathered=False)
+    except NotThisForm:
+        return False
+    scores = ids.args[0] if is_call(ids, operator.getitem) else None
+    if not isinstance(scores, Node) or not is_call(scores, aten.topk.default):
+        return False
+    return is_size(fake_value(scores.all_input_nodes[0]).shape[-1], match.record.experts)
+
+
+def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
+    """What talks to other ranks so that they know how many rows come with `exchanges`."""
+    counts: set[Node] = set()
+    pending = [
+        used for node in exchanges for used in node.all_input_nodes if isinstance(fake_value(used), torch.SymInt)
+    ]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if communication_of(node) is not None:
+            counts.add(node)
+            continue
+        for used in node.all_input_nodes:
+            value = fake_value(used)
+            is_count = isinstance(value, torch.SymInt) or (
+                isinstance(value, torch.Tensor) and not value.is_floating_point()
+            )
+            if is_count and used not in seen:
+                seen.add(used)
+                pending.append(used)
+    return counts
+
+
+def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:
+    """The group that the block's results go to, or else its rows come from, as far as ranks of it can meet."""
+    return next((one.group_name for one in reversed(near) if one.group_name in groups), "")
+
+
+def _is_for_experts(one: Communication) -> bool:
+    return one.is_exchange or collective_of(one.node) is None
+
+
+def _of_refused_products(
+    graph: Graph,
+    refused: Iterable[Refusal],
+    place: dict[Node, int],
+    groups: Mapping[str, Group],
+    claimed: set[Node],
+) -> Iterator[Refusal]:
+    """Products by expert that make no block, as far as something that talks to other ranks is near them."""
+    by_name = {node.name: node for node in graph.nodes}
+    told: set[str] = set()
+    for refusal in refused:
+        product = by_name[refusal.node]
+        if not is_grouped_product(product):
+            continue
+        after = first_communication_after(product, fake_value(product).shape[-1], place)
+        near = [*communications_before(*product.all_input_nodes), *([after] if after is not None else [])]
+        claimed |= {one.node for one in near}
+        if near and refusal.where not in told:
+            told.add(refusal.where)
+            reason = f"its products make no block of experts that moepass knows ({refusal.reason})"
+            yield refusal_of(graph, reason, near[-1].node, refusal.where, _known_group(near, groups))

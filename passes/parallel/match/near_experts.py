@@ -1,0 +1,120 @@
+"""What talks to other ranks within reach of an expert product: what brings its rows, and what takes its results.
+
+A model with tensor or data parallelism holds collectives too. Those that serve experts touch rows: between them and a
+product rows are moved, masked, weighed and added, and nothing mixes their features or normalises them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # defines _wrap_tensor_autograd
+from torch.fx import Node
+
+from moepass.passes.graph.collectives import Communication, collective_of, communication_of
+from moepass.passes.graph.nodes import fake_value, is_call, is_view
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# [Empirical] The largest block of the forms that we know has about 80 nodes, and 11 for each rank, which read and check
+# what it sends and is sent; a walk that meets more has left the block.
+MOST_NODES = 400
+MOST_NODES_PER_RANK = 32
+
+_MIXING = (
+    aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten.mean, aten.pow, aten.embedding, aten.native_layer_norm,
+    aten._fused_rms_norm, aten.rms_norm, aten.layer_norm, aten.rsqrt,
+)  # fmt: skip
+_ROW_MOVES = {
+    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default,
+    aten.masked_select.default, aten.masked_fill.Scalar, aten.where.self, aten.index_put.default,
+    aten.index_copy.default, aten.scatter.src, aten.slice_scatter.default, aten.cat.default, aten.stack.default,
+    aten.constant_pad_nd.default, aten.clone.default, aten.copy.default, aten._to_copy.default,
+    prims.convert_element_type.default, torch.ops._c10d_functional.wait_tensor.default,
+    torch.ops._c10d_functional._wrap_tensor_autograd.default,
+}  # fmt: skip
+
+
+def most_nodes(ranks: int) -> int:
+    return MOST_NODES + MOST_NODES_PER_RANK * ranks
+
+
+def first_communication_after(
+    product: Node, width: int, place: dict[Node, int], most: int = MOST_NODES
+) -> Communication | None:
+    """What the rows [., width] of `product` reach first, over `most` nodes."""
+    pending, seen = [product], {product}
+    found: list[Communication] = []
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            known, any_kind = collective_of(user), communication_of(user)
+            if any_kind is not None:
+                # A node is also read for its sizes; what is sent is the input.
+                if known is None or known.input is node:
+                    found.append(any_kind)
+            elif keeps_features(user, width) and len(seen) < most:
+                pending.append(user)
+    return min(found, key=lambda one: place[one.node], default=None)
+
+
+def keeps_features(node: Node, width: int) -> bool:
+    """Nodes between an expert's output and the collective move, mask, weigh and add rows; they do not mix features."""
+    if node.op != "call_function" or getattr(node.target, "overloadpacket", None) in _MIXING:
+        return False
+    if is_call(node, aten.mul.Tensor, aten.div.Tensor) and any(
+        _is_row_statistic(used) for used in node.all_input_nodes
+    ):
+        return False  # a norm: the block has ended, and the next one has its own collectives
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and is_size(value.shape[-1], width)
+
+
+def _is_row_statistic(node: Node) -> bool:
+    while is_view(node) or is_call(node, aten._to_copy.default, prims.convert_element_type.default):
+        node = node.all_input_nodes[0]
+    return is_call(node, aten.rsqrt.default, aten.sqrt.default)
+
+
+def is_size(size: Any, number: int) -> bool:
+    return isinstance(size, int) and size == number
+
+
+def communications_before(*starts: Node) -> list[Communication]:
+    """What brought the rows or counts `starts` of a product, nearest first."""
+    found: dict[Node, Communication] = {}
+    for node in (node for start in starts for node in _moved_from(start)):
+        one = communication_of(node)
+        if one is not None:
+            found.setdefault(node, one)
+    return list(found.values())
+
+
+def _moved_from(start: Node) -> Iterator[Node]:
+    """`start` and what it was moved from, or counted from."""
+    pending, seen = [start], {start}
+    while pending and len(seen) < MOST_NODES:
+        node = pending.pop(0)
+        yield node
+        for used in node.all_input_nodes if _passes_on(node) else ():
+            if used not in seen:
+                seen.add(used)
+                pending.append(used)
+
+
+def _passes_on(node: Node) -> bool:
+    if is_call(node, *_ROW_MOVES) or is_view(node) or is_call(node, aten.histc.default):
+        return True
+    if communication_of(node) is not None:
+        return True
+    value = fake_value(node)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    # Places and counts, however they are computed; but not the scores that they were chosen by.
+    return node.op == "call_function" and not any(
+        isinstance(item, torch.Tensor) and item.is_floating_point() for item in values
+    )

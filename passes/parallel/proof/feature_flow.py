@@ -1,0 +1,163 @@
+"""Tell whether a parallel block treats all features alike, so that a few of them prove the same as all.
+
+Contract
+    in    a block, the local form that was written for it, and its data nodes (data_flow.py)
+    out   nothing where every feature of a row goes the same way; else the first node that may tell features apart
+
+Features are the last dimension of rows. Everything between the products and the collectives must move, weigh and add
+whole rows: no index, cut, pad or sum along the last dimension, and no mask or index that differs along it. What stands
+between two products, the activation function, may mix features: the local form repeats it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.collectives import WAIT, collective_of
+from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.parallel.local_form.data_flow import SHAPE_READERS
+from moepass.passes.parallel.local_form.local_experts import LocalForm
+from moepass.passes.parallel.match.parallel_match import ParallelBlock
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# The same number everywhere: also along features.
+_CONSTANTS = {
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.zeros_like.default,
+    aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.scalar_tensor.default,
+}  # fmt: skip
+_EACH_ELEMENT = {
+    aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar, aten.masked_fill.Scalar,
+    aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.clone.default, aten.copy.default,
+    aten._to_copy.default, prims.convert_element_type.default, aten.detach.default, aten.alias.default,
+}  # fmt: skip
+# Another shape with the same last dimension, of the same size: whole rows in the same order.
+_RESHAPED = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.expand.default,
+}  # fmt: skip
+# Act along `dim` alone.
+_ALONG = {
+    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default,
+    aten.stack.default, aten.flip.default, aten.index_select.default, aten.sum.dim_IntList, aten.index_add.default,
+    aten.index_copy.default, aten.slice_scatter.default, aten.select_scatter.default,
+}  # fmt: skip
+# Act along `dim`, by an index as long as the rows are wide.
+_ALONG_BY_INDEX = {aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default}
+_BY_INDEX = {
+    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default,
+}  # fmt: skip
+
+
+def tells_features_apart(block: ParallelBlock, local: LocalForm, data: set[Node]) -> Node | None:
+    """The first node of the block that may treat one feature unlike another."""
+    weights = {product.weights for product in block.products}
+    products = {product.node for product in block.products}
+    # Nodes whose last dimension are features, each treated alike, or along whose last dimension nothing differs.
+    alike = {node for role, node in block.sources.items() if role in ("rows", "hidden")}
+    alike.update(node for node in block.expert_tensors if node not in weights)
+    for node in block.region:
+        if any(used in weights for used in node.all_input_nodes) and node not in products:
+            weights.add(node)
+        elif node in products or node in local.copied:
+            alike.add(node)
+        elif node in local.left_out:
+            if not all(used in alike or _is_by_row(used, node) for used in node.all_input_nodes):
+                return node
+            alike.add(node)
+        elif is_call(node, *_CONSTANTS):
+            alike.add(node)
+        elif is_call(node, *SHAPE_READERS):
+            continue
+        elif any(used in alike for used in node.all_input_nodes):
+            if _treats_alike(node, alike):
+                alike.add(node)
+            elif node in data:
+                return node
+    return None if block.sink in alike else block.sink
+
+
+def _is_by_row(mask: Node, masked: Node) -> bool:
+    """The same for all that a row has, however the activation function arranges its features."""
+    value = fake_value(mask)
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return True
+    rest = zip(value.shape[1:], value.stride()[1:], strict=True)
+    flat = all((isinstance(size, int) and size == 1) or (isinstance(step, int) and step == 0) for size, step in rest)
+    return flat and value.dim() == fake_value(masked).dim()
+
+
+def _is_flat(node: Node, alike: set[Node]) -> bool:
+    """An operand that may meet rows: features treated alike, or the same for all features."""
+    value = fake_value(node)
+    if node in alike or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return True
+    last, stride = value.shape[-1], value.stride(-1)
+    return isinstance(last, int) and (last == 1 or (isinstance(stride, int) and stride == 0))
+
+
+def _treats_alike(node: Node, alike: set[Node]) -> bool:
+    """True where `node`, some of whose operands are rows, gives rows and does the same to every feature of them."""
+    if collective_of(node) is not None or is_call(node, WAIT, operator.getitem):
+        return True
+    given = named_arguments(node)
+    if is_call(node, *_EACH_ELEMENT):
+        return all(_is_flat(used, alike) for used in node.all_input_nodes)
+    if is_call(node, *_RESHAPED):
+        return _keeps_width(node)
+    if is_call(node, *_ALONG, *_ALONG_BY_INDEX):
+        index = given.get("index") if is_call(node, *_ALONG_BY_INDEX) else None
+        moved = [used for used in _tensors(given, ("self", "tensors", "src", "source", "input")) if used is not index]
+        by_row = index is None or (isinstance(index, Node) and _is_flat(index, alike) and _keeps_width(node))
+        return by_row and _not_along_last(node, given) and all(_is_flat(used, alike) for used in moved)
+    if is_call(node, *_BY_INDEX):
+        indices = given["indices"]
+        rows = given["self"]
+        whole = len(indices) < fake_value(rows).dim() or indices[-1] is None
+        return whole and all(_is_flat(used, alike) for used in _tensors(given, ("self", "values")))
+    if is_call(node, aten.constant_pad_nd.default):
+        return all(isinstance(size, int) and size == 0 for size in given["pad"][:2])
+    if is_call(node, aten.repeat.default):
+        return isinstance(given["repeats"][-1], int) and given["repeats"][-1] == 1
+    if is_call(node, aten.permute.default):
+        last = fake_value(node).dim() - 1
+        return given["dims"][-1] in (last, -1)
+    if is_call(node, aten.transpose.int):
+        dims = fake_value(node).dim()
+        return all(given[name] % dims != dims - 1 for name in ("dim0", "dim1"))
+    return False
+
+
+def _keeps_width(node: Node) -> bool:
+    """The last dimension is as long as that of the rows that go in."""
+    before, after = fake_value(node.all_input_nodes[0]), fake_value(node)
+    widths = [value.shape[-1] if value.dim() else 0 for value in (before, after)]
+    return all(isinstance(width, int) for width in widths) and widths[0] == widths[1]
+
+
+def _not_along_last(node: Node, given: dict[str, Any]) -> bool:
+    value = fake_value(node)
+    after = value[0] if isinstance(value, (tuple, list)) else value
+    before = next(fake_value(used) for used in _tensors(given, ("self", "tensors", "input")))
+    chosen = given.get("dims", given.get("dim", 0))
+    if chosen is None or chosen == []:
+        return False
+    # A new dimension of `stack` counts among those that come out.
+    number = after.dim() if is_call(node, aten.stack.default) else before.dim()
+    dims = chosen if isinstance(chosen, Sequence) else [chosen]
+    return all(isinstance(dim, int) and dim % number != number - 1 for dim in dims)
+
+
+def _tensors(given: dict[str, Any], names: Sequence[str]) -> Iterator[Node]:
+    for name in names:
+        value = given.get(name)
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, Node) and isinstance(fake_value(part), torch.Tensor):
+                yield part

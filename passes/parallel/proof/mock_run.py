@@ -1,0 +1,382 @@
+"""Run the nodes of a parallel block, and of its local form, on real numbers, with mock peers.
+
+Two things make a run cheap and sharp. Expert products are not computed: a product gives, for each row, a number that
+depends on the row, on the expert and on the product, so that a row that meets the wrong expert shows; nor is the
+activation function, for which other functions of a row stand (row_functions.py). Rows beyond the last offset,
+and memory that nobody wrote, give NaN. And everything runs in float64, where equal means equal to 1e-9, whatever types
+the graph computes in. A value is dropped when its last reader has run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+
+from moepass.passes.graph.collectives import WAIT, Collective, collective_of
+from moepass.passes.graph.contents import MAKE_EMPTY
+from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
+from moepass.passes.graph.operations import base_operation
+from moepass.passes.parallel.local_form.local_experts import LocalForm
+from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
+from moepass.passes.parallel.ranges.value_ranges import IndexRanges
+from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
+
+aten = torch.ops.aten
+
+# Sizes for the symbols of a graph: distinct, so that one does not pass for another.
+SYMBOL_SIZES = (6, 11, 17, 23, 29, 37, 41, 47)
+# A loaded peer brings at most so many rows, or as many as this rank.
+MOST_ROWS = 2048
+# The first peer may bring more than so many times what this rank does.
+MOST_RATIO = 4
+
+# Plays the other ranks: what a collective gives back for what it was sent, in parts of these sizes.
+Answer = Callable[[Collective, torch.Tensor, list[int], list[int]], torch.Tensor]
+
+
+class ContractBroken(Exception):  # noqa: N818  becomes the reason of a refusal
+    """The block does not do what a block of its form does."""
+
+
+Draw = Callable[[torch.Generator, int, int], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """How tokens are routed in one run.
+
+    `own` and `peers` draw the experts of n pairs of a token and an expert. A peer brings `peer_pairs` of them;
+    the first one `load` times as many as this rank where that is not 0, and all bring as many as fit where slots are
+    `full`.
+    """
+
+    name: str
+    own: Draw
+    peers: Draw
+    peer_pairs: int
+    load: int = 0
+    full: bool = False
+
+
+def anywhere(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+    return torch.randint(0, experts, (pairs,), generator=generator)
+
+
+def _all_to_one(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+    return torch.randint(0, experts, (1,), generator=generator).expand(pairs)
+
+
+def _each_in_turn(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+    return (torch.arange(pairs) % experts)[torch.randperm(pairs, generator=generator)]
+
+
+def among(ids: Sequence[int]) -> Draw:
+    """Experts anywhere, each of `ids` among them where there are pairs enough."""
+
+    def draw(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+        drawn = anywhere(generator, pairs, experts)
+        drawn[: len(ids)] = torch.tensor(ids, dtype=drawn.dtype)[:pairs]
+        return drawn[torch.randperm(pairs, generator=generator)]
+
+    return draw
+
+
+SCENARIOS = (
+    Scenario("tokens anywhere", anywhere, anywhere, 13),
+    Scenario("all tokens to one expert", _all_to_one, _all_to_one, 7),
+    Scenario("peers without tokens", anywhere, anywhere, 0),
+    Scenario("a peer with many tokens", anywhere, _all_to_one, 2, load=MOST_RATIO + 1),
+    Scenario("tokens for every expert", _each_in_turn, _each_in_turn, 0, full=True),
+)
+
+
+class Steps:
+    """Nodes in the order in which they run, and which values may go after each of them."""
+
+    def __init__(self, nodes: Iterable[Node], wanted: Node) -> None:
+        self.nodes = tuple(nodes)
+        self.wanted = wanted
+        last: dict[Node, int] = {}
+        for place, node in enumerate(self.nodes):
+            last[node] = place
+            last.update((used, place) for used in node.all_input_nodes)
+        self.drops: list[list[Node]] = [[] for _ in self.nodes]
+        for node, place in last.items():
+            if node is not wanted:
+                self.drops[place].append(node)
+
+    @classmethod
+    def between(cls, nodes: Iterable[Node], given: set[Node], wanted: Node) -> Steps:
+        """Those of `nodes` that `wanted` is computed by from `given`."""
+        needed: set[Node] = set()
+        pending = [wanted]
+        while pending:
+            node = pending.pop()
+            if node not in needed and node not in given:
+                needed.add(node)
+                pending.extend(node.all_input_nodes)
+        return cls((node for node in nodes if node in needed), wanted)
+
+
+class MockBlock:
+    """A block and the local form that was written for it, ready to run."""
+
+    def __init__(self, block: ParallelBlock, local: LocalForm, result: Node, functions: RowFunctions) -> None:
+        self.block = block
+        self.functions = functions
+        self.local = local
+        self.result = result
+        self.region = Steps(block.region, block.sink)
+        self.local_form = Steps(local.written, result)
+        given = {local.rows, local.ends, *([local.row_ids] if local.row_ids is not None else [])}
+        self.experts = Steps.between(local.written, given, local.outputs)
+        self.own_products = {product.node: number for number, product in enumerate(block.products)}
+        self.sizes = symbol_sizes(block)
+        # How wide the rows are that go into a product and come out of it.
+        self.widths = [(product.inner, product.outer) for product in block.products]
+
+    def shape(self, node: Node) -> list[int]:
+        return [concrete(size, self.sizes) for size in fake_value(node).shape]
+
+
+class MockRun:
+    """One run: concrete sizes, concrete expert tensors, and an interpreter of nodes."""
+
+    def __init__(
+        self, mock: MockBlock, generator: torch.Generator, scenario: Scenario, ranges: IndexRanges | None
+    ) -> None:
+        self.mock = mock
+        self.block = block = mock.block
+        self.local = mock.local
+        self.ranges = ranges
+        self.generator = generator
+        self.scenario = scenario
+        experts = block.experts
+        self.product_tables = [
+            (torch.randn(inner, generator=generator, dtype=torch.float64),
+             torch.randn(experts, outer, generator=generator, dtype=torch.float64))
+            for inner, outer in mock.widths
+        ]  # fmt: skip
+        weights = {product.weights for product in block.products}
+        self.biases = {
+            node: torch.randn((experts, *mock.shape(node)[1:]), generator=generator, dtype=torch.float64)
+            for node in block.expert_tensors
+            if node not in weights
+        }
+
+    def run_block(self, sources: Mapping[Node, Any], answer: Answer) -> Any:
+        """What the block gives for this rank's own `sources`, where `answer` plays the other ranks."""
+        return self._evaluate(self.mock.region, sources, answer)
+
+    def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
+        """What the local form gives for this rank's own `sources`."""
+        return self._evaluate(self.mock.local_form, sources, _no_collectives)
+
+    def experts(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The experts alone, activation function and biases included: expert `ids[i]` on `rows[i]`.
+
+        As the local form has them, for any number of rows: whoever brings them.
+        """
+        sorted_ids, order = ids.sort(stable=True)
+        local = self.local
+        ends = torch.bincount(sorted_ids, minlength=self.block.experts).cumsum(0, dtype=torch.int32)
+        values: dict[Node, Any] = {local.rows: rows[order], local.ends: ends}
+        if local.row_ids is not None:
+            values[local.row_ids] = sorted_ids
+        outputs = torch.empty(len(rows), self.mock.widths[-1][1], dtype=torch.float64)
+        outputs[order] = self._evaluate(self.mock.experts, values, _no_collectives)
+        return outputs
+
+    # ------------------------------------------------------------------------------------------------------ numbers
+
+    def pairs_in_slots(self, capacity: int, experts: int) -> int:
+        return capacity * experts if self.scenario.full else min(capacity, 9)
+
+    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None) -> int:
+        """How many pairs the rank `peer` brings for this rank's experts."""
+        experts = len(self.block.own_experts)
+        if capacity is not None:
+            most = self.pairs_in_slots(capacity, experts)
+            return most if self.scenario.full else min(self.scenario.peer_pairs, most)
+        if self.scenario.load and peer == 0:
+            return min(max(self.scenario.load * own_pairs, 4), max(MOST_ROWS, own_pairs))
+        return experts if self.scenario.full else self.scenario.peer_pairs
+
+    def random_rows(self, *shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float64).sub_(0.5)
+
+    # -------------------------------------------------------------------------------------------------- interpreter
+
+    def _evaluate(self, steps: Steps, given: Mapping[Node, Any], answer: Answer) -> Any:
+        """What `steps` want, computed from the values of `given` nodes."""
+        values: dict[Node, Any] = {}
+
+        def value_of(node: Node) -> Any:
+            if node not in values:
+                self._note(node, values.setdefault(node, given[node] if node in given else self._leaf(node)))
+            return values[node]
+
+        for node in given:
+            value_of(node)
+        for node, drops in zip(steps.nodes, steps.drops, strict=True):
+            if node not in values:
+                values[node] = self._run_node(node, value_of, answer)
+                self._note(node, values[node])
+            for dropped in drops:
+                values.pop(dropped, None)
+        return value_of(steps.wanted)
+
+    def _note(self, node: Node, value: Any) -> None:
+        if self.ranges is not None:
+            self.ranges.observe(node, value)
+
+    def _run_node(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
+        number = self.mock.own_products.get(node)
+        if number is not None:
+            return self._product(number, node, value_of, self.block.own_experts)
+        if node in self.local.products:
+            return self._product(self.local.products[node], node, value_of, range(self.block.experts))
+        functions = self.mock.functions
+        if node in functions.calls:
+            function, read = functions.calls[node]
+            return function_of_rows(function, list(map(value_of, read)), self.mock.widths[-1][0])
+        if node in functions.masks:
+            return masked_rows(node, functions.masks[node], value_of)
+        if node in functions.counts:
+            return len(value_of(functions.counts[node]))
+        if node in functions.constants:
+            return None  # only functions of rows read them, and these are not computed
+        return self._run_call(node, value_of, answer)
+
+    def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
+        return self._call(node, map_nodes((node.args, node.kwargs), value_of), answer)
+
+    def _call(self, node: Node, arguments: Any, answer: Answer) -> Any:
+        args, kwargs = arguments
+        collective = collective_of(node)
+        if collective is not None:
+            given = named_arguments(node, args, kwargs)
+            sizes = (given.get(name, ()) for name in ("input_split_sizes", "output_split_sizes"))
+            return answer(collective, given["input"], *([int(size) for size in part] for part in sizes))
+        if is_call(node, WAIT):
+            return args[0]
+        value = node.target(*_doubled(args), **_doubled(kwargs))  # type: ignore[operator]
+        if base_operation(node) in MAKE_EMPTY:
+            _spoil(value)
+        return value
+
+    def _leaf(self, node: Node) -> Any:
+        value = fake_value(node)
+        if node.op == "get_attr":
+            return _constant(node)
+        if not isinstance(value, torch.Tensor):
+            return concrete(value, self.mock.sizes)
+        if node in self.biases:
+            owned = self.block.own_experts
+            return self.biases[node][owned.start : owned.stop]
+        for local, complete in self.local.complete.items():
+            if complete is node and local in self.biases:
+                return self.biases[local]
+        # Weights: only products read them, and these are not computed. A view of one zero takes no memory.
+        return torch.zeros((), dtype=torch.float64).expand(self.mock.shape(node))
+
+    def _product(self, number: int, node: Node, value_of: Callable[[Node], Any], experts: range) -> torch.Tensor:
+        row_factors, expert_factors = self.product_tables[number]
+        rows, ends = (value_of(argument) for argument in _rows_and_ends(node))
+        if len(ends) != len(experts):
+            raise ContractBroken(f"a product has {len(ends)} offsets for {len(experts)} experts")
+        counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
+        if len(counts) and (int(counts.min()) < 0 or int(ends[-1]) > len(rows)):
+            raise ContractBroken(f"a product of {len(rows)} rows has the offsets {ends.tolist()}")
+        outputs = torch.empty(len(rows), expert_factors.shape[1], dtype=torch.float64)
+        inside = int(counts.sum())
+        of_each = repeat_each(torch.arange(experts.start, experts.stop), counts)
+        torch.index_select(expert_factors, 0, of_each, out=outputs[:inside])
+        # Between -1 and 1, so that no activation function saturates and hides a difference.
+        outputs[:inside].mul_((rows[:inside] @ row_factors).unsqueeze(-1)).sin_()
+        outputs[inside:] = math.nan
+        return outputs
+
+
+def _no_collectives(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+    raise ContractBroken(f"the local form holds {collective.kind}")
+
+
+def _constant(node: Node) -> torch.Tensor:
+    value = constant_of(node)
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        raise ContractBroken(f"it reads {node.target}, whose value is not known when the graph is compiled")
+    return value.cpu().double() if value.is_floating_point() else value.cpu()
+
+
+def _doubled(arguments: Any) -> Any:
+    """Arguments of an operator, with float64 for every floating type and this device for every other."""
+
+    def change(argument: Any) -> Any:
+        if isinstance(argument, torch.dtype) and argument.is_floating_point:
+            return torch.float64
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    # Types and devices stand in no lists.
+    if isinstance(arguments, dict):
+        return {name: change(argument) for name, argument in arguments.items()}
+    return [change(argument) for argument in arguments]
+
+
+def _spoil(memory: torch.Tensor) -> None:
+    """Memory that nobody has written may hold anything, by chance also what was wanted of it, and not the same twice.
+
+    Here it holds what no computation goes on with: NaN, an index that nothing has.
+    """
+    if memory.is_floating_point():
+        memory.fill_(math.nan)
+    elif memory.dtype is torch.bool:
+        memory.bernoulli_(0.5, generator=torch.Generator().manual_seed(0))
+    else:
+        memory.fill_(UNWRITTEN.get(memory.dtype, torch.iinfo(memory.dtype).max))
+
+
+def _rows_and_ends(product: Node) -> tuple[Node, Node]:
+    given = named_arguments(product)
+    return next(iter(given.values())), given["offs"]
+
+
+# ------------------------------------------------------------------------------------------------------------- sizes
+
+
+def symbol_sizes(block: ParallelBlock) -> dict[Any, int]:
+    """A size for each symbol of the block's shapes that is known before a run."""
+    sizes = itertools.chain(SYMBOL_SIZES, itertools.count(SYMBOL_SIZES[-1] + 1))
+    return {symbol: next(sizes) for symbol in dict.fromkeys(_known_symbols(block))}
+
+
+def _known_symbols(block: ParallelBlock) -> Iterator[Any]:
+    for node in (*block.sources.values(), *block.region):
+        value = fake_value(node)
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                env = size.node.shape_env
+                for symbol in sorted(size.node.expr.free_symbols, key=str):
+                    if not env.is_unbacked_symint(symbol):
+                        yield symbol
+
+
+def concrete(size: Any, sizes: Mapping[Any, int]) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.expr.xreplace({symbol: sizes[symbol] for symbol in size.node.expr.free_symbols}))
+
+
+def repeat_each(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`values.repeat_interleave(counts)`, which wakes all threads of a machine however few numbers there are."""
+    return torch.from_numpy(numpy.repeat(values.numpy(), counts.numpy()))

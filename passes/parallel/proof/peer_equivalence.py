@@ -1,0 +1,238 @@
+"""Prove that the local form of a parallel block computes what the block computes, by running both with mock peers.
+
+The block's nodes are run one by one on real numbers (mock_run.py), with every collective answered by a mock of
+the other ranks. What the mock answers follows the contract of the block's form, and what the block gives it must follow
+the contract too:
+
+    all_to_all      a rank is sent, rank by rank, rows sorted by expert and how many there are of each expert; it sends
+                    back each row's output in the same place
+    partial sums    a rank adds up, for every token of every rank, what its own experts contribute
+
+Each rank proves its own graph, with its own constants, so together they prove the whole exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn import functional as F
+
+from moepass.passes.graph.collectives import Collective
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.refusals import why_it_stopped
+from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun, repeat_each
+
+TOLERANCE = 1e-9
+
+
+def check_run(run: MockRun) -> None:
+    """Raises ContractBroken where the block, or its local form, does not follow the contract in this run."""
+    scenario = run.scenario
+    try:
+        if run.block.form in ("all_to_all", "all_to_all_capacity"):
+            _check_exchange(run)
+        else:
+            _check_partial_sums(run)
+    except ContractBroken as error:
+        raise ContractBroken(f"with {scenario.name}, {error}") from None
+    except NotThisForm:
+        raise
+    except Exception as error:
+        # A node that cannot run on the mock's numbers means that the guess about the block was wrong.
+        raise ContractBroken(f"with {scenario.name}, {why_it_stopped(error)}") from error
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    left, right = left.double(), right.double()
+    # To the bit is the rule, and faster to tell.
+    return torch.equal(left, right) or torch.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+# ----------------------------------------------------------------------------------------------------------- AllToAll
+
+
+def _check_exchange(run: MockRun) -> None:
+    """What this rank sends, and what it sends back for the rows of others, must follow the contract."""
+    block = run.block
+    rows_node, counts_node = block.sources["rows"], block.sources["counts"]
+    slots = run.mock.shape(rows_node)[0]
+    capacity = slots // block.experts if block.form == "all_to_all_capacity" else None
+    own_pairs = slots if capacity is None else run.pairs_in_slots(capacity, block.experts)
+    own = _Rows.draw(run, run.scenario.own, own_pairs, range(block.experts), capacity)
+    peers = [
+        _Rows.draw(run, run.scenario.peers, run.peer_pairs(peer, own_pairs, capacity), block.own_experts, capacity)
+        for peer in range(block.group.ranks)
+    ]
+    counts_exchange, dispatch, combine = block.exchanges
+
+    def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        if collective.node is counts_exchange.node:
+            _demand(_equal(sent.reshape(-1), own.counts), "it sends counts that are not those of its rows")
+            arriving = torch.stack([part.counts[block.own_experts.start : block.own_experts.stop] for part in peers])
+            unit = sent.numel() // max(1, sent.shape[0])
+            _demand(receive == [len(block.own_experts) // max(unit, 1)] * block.group.ranks, "it expects other counts")
+            return arriving.reshape(-1, *sent.shape[1:]).to(sent.dtype)
+        if collective.node is dispatch.node:
+            _demand(_equal(sent, own.rows), "it sends other rows than it counted")
+            _demand(send == own.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
+            _demand(receive == [len(part.rows) for part in peers], f"it expects rows in parts of {receive}")
+            return torch.cat([part.rows for part in peers])
+        if collective.node is combine.node:
+            expected = _expert_outputs(run, peers)
+            _demand(_equal(sent, expected), "it sends back other outputs than its experts' for the rows")
+            return _expert_outputs(run, [own])
+        raise ContractBroken(f"it needs an answer to {collective.kind}")
+
+    values = {rows_node: own.rows, counts_node: own.counts.view(run.mock.shape(counts_node))}
+    run.run_block(values, answer)
+    outputs = run.run_local_form(values)
+    _demand(_equal(outputs, _expert_outputs(run, [own])), "its local form gives something else")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows sorted by expert and `counts` [E] of them; with a capacity, that many slots for each of `experts`."""
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    experts: range
+    capacity: int | None
+
+    @staticmethod
+    def draw(
+        run: MockRun,
+        draw: Callable[[torch.Generator, int, int], torch.Tensor],
+        pairs: int,
+        experts: range,
+        capacity: int | None,
+    ) -> _Rows:
+        total = run.block.experts
+        counts = torch.zeros(total, dtype=torch.int64)
+        if len(experts):
+            chosen = experts.start + draw(run.generator, pairs, len(experts))
+            counts = torch.bincount(chosen, minlength=total)
+        width = run.mock.widths[0][0]
+        if capacity is None:
+            return _Rows(run.random_rows(pairs if len(experts) else 0, width), counts, experts, None)
+        counts = counts.clamp(max=capacity)
+        rows = run.random_rows(len(experts) * capacity, width)
+        return _Rows(rows, counts, experts, capacity)
+
+    def sizes_by_rank(self, bounds: Sequence[int]) -> list[int]:
+        if self.capacity is not None:
+            return [(stop - start) * self.capacity for start, stop in itertools.pairwise(bounds)]
+        before = [0, *self.counts.cumsum(0).tolist()]
+        return [before[stop] - before[start] for start, stop in itertools.pairwise(bounds)]
+
+    def filled(self) -> torch.Tensor:
+        """Which of the rows are rows, and not slots without one."""
+        if self.capacity is None:
+            return torch.ones(len(self.rows), dtype=torch.bool)
+        counts = self.counts[self.experts.start : self.experts.stop]
+        return (torch.arange(self.capacity) < counts.unsqueeze(-1)).view(-1)
+
+
+def _expert_outputs(run: MockRun, parts: Sequence[_Rows]) -> torch.Tensor:
+    """What the experts give for `parts`, one after the other: each row's output in its place, zeros for empty slots."""
+    rows, filled = torch.cat([part.rows for part in parts]), torch.cat([part.filled() for part in parts])
+    experts = torch.arange(run.block.experts).repeat(len(parts))
+    ids = repeat_each(experts, torch.cat([part.counts for part in parts]))
+    found = run.experts(rows[filled], ids)
+    outputs = torch.zeros(len(rows), found.shape[1], dtype=torch.float64)
+    outputs[filled] = found
+    return outputs
+
+
+# ------------------------------------------------------------------------------------------------------- partial sums
+
+
+def _check_partial_sums(run: MockRun) -> None:
+    """What this rank adds must be its own experts' part, for its own tokens and for those of others."""
+    block = run.block
+    tokens, top_k = run.mock.shape(block.sources["ids"])
+    ranks, own_rank = block.group.ranks, block.group.rank
+    gathered = block.form == "all_gather"
+    most = max(1, run.scenario.load) * tokens + 3 if gathered and _is_padded(block) else tokens
+    batches = [
+        _Tokens.draw(run, tokens if rank == own_rank else most, top_k) for rank in range(ranks if gathered else 1)
+    ]
+    own = batches[own_rank if gathered else 0]
+    combine = block.exchanges[-1]
+
+    def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        if collective.node is combine.node:
+            partial = _weighted_outputs(run, _Tokens.joined(batches), block.own_experts)
+            parts = sent.split(most)
+            _demand(len(parts) == len(batches), f"it adds up {len(sent)} rows, not those of all tokens")
+            wanted = partial.split([len(batch.hidden) for batch in batches])
+            sent_rows = torch.cat([part[: len(rows)] for part, rows in zip(parts, wanted, strict=True)])
+            _demand(_equal(sent_rows, partial), "it does not add exactly its own experts' part")
+            total = _weighted_outputs(run, own, range(block.experts))
+            return F.pad(total, (0, 0, 0, most - tokens), value=torch.nan)
+        if collective.kind == "all_reduce" and gathered:
+            _demand(collective.reduction == "max" and sent.numel() == 1, "it reduces something unknown")
+            _demand(int(sent) == tokens, "it reduces something other than its number of tokens")
+            return torch.full_like(sent, most)
+        if collective.kind == "all_gather" and gathered:
+            return _gather(sent, batches, own_rank, most)
+        raise ContractBroken(f"it needs an answer to {collective.kind}")
+
+    values: Mapping[Node, Any] = {node: getattr(own, role) for role, node in block.sources.items()}
+    found = run.run_block(values, answer)
+    _demand(_equal(run.run_local_form(values), found), "its local form gives something else")
+
+
+def _gather(sent: torch.Tensor, batches: Sequence[_Tokens], own_rank: int, most: int) -> torch.Tensor:
+    """All ranks' rows of the kind that this rank sends. Others bring `most` tokens, so none of theirs is padding."""
+    for role in ("hidden", "ids", "weights"):
+        mine = getattr(batches[own_rank], role)
+        if sent.is_floating_point() == mine.is_floating_point() and _equal(sent[: len(mine)], mine):
+            _demand(len(sent) == most, f"it gathers {len(sent)} rows of {role}, where {most} were agreed on")
+            return torch.cat([sent if rank == own_rank else getattr(batch, role) for rank, batch in enumerate(batches)])
+    raise ContractBroken("it gathers something that is neither tokens, nor their experts, nor their weights")
+
+
+def _is_padded(block: ParallelBlock) -> bool:
+    return any(exchange.kind == "all_reduce" for exchange in block.exchanges)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """One rank's tokens: hidden [n, H], ids [n, k], weights [n, k]."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    @staticmethod
+    def draw(run: MockRun, tokens: int, top_k: int) -> _Tokens:
+        ids = run.scenario.own(run.generator, tokens * top_k, run.block.experts).view(tokens, top_k).contiguous()
+        return _Tokens(run.random_rows(tokens, run.mock.widths[0][0]), ids, run.random_rows(tokens, top_k))
+
+    @staticmethod
+    def joined(batches: Sequence[_Tokens]) -> _Tokens:
+        return _Tokens(
+            *(torch.cat([getattr(batch, role) for batch in batches]) for role in ("hidden", "ids", "weights"))
+        )
+
+
+def _weighted_outputs(run: MockRun, tokens: _Tokens, experts: range) -> torch.Tensor:
+    """The weighted sum over those of each token's experts that are among `experts`."""
+    ids, top_k = tokens.ids.reshape(-1), tokens.ids.shape[1]
+    (pairs,) = ((ids >= experts.start) & (ids < experts.stop)).nonzero(as_tuple=True)
+    weighed = run.experts(tokens.hidden[pairs // top_k], ids[pairs]) * tokens.weights.reshape(-1)[pairs].unsqueeze(-1)
+    total = torch.zeros(len(tokens.hidden), weighed.shape[1], dtype=torch.float64)
+    return total.index_add(0, pairs // top_k, weighed)
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ContractBroken(otherwise)

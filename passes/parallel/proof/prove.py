@@ -1,0 +1,104 @@
+"""Prove that what was written for a parallel block computes the same, for every number and every size.
+
+Contract
+    in    a block, the local form that was written for it and its result
+    out   nothing where they are equal; NotThisForm or ContractBroken where they are not, where that cannot be told, and
+          where telling it would take more memory than `MOST_PROOF_BYTES`
+
+Pseudo-code
+    the activation function treats every row alone (row_flow), so any function of a row stands for it
+    data may be moved, weighed and added up only (data_flow); places and sizes get ranges and demands (index_ranges)
+    make a small copy of the block: few tokens, slots and features (small_copy)
+    where none can be made: the block as it was captured, if that fits in memory
+    run it with mock peers, in every scenario, and with every expert chosen (mock_ranks)
+    look whether the runs met the demands
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
+
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.parallel.local_form.data_flow import data_nodes
+from moepass.passes.parallel.local_form.local_experts import LocalForm
+from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.proof.mock_run import (
+    SCENARIOS,
+    ContractBroken,
+    MockBlock,
+    MockRun,
+    Scenario,
+    among,
+    anywhere,
+)
+from moepass.passes.parallel.proof.peer_equivalence import check_run
+from moepass.passes.parallel.proof.small_copy import small_copies
+from moepass.passes.parallel.proof.small_guess import NoSmallCopy
+from moepass.passes.parallel.proof.small_sizes import run_bytes
+from moepass.passes.parallel.ranges.value_ranges import IndexRanges
+from moepass.passes.parallel.rows.row_functions import row_functions
+
+# [Empirical] A run of a few rows takes milliseconds.
+MOST_RUNS = 256
+# A proof that would take more memory is refused before it begins.
+MOST_PROOF_BYTES = 2**30
+
+
+def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> None:
+    """Raises ContractBroken or NotThisForm where `result`, the local form that was written, is not what the block
+    computes, and where that cannot be told for every number and every size."""
+    functions = row_functions(local)
+    data = data_nodes(block, local)
+    # The compiler runs in fake mode; these numbers, and the constants of the graph, are real.
+    with unset_fake_temporarily(), torch.no_grad():
+        mock = MockBlock(block, local, result, functions)
+        ranges = _ranges(mock, data)
+        failure: NotThisForm | ContractBroken | None = None
+        try:
+            for copy in small_copies(mock, data, check_run, MOST_PROOF_BYTES):
+                try:
+                    return _prove(copy.mock, _ranges(copy.mock, copy.data))
+                except (NotThisForm, ContractBroken) as error:
+                    failure = failure or error
+        except NoSmallCopy as error:
+            _check_room(mock, error)
+            return _prove(mock, ranges)
+        except ContractBroken as error:
+            raise failure or error from None
+        assert failure is not None, "small copies are tried, or there is a reason"
+        raise failure
+
+
+def _ranges(mock: MockBlock, data: set[Node]) -> IndexRanges:
+    return IndexRanges(mock.block, data, mock.local.copied)
+
+
+def _prove(mock: MockBlock, ranges: IndexRanges) -> None:
+    for seed, scenario in enumerate((*SCENARIOS, *_with_every_id(mock))):
+        check_run(MockRun(mock, torch.Generator().manual_seed(seed), scenario, ranges))
+    ranges.check()
+
+
+def _check_room(mock: MockBlock, reason: NoSmallCopy) -> None:
+    """Raises NotThisForm where the block, as it was captured, is too large to run."""
+    needed = run_bytes(mock)
+    if needed > MOST_PROOF_BYTES:
+        raise NotThisForm(
+            f"to prove its local form right would take {needed} bytes of memory, where {MOST_PROOF_BYTES} are allowed, "
+            f"and a smaller copy of it cannot be made: {reason}"
+        )
+
+
+def _with_every_id(mock: MockBlock) -> Iterator[Scenario]:
+    """Runs in which every expert is chosen, or as many experts as `MOST_RUNS` take."""
+    sources = mock.block.sources
+    if "ids" not in sources:
+        return
+    ids, pairs = range(mock.block.experts), max(1, math.prod(mock.shape(sources["ids"])))
+    for start in range(0, min(len(ids), MOST_RUNS * pairs), pairs):
+        yield Scenario("tokens for experts one by one", among(ids[start : start + pairs]), anywhere, 0)

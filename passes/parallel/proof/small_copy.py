@@ -1,0 +1,297 @@
+"""Make a small copy of a parallel block: few features, and a symbol for its number of tokens or slots.
+
+Contract
+    in    a block, the local form that was written for it, and its data nodes
+    out   the same in small: another graph, node by node the same calls. Its numbers are those of the captured block
+          read as sizes; with the captured sizes they are the captured numbers again. What is proved of it for all sizes
+          is proved of the captured block.
+          Where numbers may be read in several ways, several copies; NoSmallCopy where there is none
+          ContractBroken where the block breaks its contract in small, however its numbers are read
+
+Pseudo-code
+    features are made fewer where the block treats all alike (feature_flow)
+    for what may be small, the smallest first:
+        find out which numbers are sizes (small_guess)
+        copy every node, with symbols for sizes that grow and small numbers for widths
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from moepass.passes.graph.collectives import Collective
+from moepass.passes.graph.node_arguments import replace_numbers
+from moepass.passes.graph.nodes import fake_value, map_nodes
+from moepass.passes.parallel.proof.feature_flow import tells_features_apart
+from moepass.passes.parallel.proof.mock_run import MockBlock, MockRun
+from moepass.passes.parallel.proof.small_guess import Guess, NoSmallCopy, SmallMock, guesses, place_of, size_readings
+from moepass.passes.parallel.proof.small_sizes import Reading, run_bytes, scales
+
+# A size of so many symbols, as the sum of what hundreds of ranks send, is taken for one that nothing is known of.
+_MOST_SYMBOLS = 8
+# [Empirical] Where a small copy was not proved, one of a size that takes seconds is not tried as well.
+_WORTH_ANOTHER = 16
+# Where the numbers of a block can be read in several ways, so many are tried.
+_MOST_COPIES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallCopy:
+    """The copy, ready to run, and its data nodes."""
+
+    mock: MockBlock
+    data: set[Node]
+
+
+def small_copies(
+    mock: MockBlock, data: set[Node], check: Callable[[MockRun], None], most_bytes: int
+) -> Iterator[SmallCopy]:
+    """The likeliest first. `check` tells whether a run keeps to the contract of the block's form.
+
+    Raises NoSmallCopy where there is none that runs in `most_bytes`, ContractBroken as above.
+    """
+    apart = tells_features_apart(mock.block, mock.local, data)
+    reason = "" if apart is None else f"{apart.name} ({apart.target}) may tell its features apart"
+    found = False
+    for scale in scales(mock.block, features_alike=apart is None):
+        if found and scale.growing is not None:
+            continue
+        if run_bytes(mock, scale) > (most_bytes // _WORTH_ANOTHER if found else most_bytes):
+            continue
+        small = SmallMock(mock, scale)
+        try:
+            for guess in itertools.islice(guesses(small, check), _MOST_COPIES):
+                found = True
+                yield _Copier(small, guess).copy(data)
+        except NoSmallCopy as error:
+            reason = reason or str(error)
+        # How many tokens there are differs from graph to graph, how many slots is the model's own constant. In a graph
+        # of a single token, torch writes what holds for no other number of them.
+        is_single = scale.growing is not None and scale.growing.captured == 1
+        if found and mock.block.form != "all_to_all_capacity" and not is_single:
+            return
+    if not found:
+        raise NoSmallCopy(reason or "nothing in it can be smaller")
+
+
+class _Copier:
+    """Copies a block and its local form into a graph of their own."""
+
+    def __init__(self, small: SmallMock, guess: Guess) -> None:
+        self._small = small
+        self._guess = guess
+        self._graph = Graph()
+        self._graph.owning_module = small.block.sink.graph.owning_module
+        self._nodes: dict[Node, Node] = {}
+        self._env = ShapeEnv()
+        self._fake_mode = FakeTensorMode(shape_env=self._env)
+        self._symbols: dict[Any, Any] = {}
+        self._unknown: dict[Any, torch.SymInt] = {}
+        # Hundreds of ranks have hundreds of tensors of one number.
+        self._tensors: dict[Any, torch.Tensor] = {}
+        self._sizes: dict[tuple[int, int], Node] = {}
+        growing = small.scale.growing
+        # Without one no reading grows.
+        self._growing: Any = None if growing is None else self._symbol("growing", growing.small)
+
+    def copy(self, data: set[Node]) -> SmallCopy:
+        block, local = self._small.block, self._small.local
+        for node in dict.fromkeys((*block.sources.values(), *block.expert_tensors, *local.complete.values())):
+            self._leaf(node)
+        for node in (*block.region, *local.written):
+            self._call(node)
+        of = self._nodes.__getitem__
+        widths = zip(block.products, self._small.widths, strict=True)
+        products = tuple(
+            dataclasses.replace(
+                product,
+                node=of(product.node),
+                key=of(product.key),
+                weights=of(product.weights),
+                activations=of(product.activations),
+                inner=inner,
+                outer=outer,
+            )
+            for product, (inner, outer) in widths
+        )
+        small_block = dataclasses.replace(
+            block,
+            products=products,
+            expert_tensors=tuple(map(of, block.expert_tensors)),
+            sources={role: of(node) for role, node in block.sources.items()},
+            sink=of(block.sink),
+            exchanges=tuple(map(self._exchange, block.exchanges)),
+            region=tuple(map(of, block.region)),
+        )
+        small_local = copy.copy(local)
+        small_local.block = small_block
+        small_local.graph = self._graph
+        small_local.complete = {of(shard): of(complete) for shard, complete in local.complete.items()}
+        small_local.products = {of(node): number for node, number in local.products.items()}
+        small_local.written = [of(node) for node in local.written]
+        small_local.copied, small_local.left_out = set(map(of, local.copied)), set(map(of, local.left_out))
+        small_local.origins = {of(node): of(origin) for node, origin in local.origins.items()}
+        small_local.rows, small_local.ends, small_local.outputs = of(local.rows), of(local.ends), of(local.outputs)
+        small_local.row_ids = None if local.row_ids is None else of(local.row_ids)
+        small_local.starts = {of(start): of(written) for start, written in local.starts.items()}
+        small_local.copies = {of(written): of(origin) for written, origin in local.copies.items()}
+        small_local.sizes = {
+            of(size): of(rows) if isinstance(rows, Node) else rows for size, rows in local.sizes.items()
+        }
+        small_local.kept = {of(mask): of(masked) for mask, masked in local.kept.items()}
+        mock = MockBlock(small_block, small_local, of(self._small.result), self._small.functions.mapped(of))
+        return SmallCopy(mock, {of(node) for node in data})
+
+    def _exchange(self, exchange: Collective) -> Collective:
+        of = self._nodes.__getitem__
+        # The sizes of the parts are read off the node where they are needed.
+        return dataclasses.replace(
+            exchange, node=of(exchange.node), input=of(exchange.input), result=of(exchange.result), send=(), receive=()
+        )
+
+    # -------------------------------------------------------------------------------------------------------- nodes
+
+    def _call(self, node: Node) -> None:
+        origin = self._small.local.origins.get(node, node)
+        readings = self._guess.readings.get(origin, {})
+
+        def small(name: str, position: int, number: int) -> Any:
+            reading = readings.get(place_of(name, position, number))
+            return number if reading is None or number == -1 else self._number(reading)
+
+        args, kwargs = map_nodes(replace_numbers(node, small), self._copied)
+        value = fake_value(node)
+        if isinstance(value, torch.SymInt) and _is_arithmetic(node):
+            # Which of its numbers grow is known of its arguments alone.
+            sizes = map_nodes(args, lambda used: fake_value(used))
+            self._add(node, node.op, args, kwargs, node.target(*sizes))  # type: ignore[operator]
+        else:
+            self._add(node, node.op, args, kwargs, self._value(node))
+
+    def _copied(self, node: Node) -> Node:
+        if node.graph is self._graph:  # a size that stands for a number
+            return node
+        if node not in self._nodes:
+            self._leaf(node)
+        return self._nodes[node]
+
+    def _leaf(self, node: Node) -> None:
+        value, op = fake_value(node), "get_attr" if node.op == "get_attr" else "placeholder"
+        if op == "get_attr":
+            small = value
+        elif isinstance(value, torch.Tensor):
+            captured = list(value.shape)
+            small = self._tensor(value, map(self._size, captured, self._leaf_shape(node, captured)))
+        else:
+            small = self._size(value, None)
+        self._add(node, op, (), {}, small)
+
+    def _leaf_shape(self, node: Node, captured: list[Any]) -> list[int | None]:
+        """Of sources and biases in small; None for sizes that stay as they are."""
+        if node in self._small.weights:
+            return list(captured)
+        shard = next((shard for shard, complete in self._small.local.complete.items() if complete is node), None)
+        if shard is not None:
+            return [captured[0], *self._leaf_shape(shard, captured)[1:]]
+        return list(self._small.shape(node))
+
+    def _add(self, node: Node, op: str, args: Any, kwargs: Any, value: Any) -> None:
+        target = node.target if op != "placeholder" else node.name
+        added = self._graph.create_node(op, target, args, kwargs, name=node.name)
+        added.meta = {**node.meta, "val": value}
+        self._nodes[node] = added
+
+    def _number(self, reading: Reading) -> int | Node:
+        """A number of an argument: a node where it grows."""
+        if not reading.grows:
+            return reading.small
+        key = (reading.factor, reading.offset)
+        if key not in self._sizes:
+            node = self._graph.placeholder("captured_size")
+            node.meta["val"] = self._grown(reading)
+            self._sizes[key] = node
+        return self._sizes[key]
+
+    # --------------------------------------------------------------------------------------------------- fake values
+
+    def _value(self, node: Node) -> Any:
+        value = fake_value(node)
+        if node in self._small.weights:
+            return self._tensor(value, value.shape)
+        return self._described(value, self._guess.shapes.get(node))
+
+    def _described(self, value: Any, shape: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            shapes = [None] * len(value) if shape is None else shape
+            return type(value)(self._described(item, of_item) for item, of_item in zip(value, shapes, strict=True))
+        if isinstance(value, torch.Tensor):
+            small = [None] * value.dim() if shape is None else shape
+            return self._tensor(value, map(self._size, value.shape, small))
+        return self._size(value, None) if isinstance(value, torch.SymInt) else value
+
+    def _tensor(self, captured: torch.Tensor, shape: Any) -> torch.Tensor:
+        # Only its type and its sizes are looked at.
+        sizes = tuple(shape)
+        key = (captured.dtype, *sizes) if all(isinstance(size, int) for size in sizes) else None
+        if key not in self._tensors:
+            with self._fake_mode:
+                made = torch.empty(sizes, dtype=captured.dtype)
+            if key is None:
+                return made
+            self._tensors[key] = made
+        return self._tensors[key]
+
+    def _size(self, captured: Any, small: int | None) -> Any:
+        """A captured size that is `small` in the copy."""
+        if isinstance(captured, torch.SymInt):
+            return self._expression(captured)
+        if small is None or small == captured or not isinstance(captured, int):
+            return captured
+        grown = [reading for reading in size_readings(self._small.scale, captured) if reading.small == small]
+        return self._grown(grown[0]) if grown and grown[0].grows else small
+
+    def _grown(self, reading: Reading) -> Any:
+        expression = reading.factor * self._growing + reading.offset
+        return self._env.create_symintnode(expression, hint=reading.small)
+
+    def _expression(self, size: torch.SymInt) -> Any:
+        expression = size.node.expr
+        if len(expression.free_symbols) > _MOST_SYMBOLS:
+            return self._unknown.setdefault(expression, self._env.create_unbacked_symint())
+        known = {symbol: self._copied_symbol(symbol) for symbol in sorted(expression.free_symbols, key=str)}
+        constant, rest = expression.as_coeff_Add()
+        grown = [reading for reading in size_readings(self._small.scale, int(constant)) if reading.grows]
+        if constant and grown:
+            constant = grown[0].factor * self._growing + grown[0].offset
+        return self._env.create_symintnode(constant + rest.xreplace(known), hint=None)
+
+    def _copied_symbol(self, symbol: Any) -> Any:
+        if symbol not in self._symbols:
+            known = self._small.sizes.get(symbol)
+            unknown = known is None
+            self._symbols[symbol] = (
+                self._env.create_unbacked_symint().node.expr if unknown else self._symbol(str(symbol), known)
+            )
+        return self._symbols[symbol]
+
+    def _symbol(self, name: str, size: int | None) -> Any:
+        assert size is not None
+        return self._env.create_symbol(
+            size, ConstantSource(name), DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
+        )
+
+
+def _is_arithmetic(node: Node) -> bool:
+    """True for a sum, a difference and the like of sizes."""
+    return getattr(node.target, "__module__", "") == "_operator" and node.target is not operator.getitem

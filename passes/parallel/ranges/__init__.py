@@ -1,0 +1,1 @@
+"""Which values places and sizes of a block may take, and which of them were tried. May import match, graph."""

@@ -1,0 +1,172 @@
+"""Constants along dimensions that grow with the tokens: a cut, a step, a shift or a regrouping hides a threshold.
+
+Contract
+    in    a node of a parallel block's region, whether it computes data or places
+    out   NotThisForm, naming the node and the constant, where it cuts, pads, selects, splits, joins, repeats or
+          regroups a dimension without a fixed size at a constant that is no structural number of the block, and where
+          a size is no sum of sizes that are known, each as often as a structural number says
+
+`rows[:5000]` is all rows in every run with fewer; so are the first 5000 of `x.repeat(5000).view(-1, 5000)[0]`.
+Structural numbers are those by which tokens are repeated in every run: the ranks, the experts of each token, and their
+product.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import operation
+from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.ranges.value_range import Range
+
+aten = torch.ops.aten
+
+# Beyond this a bound of a slice means the end, whatever the size.
+_END = 2**31
+CHANGE = "let nothing between the collectives of the experts depend on it"
+_VIEWS = {"view", "_unsafe_view", "reshape"}
+
+
+def structural_numbers(block: ParallelBlock) -> frozenset[int]:
+    """Ranks, experts of each token where that is known, and their product; where every expert has the same number of
+    slots, experts, those of each rank, and these times ranks.
+    """
+    each = [int(fake_value(node).shape[-1]) for role, node in block.sources.items() if role == "ids"]
+    if block.form == "all_to_all_capacity":
+        each += [block.experts, *(stop - start for start, stop in itertools.pairwise(block.bounds))]
+    return frozenset(ranks * number for ranks in (1, block.group.ranks) for number in (1, *each))
+
+
+def token_numbers(block: ParallelBlock) -> frozenset[int]:
+    """This rank's tokens and pairs where the graph is for a fixed number of them: mock runs bring as many."""
+    sizes = [fake_value(source).shape[0] for role, source in block.sources.items() if role != "counts"]
+    return frozenset(size for size in sizes if isinstance(size, int))
+
+
+def check_sizes(node: Node, structural: Collection[int], tokens: Collection[int]) -> None:
+    """Raises NotThisForm where a constant meets a dimension of `node` that grows."""
+    if isinstance(fake_value(node), torch.SymInt):
+        _check_expression(node, structural, tokens)
+    name, arguments = operation(node), named_arguments(node)
+    value = fake_value(node.all_input_nodes[0]) if node.all_input_nodes else None
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    if name in _VIEWS:
+        _check_view(node, list(shape), list(fake_value(node).shape), structural)
+    elif name == "slice.Tensor":
+        ends = [arguments.get("start"), arguments.get("end")]
+        constants = [end for end in ends if isinstance(end, int) and abs(end) < _END and end not in tokens]
+        _check(node, "cuts", shape, arguments, [*constants, arguments.get("step", 1)])
+    elif name in ("select.int", "select_scatter"):
+        _check(node, "takes element", shape, arguments, [arguments["index"]])
+    elif name == "slice_scatter":
+        ends = [arguments.get("start"), arguments.get("end"), arguments.get("step", 1)]
+        _check(node, "writes to", shape, arguments, [end for end in ends if isinstance(end, int) and abs(end) < _END])
+    elif name == "split.Tensor":
+        _check(node, "splits at", shape, arguments, [arguments["split_size"]])
+    elif name == "split_with_sizes":
+        _check(node, "splits at", shape, arguments, arguments["split_sizes"])
+    elif name == "constant_pad_nd":
+        for place, amount in enumerate(arguments["pad"]):
+            _check(node, "pads by", shape, {"dim": -1 - place // 2}, [amount])
+    elif name == "repeat":
+        repeats = arguments["repeats"]
+        for place, number in enumerate(reversed(repeats[-len(shape) :] if shape else [])):
+            if number not in structural:
+                _check(node, "repeats by", shape, {"dim": -1 - place}, [number])
+    elif name == "cat":
+        _check_joined(node, arguments)
+
+
+def _check_expression(node: Node, structural: Collection[int], tokens: Collection[int]) -> None:
+    """A size may be some sizes together, and one more or less than that."""
+    size = fake_value(node)
+    for term, times in size.node.expr.as_coefficients_dict().items():
+        if term.is_Symbol and abs(times) in structural:
+            continue
+        if term.is_number and (abs(times) <= 1 or any(abs(times) == each * n for each in structural for n in tokens)):
+            continue
+        raise NotThisForm(
+            f"{node.name} ({node.target}) is {size}, in which {times * term} may make more of a difference for more "
+            f"tokens than were tried; {CHANGE}"
+        )
+
+
+def _check(node: Node, does: str, shape: Any, arguments: dict[str, Any], constants: Any) -> None:
+    if isinstance(size_along(node, shape, arguments.get("dim", 0)), int):
+        return
+    for constant in constants:
+        if isinstance(constant, int) and abs(constant) > 1:
+            _refuse(node, does, constant)
+
+
+def size_along(node: Node, shape: Any, dim: Any) -> Any:
+    """The size of dimension `dim`, which `node` was given. Raises NotThisForm where there is none."""
+    if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+        raise NotThisForm(f"{node.name} ({node.target}) cuts dimension {dim} of {len(shape)}")
+    return shape[dim]
+
+
+def _refuse(node: Node, does: str, constant: int) -> None:
+    raise NotThisForm(
+        f"{node.name} ({node.target}) {does} the constant {constant} what has no fixed size; a run may pass it "
+        f"although none that was tried did; {CHANGE}"
+    )
+
+
+def _check_joined(node: Node, arguments: dict[str, Any]) -> None:
+    dim = arguments.get("dim", 0)
+    if isinstance(size_along(node, fake_value(node).shape, dim), int):
+        return
+    for part in arguments["tensors"]:
+        value = fake_value(part)
+        size = value.shape[dim] if value.dim() == fake_value(node).dim() else 0
+        if isinstance(size, int) and size > 1:
+            _refuse(node, "joins by", size)
+
+
+def _check_view(node: Node, before: list[Any], after: list[Any], structural: Collection[int]) -> None:
+    """Dimensions that stay may have any size; those that are regrouped with one that grows may not."""
+    while before and after and str(before[0]) == str(after[0]):
+        before, after = before[1:], after[1:]
+    while before and after and str(before[-1]) == str(after[-1]):
+        before, after = before[:-1], after[:-1]
+    regrouped = [*before, *after]
+    if all(isinstance(size, int) for size in regrouped):
+        return
+    for size in regrouped:
+        if isinstance(size, int) and size not in structural:
+            _refuse(node, "regroups by", size)
+
+
+def check_lookup(node: Node, source: Node, dim: int, index: Node, index_range: Range) -> None:
+    """Raises NotThisForm where more tokens make places leave dimension `dim` of `source`, or reach only its first.
+
+    Places are those that `index` has, in `index_range`.
+    """
+    size = size_along(node, fake_value(source).shape, dim)
+    fixed = isinstance(size, int)
+    if fixed and index_range.grows and grows_in_size(index):
+        raise NotThisForm(f"{node.name} ({node.target}) looks up places that grow in {size}; {CHANGE}")
+    if not fixed and not index_range.grows and not index_range.small:
+        raise NotThisForm(
+            f"{node.name} ({node.target}) looks up the places {index_range.low:g} to {index_range.high:g} of what has "
+            f"no fixed size, which are all only while there are no more; {CHANGE}"
+        )
+
+
+def dimensions_that_grow(node: Node) -> int:
+    value = fake_value(node)
+    return sum(not isinstance(size, int) for size in value.shape) if isinstance(value, torch.Tensor) else 0
+
+
+def grows_in_size(node: Node) -> bool:
+    """True where the number of its elements is not constant."""
+    return dimensions_that_grow(node) > 0

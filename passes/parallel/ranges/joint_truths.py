@@ -1,0 +1,297 @@
+"""Truths that meet: what two masks make together was tried only where both were seen together, each way.
+
+Contract
+    in    the nodes of a block's region in order, with the ranges of those that are no data; then the values that nodes
+          had in each run
+    out   NotThisForm, naming the node and the truths, where rows or places depend on several truths of which not every
+          combination came in the runs, and where that cannot be told
+
+`where(a, 0 * rows, rows)` and, later, `where(b, that, rows)` lose rows only where a and b hold. Each of them may come
+out both ways in the runs, and a and b together never. A truth that is computed from others stands for itself alone: it
+is asked for both ways anyhow (value_ranges.py). Places and rows carry the truths that they were selected by:
+
+    ALIGNED   each element depends on the element of the truth that is broadcast to it, or on the only one there is
+    ANYWHERE  on any of its elements, as places in the order of a few numbers do, and counts. In one run both truths
+              must have come in every combination, whichever elements have them
+    MOVED     on some other elements. May not meet another truth, unless that has one element
+
+Where some of a fixed number of truths are taken, or counted, each of them must have come both ways.
+
+Truths about one expert id are one: each id is tried, so they are asked for together as they came.
+
+Pseudo-code
+    for each node: the truths of its inputs; where no input has them all, note a meeting
+    in each run: at each meeting, note which combinations its elements have
+    after the runs: for each meeting, is every combination of what each truth may be among them?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import base_operation
+from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
+from moepass.passes.parallel.ranges.value_range import Kind, Range
+
+# What each element is computed from stands where it stands.
+_BY_ELEMENT = {
+    "add", "sub", "mul", "neg", "where", "masked_fill", "clone", "contiguous", "alias", "detach", "_to_copy",
+    "convert_element_type", "lift_fresh_copy", "wait_tensor", "clamp", "clamp_min", "clamp_max", "minimum", "maximum",
+    "floor_divide", "div", "remainder", "fmod", "getitem", "logical_and", "bitwise_and",
+}  # fmt: skip
+_SORTS = {"sort", "argsort"}
+_COUNTS = {"sum", "cumsum", "scatter_add", "index_add", "bincount", "histc"}
+# Combinations beyond this number are not waited for.
+_MOST_COMBINATIONS = 64
+_CHANGE = "let nothing between the collectives of the experts depend on both"
+
+
+class State(enum.IntEnum):
+    ALIGNED = 0
+    ANYWHERE = 1
+    MOVED = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Dependence:
+    """That what a node has depends on `truth`; `group` is the same for truths that are not independent."""
+
+    truth: Node
+    group: Any
+    state: State
+
+    def as_it_came(self) -> Dependence:
+        """Together with those of other expert ids, where it is about one."""
+        return self if self.group == self.truth else dataclasses.replace(self, group="ids")
+
+
+@dataclasses.dataclass
+class _Meeting:
+    """The combinations of values that `truths` had together, in this order."""
+
+    truths: tuple[Dependence, ...]
+    seen: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """A value that is kept within bounds: below, inside and above are the outcomes -1, 0 and 1 of a truth."""
+
+    value: Node
+    outcomes: frozenset[int]
+
+
+class JointTruths:
+    """What rows and places of a block are selected by, and which combinations of it the runs had."""
+
+    def __init__(self, range_of: Callable[[Node], Range]) -> None:
+        self._range_of = range_of
+        self._found: dict[Node, frozenset[Dependence]] = {}
+        self._meetings: dict[Node, _Meeting] = {}
+        self._bounds: dict[Node, _Bound] = {}
+        # What must be remembered of a run.
+        self._watched: set[Node] = set()
+        self._values: dict[Node, torch.Tensor] = {}
+        self._outcomes: dict[Node, set[int]] = {}
+        # Of a fixed number of truths some are taken: in which elements each outcome came.
+        self._by_element: dict[Node, dict[int, torch.Tensor]] = {}
+
+    def add(self, node: Node, found: Range | None, *, by_row: bool = False) -> None:
+        """The next node of the region, of range `found` where it is no data.
+
+        `by_row` tells that each row of it depends on the same row of what it is computed from, as a product does.
+        """
+        if found is not None and _is_truth(node, found):
+            self._found[node] = frozenset({_itself(node, found)})
+            return
+        if found is not None and found.uniform:
+            self._found[node] = frozenset()
+            return
+        given = [self._of(used) for used in node.all_input_nodes]
+        after = [frozenset(self._moved(node, each, found is None, by_row) for each in part) for part in given]
+        together = frozenset().union(*after)
+        if together and not any(together == part for part in after):
+            self._add_meeting(node, together)
+        self._found[node] = together
+
+    def add_bound(self, node: Node, value: Node, below: bool, above: bool) -> None:
+        """`node` is `value`, kept within bounds that it may be `below` or `above`."""
+        outcomes = frozenset({0, *([-1] if below else []), *([1] if above else [])})
+        self._bounds[node] = _Bound(value, outcomes)
+        self._watched.update((node, value))
+        self._outcomes[node] = set()
+        own = Dependence(node, node, State.ALIGNED)
+        before = self._found[node]
+        self._found[node] = before | {own}
+        if before:
+            self._add_meeting(node, self._found[node])
+
+    def observe(self, node: Node, value: Any) -> None:
+        """Note what `node` had in a run: after the truths that it depends on."""
+        if node in self._watched and isinstance(value, (torch.Tensor, bool, int, float)):
+            self._note(node, torch.as_tensor(value))
+        if node in self._meetings:
+            self._meet(self._meetings[node])
+
+    def check(self) -> None:
+        """Raises NotThisForm for the first truths that did not come in every combination."""
+        for node, bound in self._bounds.items():
+            missing = bound.outcomes - self._outcomes[node]
+            if missing:
+                side = {-1: "below its bounds", 0: "within its bounds", 1: "above its bounds"}[min(missing)]
+                raise NotThisForm(
+                    f"{node.name} ({node.target}) bounds what was never {side} in the runs that were tried, and may be "
+                    "with other numbers of tokens; let nothing between the collectives of the experts depend on it"
+                )
+        for node, seen in self._by_element.items():
+            for outcome, elements in seen.items():
+                if not bool(elements.all()):
+                    number = int((~elements).flatten().nonzero()[0])
+                    raise NotThisForm(
+                        f"{node.name} ({node.target}) has {elements.numel()} elements, some of which are taken or "
+                        f"counted, and number {number} was {outcome} in no run that was tried; let nothing between the "
+                        "collectives of the experts depend on it"
+                    )
+        for node, meeting in self._meetings.items():
+            self._check_meeting(node, meeting)
+
+    # ------------------------------------------------------------------------------------------------- dependences
+
+    def _of(self, node: Node) -> frozenset[Dependence]:
+        if node not in self._found:
+            found: frozenset[Dependence] = frozenset()
+            if node.op == "get_attr" and isinstance(fake_value(node), torch.Tensor):
+                known = self._range_of(node)
+                found = frozenset({_itself(node, known)}) if _is_truth(node, known) else found
+            self._found[node] = found
+        return self._found[node]
+
+    def _moved(self, node: Node, given: Dependence, is_data: bool, by_row: bool) -> Dependence:
+        name = base_operation(node)
+        if given.state is State.ANYWHERE or name in _BY_ELEMENT or (by_row and _is_column(given.truth)):
+            return given
+        if given.group != given.truth:
+            return Dependence(given.truth, "ids", State.ANYWHERE)
+        if is_single(given.truth):
+            return given
+        if not grows_in_size(given.truth):
+            self._by_element.setdefault(given.truth, {})
+            self._watched.add(given.truth)
+        # Few different numbers are sorted into as many groups, in which all keep their order.
+        few = name in _SORTS and not self._range_of(node.args[0]).grows  # type: ignore[arg-type]
+        counted = name in _COUNTS and not is_data
+        return dataclasses.replace(given, state=State.ANYWHERE if few or counted else State.MOVED)
+
+    def _add_meeting(self, node: Node, together: frozenset[Dependence]) -> None:
+        if any(each.group == "ids" for each in together):
+            # Which ids come together is not the model's to say.
+            together = frozenset(each.as_it_came() for each in together)
+        if len({each.group for each in together}) == 1:
+            return
+        for each in together:
+            others = [other for other in together if other.group != each.group and other.group != "ids"]
+            if each.state is State.MOVED and not all(is_single(other.truth) for other in others):
+                raise NotThisForm(
+                    f"{node.name} ({node.target}) depends on {_names(together)}, of which {each.truth.name} was moved "
+                    f"since, so that it cannot be told which of them were tried together; {_CHANGE}"
+                )
+        self._meetings[node] = _Meeting(tuple(sorted(together, key=lambda each: (each.truth.name, each.state))))
+        self._watched.update(each.truth for each in together)
+
+    # -------------------------------------------------------------------------------------------------------- runs
+
+    def _note(self, node: Node, value: torch.Tensor) -> None:
+        bound = self._bounds.get(node)
+        if bound is not None:
+            given = self._values.get(bound.value)
+            if given is None:
+                raise NotThisForm(f"{node.name} ({node.target}) bounds what no run computes before it")
+            value = torch.sign(given.double() - value.double())
+            self._outcomes[node].update(int(outcome) for outcome in value.unique().tolist())
+        self._values[node] = value
+        if node in self._by_element:
+            seen = self._by_element[node]
+            for outcome in self._own_outcomes(node):
+                seen[outcome] = seen.get(outcome, torch.zeros_like(value, dtype=torch.bool)) | (value == outcome)
+
+    def _meet(self, meeting: _Meeting) -> None:
+        values = [self._values[each.truth] for each in meeting.truths]
+        if any(value.numel() == 0 for value in values):
+            return
+        aligned = [place for place, each in enumerate(meeting.truths) if _stands_still(each)]
+        loose = [place for place in range(len(values)) if place not in aligned]
+        rows = torch.broadcast_tensors(*(values[place].double() for place in aligned)) if aligned else ()
+        together = torch.stack([row.reshape(-1) for row in rows]).unique(dim=1).t().tolist() if rows else [[]]
+        present = [values[place].double().unique().tolist() for place in loose]
+        for fixed, free in itertools.product(together, itertools.product(*present)):
+            pairs = [*zip(aligned, fixed, strict=True), *zip(loose, free, strict=True)]
+            meeting.seen.add(tuple(int(outcome) for _, outcome in sorted(pairs)))
+
+    def _own_outcomes(self, truth: Node) -> frozenset[int]:
+        return self._bounds[truth].outcomes if truth in self._bounds else frozenset({0, 1})
+
+    def _check_meeting(self, node: Node, meeting: _Meeting) -> None:
+        groups: dict[Any, list[int]] = {}
+        for place, each in enumerate(meeting.truths):
+            groups.setdefault(each.group, []).append(place)
+        possible = [self._possible(meeting, places) for places in groups.values()]
+        if math.prod(len(each) for each in possible) > _MOST_COMBINATIONS:
+            raise NotThisForm(f"{node.name} ({node.target}) depends on {_names(meeting.truths)}, too many to try")
+        for combination in itertools.product(*possible):
+            outcomes = dict(zip(itertools.chain(*groups.values()), itertools.chain(*combination), strict=True))
+            if tuple(outcomes[place] for place in range(len(meeting.truths))) not in meeting.seen:
+                said = ", ".join(f"{each.truth.name} = {outcomes[place]}" for place, each in enumerate(meeting.truths))
+                raise NotThisForm(
+                    f"{node.name} ({node.target}) depends on several truths, of which no run that was tried had {said} "
+                    f"together; other numbers of tokens may; {_CHANGE}"
+                )
+
+    def _possible(self, meeting: _Meeting, places: list[int]) -> set[tuple[int, ...]]:
+        """What the truths of one group may be: one that is on its own anything, others what they were."""
+        (first, *others) = (meeting.truths[place] for place in places)
+        if not others and first.group == first.truth:
+            return {(outcome,) for outcome in self._own_outcomes(first.truth)}
+        return {tuple(outcomes[place] for place in places) for outcomes in meeting.seen}
+
+
+def _is_truth(node: Node, found: Range) -> bool:
+    """True for what says yes or no; numbers of two experts are no truths."""
+    value = fake_value(node)
+    if isinstance(value, (tuple, list)) or found.empty or found.uniform or not found.whole:
+        return False
+    is_bool = isinstance(value, torch.Tensor) and value.dtype is torch.bool
+    return found.low >= 0 and found.high <= 1 and (is_bool or found.kind > Kind.CHOSEN)
+
+
+def _itself(node: Node, found: Range) -> Dependence:
+    group: Any = {Kind.FIXED: "fixed", Kind.CHOSEN: ("lane", found.lane)}.get(found.kind, node)
+    return Dependence(node, group, State.ALIGNED)
+
+
+def is_single(node: Node) -> bool:
+    """True for a number, and for a tensor of one."""
+    value = fake_value(node)
+    return not isinstance(value, torch.Tensor) or all(isinstance(size, int) and size == 1 for size in value.shape)
+
+
+def _stands_still(dependence: Dependence) -> bool:
+    return dependence.state is State.ALIGNED or is_single(dependence.truth)
+
+
+def _is_column(truth: Node) -> bool:
+    value = fake_value(truth)
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == 1
+
+
+def _names(dependences: Iterable[Dependence]) -> str:
+    return " and ".join(sorted({each.truth.name for each in dependences}))

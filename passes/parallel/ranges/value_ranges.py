@@ -1,0 +1,342 @@
+"""What places and sizes a parallel block computes with, and whether its mock runs tried all that these may do.
+
+Contract
+    in    a block, its data nodes (data_flow.py), and what the mock runs saw of all others; not its activation
+          function, which knows nothing of places and sizes (row_flow.py)
+    out   NotThisForm, naming the node and the constant, for an operation on places or sizes that is not known, for a
+          type that cannot hold them exactly, for a constant that more tokens may pass, and for what no run tried
+
+A block that keeps 64 rows for each expert and drops the rest is right on every run with fewer. So whatever could hide a
+threshold is refused, or asks for something that the runs must have tried:
+
+    GROWS    is only moved, counted, added up a few times, and compared with what grows too, or with -1, 0 and 1. It is
+             divided by the number of experts that each token has, once, and by nothing else.
+    BOUND    is moved, added, and compared with anything.
+    CHOSEN   every expert id must have been tried; so functions of one may do what they like, in integers
+    truths   of what GROWS or is BOUND must have come out both ways in every node that computes, selects or joins them;
+             compared with many constants, for each of these. So must bounds, and truths that meet in one row or place
+             in every combination (joint_truths.py)
+
+Floating point numbers and narrow integers must hold what they are given exactly. Mock runs, in float64, do not see it.
+
+Pseudo-code
+    for each node of the region, in host order: no constant may meet a dimension that grows (growing_sizes.py)
+        where it is no data: its range (value_range.py) from those of its inputs, and what must be tried of it
+    after the mock runs: was it (tried_values.py)?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.contents import MAKE_EMPTY
+from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import base_operation, indexed_dimensions, is_mask, operation
+from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.ranges.exact_types import check_type
+from moepass.passes.parallel.ranges.growing_sizes import (
+    CHANGE,
+    check_lookup,
+    check_sizes,
+    dimensions_that_grow,
+    grows_in_size,
+    size_along,
+)
+from moepass.passes.parallel.ranges.joint_truths import JointTruths
+from moepass.passes.parallel.ranges.range_arithmetic import BOUNDS, DIVISIONS, size_range
+from moepass.passes.parallel.ranges.range_sums import SUMS, RangeSums
+from moepass.passes.parallel.ranges.value_range import (
+    COMPARISONS,
+    COUNT,
+    EMPTY,
+    Kind,
+    Range,
+    computed,
+    growing,
+    joined,
+)
+
+_ONE_SOURCE = {
+    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims", "expand", "permute",
+    "transpose.int", "t", "slice.Tensor", "select.int", "split.Tensor", "split_with_sizes", "repeat", "flip",
+}  # fmt: skip
+_ELEMENT_BY_ELEMENT = {
+    "clone", "contiguous", "alias", "detach", "wait_tensor", "_local_scalar_dense", "lift_fresh_copy", "_to_copy",
+    "convert_element_type",
+}  # fmt: skip
+# What comes from one of several operands, and what says from which.
+_JOINS = {
+    "cat": ("tensors",), "stack": ("tensors",), "copy": ("src",), "constant_pad_nd": ("self", "value"),
+    "where.self": ("self", "other"), "where.ScalarSelf": ("self", "other"), "where.ScalarOther": ("self", "other"),
+    "where.Scalar": ("self", "other"), "masked_fill.Scalar": ("self", "value"), "masked_fill.Tensor": ("self", "value"),
+    "index_put": ("self", "values"), "_unsafe_index_put": ("self", "values"), "index_copy": ("self", "source"),
+    "scatter.src": ("self", "src"), "scatter.value": ("self", "value"), "slice_scatter": ("self", "src"),
+    "select_scatter": ("self", "src"),
+}  # fmt: skip
+_CHOICES = ("condition", "mask", "indices", "index")
+_LOOKUPS = {"index.Tensor", "_unsafe_index.Tensor", "index_select", "gather"}
+_PLACED = {"index_put", "_unsafe_index_put", "index_copy", "scatter.src", "scatter.value", "scatter_add", "index_add"}
+_TRUTHS = {
+    "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not",
+    "bitwise_xor", "any", "all",
+}  # fmt: skip
+_FILLS = {"full": None, "scalar_tensor": None, "new_full": None, "full_like": None, "zeros": 0, "new_zeros": 0,
+          "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}  # fmt: skip
+_SIZES = {"sym_size", "sym_numel", "sym_stride"}
+
+
+class IndexRanges(RangeSums):
+    """The ranges of a block's places and sizes, and what its mock runs must try of them. Raises NotThisForm."""
+
+    def __init__(self, block: ParallelBlock, data: set[Node], inside: Collection[Node]) -> None:
+        super().__init__(block)
+        self._add_sources()
+        self._joint = JointTruths(self.range_of)
+        by_row = {*inside, *(product.node for product in block.products)}
+        for node in block.region:
+            if node in inside:
+                self._joint.add(node, None, by_row=True)
+                continue
+            if node.op == "call_function":
+                check_sizes(node, self.structural, self.tokens)
+            if node in data:
+                self._check_places(node)
+                self._check_factors(node, data)
+                self._joint.add(node, None, by_row=node in by_row)
+                continue
+            if dimensions_that_grow(node) > 1:
+                # Pairs of rows grow as their square: beside what grows as they do, a threshold without a constant.
+                raise NotThisForm(f"{node.name} ({node.target}) has more than one dimension that grows; {CHANGE}")
+            found = self._range(node)
+            if found.kind is Kind.FIXED and not found.empty and not found.uniform and grows_in_size(node):
+                found = found.at_least(Kind.BOUND)  # which element has which constant depends on how many there are
+            check_type(node, found)
+            self.ranges[node] = found = self.copied(node, found)
+            self._require_both(node, found)
+            self._joint.add(node, found)
+            self._add_bound(node, found)
+
+    def observe(self, node: Node, value: Any) -> None:
+        """Note what `node` had in a run. Raises NotThisForm where that is memory that nobody has written."""
+        if node in self.ranges and not self.ranges[node].empty:
+            self.tried.observe(node, value)
+        self._joint.observe(node, value)
+
+    def check(self) -> None:
+        """Raises NotThisForm for the first of what the runs had to try and did not."""
+        self.tried.check()
+        self._joint.check()
+
+    # --------------------------------------------------------------------------------------------------- inputs
+
+    def _add_sources(self) -> None:
+        sources, experts = self.block.sources, self.block.experts
+        if "ids" in sources:
+            self.ranges[sources["ids"]] = Range(0, experts - 1, Kind.CHOSEN, sources["ids"])
+            # A graph for no tokens has no ids of its own, and may have those of other ranks.
+            if not _has_nothing(sources["ids"]):
+                self.tried.require_all(sources["ids"], experts)
+        if "counts" in sources:
+            slots = fake_value(sources["rows"]).shape[0]
+            fixed = self.block.form == "all_to_all_capacity" and isinstance(slots, int)
+            self.ranges[sources["counts"]] = Range(0, slots // experts, Kind.BOUND) if fixed else COUNT
+
+    # --------------------------------------------------------------------------------------------------- ranges
+
+    def _range(self, node: Node) -> Range:
+        name, base, arguments = operation(node), base_operation(node), named_arguments(node)
+        if base in COMPARISONS:
+            return self.compared(node, base)
+        if name == "getitem":
+            return self._item(node)
+        if name in _ELEMENT_BY_ELEMENT:
+            return self.range_of(node.args[0])
+        if name in _ONE_SOURCE:
+            return self.range_of(node.args[0]).moved(node)
+        if name in ("amax", "amin", "max", "min"):
+            return self.range_of(node.args[0]).at_least(Kind.BOUND)
+        if name in _JOINS:
+            return self._joined(node, name, arguments)
+        if name in _LOOKUPS:
+            return self._looked_up(node, arguments)
+        if name in SUMS:
+            self._check_places(node)
+            return self.summed(node, name, arguments)
+        if base in _TRUTHS:
+            return self.truth(node)
+        if base in ("add", "sub"):
+            return self.added(node, base)
+        if base in ("mul", "neg"):
+            return self.multiplied(node, base)
+        if base in BOUNDS:
+            return self.bounded(node, arguments)
+        rounded = base == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")
+        if base in DIVISIONS or rounded:
+            return self.divided(node, base)
+        return self._made(node, base, arguments)
+
+    def _made(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
+        """Of what has no operands that are places, or puts them in order."""
+        if base in _FILLS:
+            given = next((arguments[key] for key in ("fill_value", "s") if key in arguments), _FILLS[base])
+            return self.range_of(given).moved(node)
+        if base in MAKE_EMPTY:
+            return EMPTY
+        if base in _SIZES:
+            return size_range(fake_value(node))
+        if base in ("arange", "iota"):
+            return self._counted(node, base, arguments)
+        if base in ("all_gather_into_tensor", "all_to_all_single", "all_reduce"):
+            given = self.range_of(node.args[0])
+            if given.kind is Kind.CHOSEN:
+                self.tried.require_all(node, self.block.experts)
+            # What other ranks bring was computed from their tokens.
+            return given.moved(node) if given.kind in (Kind.CHOSEN, Kind.BOUND) else growing(given)
+        if base == "repeat_interleave":
+            return self._repeated(node)
+        if base == "sort":
+            return self.range_of(node.args[0]).moved(node)
+        if base == "argsort":
+            return COUNT
+        raise NotThisForm(
+            f"{node.name} ({node.target}) is no operation on places or sizes that moepass knows; {CHANGE}"
+        )
+
+    def _item(self, node: Node) -> Range:
+        source, position = node.args
+        is_order = isinstance(source, Node) and base_operation(source) == "sort" and position == 1
+        return COUNT if is_order else self.range_of(source).moved(node)
+
+    def _joined(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
+        if arguments.get("accumulate"):
+            raise NotThisForm(f"{node.name} ({node.target}) adds to places; {CHANGE}")
+        given = [arguments.get(role, 0) for role in _JOINS[name]]
+        flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
+        parts = [part for part in (self.range_of(each) for each in flat) if not part.empty]
+        choices = [self.range_of(arguments[role]) for role in _CHOICES if role in arguments]
+        self._check_places(node)
+        if any(part.grows for part in parts):
+            for part in parts:
+                self.check_constant(node, part)
+        found = joined(*parts)
+        if found.empty:
+            return found
+        # An operand is taken element by element, or goes to places of its own.
+        by_element = name.startswith(("where", "masked_fill"))
+        choice = computed(0, 0, *choices, *(parts if by_element else ()), Range(0, 0))
+        # Which of some bounded values it is may depend on what grows; the value is bounded all the same.
+        found = found.at_least(choice.kind if any(part.grows for part in parts) else min(choice.kind, Kind.BOUND))
+        if found.kind is Kind.CHOSEN:
+            return dataclasses.replace(found, lane=choice.lane if by_element else node)
+        if len([part for part in parts if part.grows]) > 1:
+            found = dataclasses.replace(found, mixed=True)
+        return growing(found) if found.grows else found
+
+    def _looked_up(self, node: Node, arguments: dict[str, Any]) -> Range:
+        self._check_places(node)
+        table, places = self.range_of(node.args[0]), indexed_dimensions(arguments)
+        if table.kind is not Kind.FIXED or table.uniform:
+            return table.moved(node)
+        kind = max(Kind.BOUND if is_mask(index) else self.range_of(index).kind for _, index in places)
+        if kind <= Kind.CHOSEN and len(places) == 1:
+            return dataclasses.replace(table, kind=kind, lane=node if kind is Kind.CHOSEN else None)
+        # What a table holds where no run looked is not known.
+        for dim, index in places:
+            if is_mask(index) or len(places) > 1:
+                raise NotThisForm(f"{node.name} ({node.target}) looks up constants in several dimensions; {CHANGE}")
+            size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
+            self.tried.require_all(index, int(size))
+        return table.at_least(Kind.BOUND)
+
+    def _counted(self, node: Node, base: str, arguments: dict[str, Any]) -> Range:
+        if base == "iota":
+            start, step, end = node.kwargs["start"], node.kwargs["step"], None
+            length = self.range_of(node.args[0])
+            if length.kind is Kind.FIXED and length.uniform and isinstance(start, int) and isinstance(step, int):
+                last = start + step * max(0, length.low - 1)
+                return Range(min(start, last), max(start, last))
+        else:
+            start, step, end = arguments.get("start", 0), arguments.get("step", 1), arguments["end"]
+            if all(isinstance(part, int) for part in (start, step, end)):
+                numbers = range(start, end, step)
+                return Range(min(numbers, default=0), max(numbers, default=0))
+            length = self.range_of(end)
+        if start != 0 or step != 1:
+            raise NotThisForm(
+                f"{node.name} ({node.target}) counts from {start} in steps of {step}, which was not tried for every "
+                f"size; {CHANGE}"
+            )
+        if length.kind is Kind.FIXED and length.uniform:
+            return Range(0, max(0, length.low - 1))
+        return COUNT
+
+    def _repeated(self, node: Node) -> Range:
+        """Each place, or each element, as often as counts say: a place among a fixed number must come in some run."""
+        if len(node.args) > 1:
+            if not all(isinstance(part, Node) for part in node.args[:2]):
+                raise NotThisForm(f"{node.name} ({node.target}) repeats by a constant; {CHANGE}")
+            values = self.range_of(node.args[0])
+            return values if values.uniform else values.moved(node).at_least(Kind.BOUND)
+        size = fake_value(node.args[0]).shape[0]  # type: ignore[arg-type]
+        if not isinstance(size, int):
+            return COUNT
+        self.tried.require_all(node, size)
+        return Range(0, max(0, size - 1), Kind.CHOSEN, node)
+
+    # --------------------------------------------------------------------------------------------------- checks
+
+    def _check_places(self, node: Node) -> None:
+        """Places that `node` looks up, or writes to, stay in what it looks up in for every number of tokens."""
+        name, arguments = operation(node), named_arguments(node)
+        if name not in _LOOKUPS | _PLACED:
+            return
+        for dim, index in indexed_dimensions(arguments):
+            if is_mask(index):
+                continue
+            places = self.range_of(index)
+            check_lookup(node, node.args[0], dim, index, places)  # type: ignore[arg-type]
+            elements = 1 if grows_in_size(index) else fake_value(index).numel()
+            size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
+            if places.grows and isinstance(size, int) and not self.is_of_tokens(elements):
+                raise NotThisForm(
+                    f"{node.name} ({node.target}) takes {elements} of {size} by sizes, of which not every order was "
+                    f"tried; {CHANGE}"
+                )
+
+    def _check_factors(self, node: Node, data: set[Node]) -> None:
+        """Rows are weighed and added up with truths and constants alone: of a number not every value was tried."""
+        if base_operation(node) not in ("add", "sub", "mul"):
+            return
+        for used in node.all_input_nodes:
+            if used not in data and self.range_of(used).kind > Kind.CHOSEN and not self.range_of(used).small:
+                raise NotThisForm(f"{node.name} ({node.target}) computes rows with places or sizes; {CHANGE}")
+
+    def _require_both(self, node: Node, found: Range) -> None:
+        if isinstance(fake_value(node), (tuple, list)):  # whoever takes an element of it is asked for that
+            return
+        truth = found.kind > Kind.CHOSEN and found.small and not found.uniform
+        if truth and found.low >= 0 and not _has_nothing(node) and not self.tried.requires_both(node):
+            self.tried.require_both(node)
+
+    def _add_bound(self, node: Node, found: Range) -> None:
+        """A bound that what is computed from the tokens may pass, or not, is a truth about it."""
+        if base_operation(node) not in BOUNDS or found.kind <= Kind.CHOSEN or self.tried.requires_both(node):
+            return
+        value, lower, upper = self.bounds_of(node, named_arguments(node))
+        given = self.range_of(value)
+        below = lower is not None and given.low < self.range_of(lower).high
+        above = upper is not None and given.high > self.range_of(upper).low
+        if below or above:
+            self._joint.add_bound(node, value, below, above)
+
+
+def _has_nothing(node: Node) -> bool:
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and 0 in [size for size in value.shape if isinstance(size, int)]

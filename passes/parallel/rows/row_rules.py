@@ -1,0 +1,372 @@
+"""Where the rows of the experts lie in what an operation gives: the rules of `row_flow.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, nodes_in
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.source_lines import named
+from moepass.passes.parallel.local_form.row_layout import (
+    Layout,
+    broadcast,
+    features,
+    features_per_row,
+    no_rows,
+    reshaped,
+    rows_first,
+    size_of,
+)
+from moepass.passes.parallel.rows.row_operations import (
+    ALONG,
+    ELEMENTWISE,
+    GROUP_NORMS,
+    MADE,
+    MADE_LIKE,
+    NORMS,
+    TOGETHER,
+    VIEWS,
+)
+
+_CHANGE = (
+    "expected an activation function that computes every row alone, from that row and constants, whichever other rows "
+    "are there; compute element by element or along features, or move this before or behind the experts"
+)
+# Where a number of rows stands in a node's arguments: the argument's name and the place in a list.
+Place = tuple[str, int]
+# Of a node that gives several values: the layout of each; None where it cannot be told.
+Layouts = Layout | tuple[Layout | None, ...] | None
+
+
+class RowRules:
+    """Where rows lie in what operations give. Raises NotThisForm, naming the node, where rows do not stay apart."""
+
+    def __init__(self, starts: Iterable[Node], copies: Mapping[Node, Node]) -> None:
+        self._layouts: dict[Node, Layouts] = {start: rows_first(fake_value(start).shape) for start in starts}
+        self._places: dict[Node, dict[Place, int]] = {}
+        self._whole: set[Node] = set()
+        # What a node is a copy of, which is what reasons name.
+        self._copies = copies
+        # Constants that are the same number everywhere.
+        self._uniform: set[Node] = set()
+        # Made for a number of rows, as it seems: where, and what reads it as such.
+        self._made: dict[Node, tuple[dict[Place, int], set[Node]]] = {}
+
+    def with_rows(self, node: Node, name: str, base: str, arguments: dict[str, Any]) -> Layouts:
+        if name == "getitem":
+            source, position = node.args
+            return self._layouts[source][position]  # type: ignore[index]
+        if acts_by_element(node):
+            return self._elementwise(node)
+        first = self._layout(next(iter(arguments.values()))) if base not in TOGETHER | {"bmm"} else no_rows(())
+        if name in VIEWS:
+            return self._view(node, first)
+        if base == "expand":
+            return self._expanded(node, first)
+        if base in ("permute", "transpose", "t"):
+            return self._permuted(node, base, first, arguments)
+        if base in MADE_LIKE:
+            return first
+        if base in ALONG:
+            return self._along(node, base, first, arguments)
+        if base in TOGETHER:
+            return self._together(node, base, arguments)
+        if base in NORMS:
+            return self._norm(node, first, arguments)
+        if base in GROUP_NORMS:
+            return self._group_norm(node, base, first, arguments)
+        if base in ("index", "_unsafe_index", "index_select"):
+            return self._looked_up(node, first, arguments)
+        if base in ("constant_pad_nd", "repeat"):
+            return self._padded(node, base, first, arguments)
+        if base in ("mm", "addmm", "bmm"):
+            return self._product(node, base, arguments)
+        self._refuse(node, "is none of which moepass knows that it leaves rows apart")
+
+    # ---------------------------------------------------------------------------------------------------- operations
+
+    def _elementwise(self, node: Node) -> Layouts:
+        value = fake_value(node)
+        # Of several results, as those of `frexp`, the first tells the shape; a buffer of another one nobody reads.
+        shape = several(value)[0].shape
+        tensors = [used for used in node.all_input_nodes if isinstance(fake_value(used), torch.Tensor)]
+        found = broadcast([self._layout(used) for used in tensors if self._has_rows(used)], shape)
+        if found is None:
+            self._refuse(node, "lets rows meet other rows")
+        for constant in (used for used in tensors if not self._has_rows(used)):
+            self._check_constant(node, constant, found)
+        return _same_shape_as(value, lambda other: found if other == shape else None)
+
+    def _check_constant(self, node: Node, constant: Node, layout: Layout) -> None:
+        """A constant that meets rows is the same for all of them."""
+        value = fake_value(constant)
+        for place in range(-value.dim(), 0):
+            if not layout.has_rows_along(place) or _is_one(value.shape[place]):
+                continue
+            if not self._is_uniform(constant) and not is_flat(constant, place):
+                self._refuse(node, f"meets rows with {self._named(constant)}, which has another value for each of them")
+            times = features_per_row(layout.dimensions[place])
+            if times is not None and base_operation(constant) in MADE | {"expand"}:
+                places, readers = self._made.setdefault(constant, ({}, set()))
+                places["size", place % value.dim()] = times
+                readers.add(node)
+
+    def _view(self, node: Node, layout: Layout) -> Layout:
+        found = reshaped(layout, fake_value(node).shape)
+        if found is None:
+            self._refuse(node, "regroups rows")
+        self._note_sizes(node, found)
+        return found
+
+    def _expanded(self, node: Node, layout: Layout) -> Layout:
+        shape = fake_value(node).shape
+        new = len(shape) - len(layout.dimensions)
+        kept = [
+            dimension if any(part.is_rows for part in dimension) else features(size)
+            for dimension, size in zip(layout.dimensions, shape[new:], strict=True)
+        ]
+        found = Layout((*map(features, shape[:new]), *kept))
+        self._note_sizes(node, found)
+        return found
+
+    def _note_sizes(self, node: Node, layout: Layout) -> None:
+        if len(node.args) < 2 or not isinstance(node.args[1], (list, tuple)):
+            return
+        times = {("size", dim): features_per_row(dimension) for dim, dimension in enumerate(layout.dimensions)}
+        self._places[node] = {place: number for place, number in times.items() if number is not None}
+
+    def _permuted(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layout:
+        order = list(range(len(layout.dimensions)))
+        if base == "permute":
+            order = [dim % len(order) for dim in arguments["dims"]]
+        elif base == "t":
+            order.reverse()
+        else:
+            left, right = (arguments[name] % len(order) for name in ("dim0", "dim1"))
+            order[left], order[right] = order[right], order[left]
+        return Layout(tuple(layout.dimensions[dim] for dim in order))
+
+    def _along(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layouts:
+        dims = _dims_of(node, arguments, len(layout.dimensions))
+        if any(layout.has_rows_along(dim) for dim in dims):
+            if base == "slice" and fits(layout, fake_value(node)) and arguments.get("step", 1) == 1:
+                self._whole.add(node)
+                return layout
+            self._refuse(node, "works along the rows, not along features")
+        return _same_shape_as(fake_value(node), lambda shape: _along_result(layout, dims, shape))
+
+    def _together(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
+        tensors = [used for used in nodes_in(list(arguments.values())) if isinstance(fake_value(used), torch.Tensor)]
+        layouts = [self._layout(used) for used in tensors if self._has_rows(used)]
+        first = layouts[0]
+        ((dim,),) = (_dims_of(node, arguments, len(first.dimensions) + (base == "stack")),)
+        rest = {_without(layout, dim) if base != "stack" else layout.dimensions for layout in layouts}
+        if len(rest) != 1 or (base != "stack" and any(layout.has_rows_along(dim) for layout in layouts)):
+            self._refuse(node, "puts rows together with other rows")
+        size = features(fake_value(node).shape[dim])
+        others = list(rest.pop())
+        found = Layout((*others[:dim], size, *others[dim:]))
+        of_operands = Layout(tuple(others)) if base == "stack" else found
+        for constant in (used for used in tensors if not self._has_rows(used)):
+            shape = fake_value(constant).shape
+            # Unlike elementwise operations these stretch nothing: they leave out what is not there.
+            if len(shape) != len(of_operands.dimensions) or any(
+                of_operands.has_rows_along(place) and size_of(of_operands.dimensions[place]) != size_expression(size)
+                for place, size in enumerate(shape)
+            ):
+                self._refuse(node, f"puts rows together with {self._named(constant)}, which is not there for all rows")
+            self._check_constant(node, constant, of_operands)
+        return found
+
+    def _norm(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layouts:
+        count = len(arguments["normalized_shape"])
+        dims = range(len(layout.dimensions) - count, len(layout.dimensions))
+        others = nodes_in([value for name, value in arguments.items() if name != "input"])
+        if any(layout.has_rows_along(dim) for dim in dims) or any(map(self._has_rows, others)):
+            self._refuse(node, "normalises over rows, not features alone")
+        return _same_shape_as(fake_value(node), lambda shape: _along_result(layout, dims, shape))
+
+    def _group_norm(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layouts:
+        others = nodes_in([value for name, value in arguments.items() if name != "input"])
+        rows = Layout(layout.dimensions[:1])
+        stated = arguments[GROUP_NORMS[base]]
+        stated = fake_value(stated) if isinstance(stated, Node) else stated
+        is_by_row = layout.is_by_row and size_of(layout.dimensions[0]) == size_expression(stated)
+        if not is_by_row or any(map(self._has_rows, others)):
+            self._refuse(node, "normalises over rows, not features alone")
+        self._places[node] = {(GROUP_NORMS[base], 0): 1}
+        return _same_shape_as(
+            fake_value(node), lambda shape: Layout((*rows.dimensions, *(features(size) for size in shape[1:])))
+        )
+
+    def _looked_up(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layout:
+        given = arguments.get("indices")
+        if given is None:
+            given = [None] * (arguments["dim"] % len(layout.dimensions)) + [arguments["index"]]
+        indexed = [dim for dim, index in enumerate(given) if index is not None]
+        indices = [given[dim] for dim in indexed]
+        whole = all(fake_value(index).dtype is not torch.bool for index in indices)
+        if whole and not layout.has_rows and indexed == [0] and self._has_rows(indices[0]):
+            # A table of constants, by what each row says.
+            return Layout((*self._layout(indices[0]).dimensions, *layout.dimensions[1:]))
+        adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+        rows = any(map(self._has_rows, indices)) or any(layout.has_rows_along(dim) for dim in indexed)
+        if rows or not whole or not adjacent:
+            self._refuse(node, "looks up rows by their places")
+        new = fake_value(node).dim() - len(layout.dimensions) + len(indexed)
+        start, shape = indexed[0], fake_value(node).shape
+        return Layout(
+            (
+                *layout.dimensions[:start],
+                *(features(size) for size in shape[start : start + new]),
+                *layout.dimensions[indexed[-1] + 1 :],
+            )
+        )
+
+    def _padded(self, node: Node, base: str, layout: Layout, arguments: dict[str, Any]) -> Layout:
+        shape = fake_value(node).shape
+        new = len(shape) - len(layout.dimensions)
+        for dim, dimension in enumerate(layout.dimensions):
+            if base == "repeat":
+                unchanged = arguments["repeats"][new + dim] == 1
+            else:
+                place = 2 * (len(layout.dimensions) - 1 - dim)
+                unchanged = all(amount == 0 for amount in arguments["pad"][place : place + 2])
+            if any(part.is_rows for part in dimension) and not unchanged:
+                self._refuse(node, "adds rows")
+        return self._expanded(node, layout)
+
+    def _product(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
+        """A product of rows and a matrix that is the same for all of them, or of features of the same row."""
+        names = {"addmm": ("mat1", "mat2"), "mm": ("self", "mat2"), "bmm": ("self", "mat2")}[base]
+        left, right = (arguments[name] for name in names)
+        batch = 1 if base == "bmm" else 0
+        of_left, of_right = self._layout(left), self._layout(right)
+        if of_left.has_rows_along(batch + 1) or of_right.has_rows_along(batch):
+            self._refuse(node, "multiplies and adds up rows")
+        if of_left.has_rows and of_right.has_rows:
+            by_batch = batch and of_left.dimensions[0] == of_right.dimensions[0]
+            if not by_batch or of_left.has_rows_along(1) or of_right.has_rows_along(2):
+                self._refuse(node, "multiplies rows by other rows")
+        elif batch and (of_left.has_rows_along(0) or of_right.has_rows_along(0)):
+            constant = right if of_left.has_rows else left
+            if not self._is_uniform(constant) and not is_flat(constant, 0):
+                self._refuse(node, f"meets rows with {self._named(constant)}, another matrix for each of them")
+        leading = (of_left if of_left.has_rows else of_right).dimensions[:batch]
+        found = Layout((*leading, of_left.dimensions[batch], of_right.dimensions[batch + 1]))
+        added = arguments.get("self") if base == "addmm" else None
+        if added is not None:
+            if self._has_rows(added):
+                return broadcast([found, self._layout(added)], fake_value(node).shape) or self._refuse(
+                    node, "lets rows meet other rows"
+                )
+            self._check_constant(node, added, found)
+        return found
+
+    def _layout(self, node: Any) -> Layout:
+        if not isinstance(node, Node):
+            return no_rows(())
+        known = self._layouts.get(node)
+        if isinstance(known, Layout):
+            return known
+        value = fake_value(node)
+        return no_rows(value.shape) if isinstance(value, torch.Tensor) else no_rows(())
+
+    def _has_rows(self, node: Node) -> bool:
+        return any_rows(self._layouts.get(node))
+
+    def _is_uniform(self, node: Node) -> bool:
+        return node in self._uniform or all(map(_is_one, fake_value(node).shape))
+
+    def _named(self, node: Node) -> str:
+        return named(self._copies.get(node, node))
+
+    def _refuse(self, node: Node, what: str) -> NoReturn:
+        raise NotThisForm(f"between its products {self._named(node)} {what}; {_CHANGE}")
+
+
+def acts_by_element(node: Node) -> bool:
+    """True where each element of what `node` gives depends on the elements in its place alone."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    return torch.Tag.pointwise in target.tags or operation(node) in ELEMENTWISE
+
+
+def any_rows(layouts: Layouts | None) -> bool:
+    return any(layout is not None and layout.has_rows for layout in several(layouts))
+
+
+def several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def fits(layout: Layout, value: torch.Tensor) -> bool:
+    if len(layout.dimensions) != value.dim():
+        return False
+    return all(
+        size_of(dimension) == size_expression(size)
+        for dimension, size in zip(layout.dimensions, value.shape, strict=True)
+    )
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def is_flat(node: Node, dim: int) -> bool:
+    """The same along a dimension: it has one element there, or one in memory."""
+    value = fake_value(node)
+    stride = value.stride(dim)
+    return _is_one(value.shape[dim]) or (isinstance(stride, int) and stride == 0)
+
+
+def has_symbols(value: Any) -> bool:
+    return any(
+        isinstance(size, torch.SymInt)
+        for item in several(value)
+        if isinstance(item, torch.Tensor)
+        for size in item.shape
+    )
+
+
+def _dims_of(node: Node, arguments: dict[str, Any], number: int) -> list[int]:
+    """Along which of `number` dimensions `node` acts."""
+    name = next((name for name in ("dim", "dims") if name in arguments), None)
+    given = arguments[name] if name is not None else _default_dim(node)
+    if given is None or given == []:
+        return list(range(number))
+    return [dim % max(1, number) for dim in (given if isinstance(given, (list, tuple)) else [given])]
+
+
+def _default_dim(node: Node) -> Any:
+    """None where the operator has no dimension: then it acts along all."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    return next((one.default_value for one in schema.arguments if one.name in ("dim", "dims")), None)
+
+
+def _without(layout: Layout, dim: int) -> tuple[Any, ...]:
+    return layout.dimensions[:dim] + layout.dimensions[dim + 1 :]
+
+
+def _along_result(layout: Layout, dims: Sequence[int], shape: Sequence[Any]) -> Layout | None:
+    """What comes out of an operation along `dims`, with that `shape`."""
+    if len(shape) == len(layout.dimensions):
+        kept = enumerate(zip(layout.dimensions, shape, strict=True))
+        return Layout(tuple(features(size) if dim in dims else dimension for dim, (dimension, size) in kept))
+    if len(shape) == len(layout.dimensions) - len(set(dims)):
+        return Layout(tuple(dimension for dim, dimension in enumerate(layout.dimensions) if dim not in dims))
+    return None
+
+
+def _same_shape_as(value: Any, layout_of: Callable[[Any], Layout | None]) -> Layouts:
+    """The layout of each tensor that an operation gives."""
+    if isinstance(value, (tuple, list)):
+        return tuple(layout_of(item.shape) for item in value)
+    return layout_of(value.shape)

@@ -1,0 +1,60 @@
+"""Micro-batches of a serving engine: how texts are cut, who waits for whom, and how they pass through a pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from moepass.passes.machine.layer_times import Texts
+
+# As many micro-batches are simulated as this, for each that is under way at once.
+_ROUNDS = 24
+# Of a micro-batch through a stage. Beyond so many fewer rounds are simulated, but so many at least.
+_MOST_STEPS = 4_000_000
+_FEWEST_ROUNDS = 3
+
+
+def micro_batches(sequence: int, tokens: int) -> tuple[Texts, ...]:
+    """How texts of `sequence` tokens are cut into micro-batches of about `tokens`: one round, which then repeats.
+
+    Short texts go together; a long one goes in chunks, each of which looks back at those before it.
+    """
+    if sequence <= tokens:
+        return (Texts(max(1, tokens // sequence), sequence),)
+    starts = range(0, sequence, tokens)
+    return tuple(Texts(1, min(tokens, sequence - start), start) for start in starts)
+
+
+def slowest_seconds(micro_batch_seconds: Sequence[float], ranks: int) -> float:
+    """Expected seconds of the slowest of `ranks` in one step, `micro_batch_seconds` being those of one round.
+
+    Each rank has texts of its own, which came when they came: it is at any micro-batch of the round, as likely at one
+    as at another, whatever the others are at.
+    """
+    ordered, count = sorted(micro_batch_seconds), len(micro_batch_seconds)
+    return sum(
+        seconds * (((place + 1) / count) ** ranks - (place / count) ** ranks) for place, seconds in enumerate(ordered)
+    )
+
+
+def pipeline_seconds(stage_seconds: Sequence[float], stages: int) -> float:
+    """Seconds per round of micro-batches in the steady state, `stage_seconds` being what each takes on one device.
+
+    As many are under way as there are stages: the next enters once the first has left, because only then is it known
+    what comes next. So a long micro-batch holds up short ones behind and before it.
+    """
+    if min(stage_seconds) == max(stage_seconds):
+        return math.fsum(stage_seconds)  # every stage is always busy
+    rounds = max(_ROUNDS, -(-_ROUNDS * stages // len(stage_seconds)))
+    # Long texts on many stages: the mean of fewer rounds has to do.
+    rounds = max(_FEWEST_ROUNDS, min(rounds, _MOST_STEPS // (2 * len(stage_seconds) * stages)))
+    ends = [0.0] * stages
+    left: list[float] = []
+    for number in range(2 * rounds * len(stage_seconds)):
+        seconds = stage_seconds[number % len(stage_seconds)]
+        moment = left[number - stages] if number >= stages else 0.0
+        for stage in range(stages):
+            moment = ends[stage] = max(moment, ends[stage]) + seconds
+        left.append(moment)
+    half = rounds * len(stage_seconds)
+    return (left[-1] - left[half - 1]) / rounds

@@ -1,0 +1,173 @@
+"""Run a schedule without a machine: when would what happen, in the long run.
+
+A discrete-event simulation of three actors, as the executor and the ring have them: the host issues steps in order, the
+compute stream runs segments in that order, each link brings one bank after the other into slots. Runs follow each other
+until they repeat themselves, and slots that a run has done with are filled for the next one, as the real ring does.
+
+Pseudo-code
+    until a step begins in a state that an earlier one began in:
+        for each graph of the step, for each of its steps:
+            prefetch: the copy joins the queue of its link, unless the run before has started it already
+            acquire: the compute stream waits for the copy
+            segment: the compute stream works, slower while a link is busy
+            release: the slot is free; the next run's copy follows where this run needs the slot no more
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PlanError
+from moepass.passes.ir.timeline import Event, Timeline, timeline_of
+from moepass.passes.planner.phases import Stage, TimedStep, plan_steps, stage_steps
+from moepass.passes.planner.simulation_engine import Engine, Machine, Run, never_filled, period_of
+
+# Runs nearly always repeat themselves after two or three steps. Where they do not, the mean of the last ones will do.
+_MOST_STEPS = 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What no order of copies can beat, in seconds of one step.
+
+    path   the longest chain of things that must follow each other; with slots filled ahead, all computation
+    link   the busiest link's transfers
+    slots  all stays in slots, each from the start of its copy to its release, over the number of slots
+    """
+
+    path_seconds: float
+    link_seconds: float
+    slots_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        return max(self.path_seconds, self.link_seconds, self.slots_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """One step in the steady state.
+
+    compute_seconds    what the segments take by themselves
+    exposed_seconds    time in which the compute stream waits for a copy
+    slowed_seconds     what segments take longer because copies run beside them
+    peak_slot_bytes    the most bytes of banks in slots at once; what the ring occupies is slots times slot size
+    """
+
+    timeline: Timeline
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    slowed_seconds: float
+    peak_slot_bytes: int
+    bounds: Bounds
+
+
+_PLAIN = Machine()
+
+
+def simulate_stages(
+    stages: Sequence[Stage],
+    slots: int,
+    resident: Collection[int] = (),
+    order: Sequence[int] | None = None,
+    machine: Machine = _PLAIN,
+) -> Simulation:
+    """A model that runs `stages` again and again. Raises as `stage_steps` and `simulate`."""
+    return simulate([stage_steps(stages, slots, resident, order)], slots, machine)
+
+
+def simulate_plan(
+    plan: Plan, segment_seconds: Sequence[float], transfer_seconds: Mapping[int, float], machine: Machine = _PLAIN
+) -> Simulation:
+    """A model that is one graph with this plan. Raises as `plan_steps` and `simulate`."""
+    return simulate([plan_steps(plan, segment_seconds, transfer_seconds)], plan.slots, machine)
+
+
+def simulate(runs: Sequence[Sequence[TimedStep]], ring_slots: int = 0, machine: Machine = _PLAIN) -> Simulation:
+    """A model whose step consists of these runs, one for each of its graphs, over one ring.
+
+    The ring has `ring_slots` slots, or as many as the largest run uses where that is more.
+
+    Raises PlanError where an acquire waits for ever, ValueError where seconds are negative or not finite.
+    """
+    for step in (step for run in runs for step in run):
+        if not (math.isfinite(step.seconds) and step.seconds >= 0):
+            raise ValueError(f"{step.op} {step.layer} takes {step.seconds} seconds; it must be a time from 0 on")
+    engine = Engine([Run(run) for run in runs], ring_slots, machine)
+    borders = [engine.border()]
+    period = 0
+    while not period and len(borders) <= _MOST_STEPS:
+        engine.step()
+        borders.append(engine.border())
+        period = period_of(borders)
+    first, last = borders[-1 - (period or _MOST_STEPS // 2)], borders[-1]
+    steps = period or _MOST_STEPS // 2
+    return Simulation(
+        timeline=_shown(engine.events, borders[-2].time, last.time),
+        step_seconds=(last.time - first.time) / steps,
+        compute_seconds=engine.compute_seconds,
+        exposed_seconds=(last.waited - first.waited) / steps,
+        slowed_seconds=(last.slowed - first.slowed) / steps,
+        peak_slot_bytes=engine.peak_bytes,
+        bounds=step_bounds(runs, engine.slots, machine),
+    )
+
+
+def step_bounds(runs: Sequence[Sequence[TimedStep]], slots: int, machine: Machine = _PLAIN) -> Bounds:
+    """The bounds of a step of these runs, over a ring of `slots` slots."""
+    issue = 0.0 if machine.host_runs_ahead else machine.issue_seconds
+    links: dict[str, float] = {}
+    path = occupied = 0.0
+    for run in runs:
+        held: dict[int, float] = {}
+        compute = sum(step.seconds for step in run if step.op == "segment") + issue * len(run)
+        longest, done, brought = compute, 0.0, dict[str, float]()
+        transfers = {index: run[prefetched] for index, prefetched in _pairs(run)}
+        for index, step in enumerate(run):
+            done += issue
+            if step.op == "segment":
+                done += step.seconds
+                held = {slot: seconds + step.seconds for slot, seconds in held.items()}
+            elif step.op == "acquire":
+                held[step.slot] = 0.0
+                copy = transfers[index]
+                brought[copy.link] = brought.get(copy.link, 0.0) + copy.seconds
+                longest = max(longest, brought[copy.link] + compute - done)
+            elif step.op == "release":
+                occupied += held.pop(step.slot, 0.0)
+            else:
+                occupied += step.seconds
+                links[step.link] = links.get(step.link, 0.0) + step.seconds
+        path += compute if machine.fills_ahead else longest
+    return Bounds(path, max(links.values(), default=0.0), occupied / slots if slots else 0.0)
+
+
+def _pairs(run: Sequence[TimedStep]) -> Iterator[tuple[int, int]]:
+    """Every acquire with its prefetch, as positions. Raises PlanError where an acquire has none before it."""
+    filling: dict[int, int] = {}
+    for index, step in enumerate(run):
+        if step.op == "prefetch":
+            filling[step.slot] = index
+        elif step.op == "acquire":
+            if step.slot not in filling:
+                raise PlanError(never_filled(step))
+            yield index, filling[step.slot]
+
+
+def _shown(events: Sequence[tuple[str, str, str, float, float]], start: float, end: float) -> Timeline:
+    """What began in [start, end), which is shown as one step that begins at 0."""
+    return timeline_of(
+        [
+            Event(op, layer, stream, began - start, ended - start)
+            for op, layer, stream, began, ended in events
+            if start <= began < end
+        ],
+        source="derived",
+    )
+
+
+__all__ = ["Bounds", "Machine", "Simulation", "simulate", "simulate_plan", "simulate_stages", "step_bounds"]

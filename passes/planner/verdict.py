@@ -1,0 +1,58 @@
+"""Which strategy is the fastest that fits, which comes next, and why, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moepass.passes.planner.simulate import Simulation
+from moepass.passes.planner.strategies import ASYNCEP, RESIDENT, StrategyCost
+
+# Of equally fast ones: that which moves nothing, then that which waits for nobody.
+_PREFERRED = {RESIDENT: 0, ASYNCEP: 1}
+# Parts of a step below which nobody speaks of waiting.
+_NOTHING = 0.0005
+
+
+def ranking(comparison: Sequence[StrategyCost], ranks: int) -> tuple[str, str | None]:
+    """The fastest that fits, and the next one; where nothing fits, the one that needs the least memory, and None.
+
+    On one device all strategies but asyncep are the resident one.
+    """
+    candidates = [cost for cost in comparison if ranks > 1 or cost.strategy in _PREFERRED]
+    fitting = sorted(
+        (cost for cost in candidates if cost.fits),
+        key=lambda cost: (round(cost.step_seconds, 9), _PREFERRED.get(cost.strategy, len(_PREFERRED))),
+    )
+    if not fitting:
+        return min(candidates, key=lambda cost: cost.memory_bytes).strategy, None
+    return fitting[0].strategy, fitting[1].strategy if len(fitting) > 1 else None
+
+
+def reason(
+    comparison: Sequence[StrategyCost], chosen: str, runner_up: str | None, simulation: Simulation | None
+) -> str:
+    """Why `chosen` was chosen. `simulation` is that of asyncep, None where it does not fit."""
+    costs = {cost.strategy: cost for cost in comparison}
+    if not costs[chosen].fits:
+        needed = f"{costs[chosen].memory_bytes / 1e9:.1f} GB per device"
+        return f"no strategy keeps to the memory budget; {chosen} needs the least memory, {needed}"
+    gain = ""
+    if runner_up is not None:
+        ratio = costs[runner_up].step_seconds / costs[chosen].step_seconds
+        how = f"{ratio:.2f} times as fast as" if ratio >= 1.005 else "no slower than"
+        gain = f", {how} {runner_up}, the next that fits"
+    if chosen == RESIDENT:
+        return f"all experts fit on every device, so nothing moves{gain}"
+    waits = 1.0 if simulation is None else simulation.exposed_seconds / simulation.step_seconds
+    if chosen == ASYNCEP:
+        share = (
+            "computation hides all transfers" if waits < _NOTHING else f"it waits {waits:.1%} of the step for experts"
+        )
+        return f"{share}, and no rank waits for another{gain}"
+    if simulation is None:
+        instead = "asyncep does not fit"
+    elif waits < _NOTHING:
+        instead = "asyncep would wait for nothing, but is slower all the same"
+    else:
+        instead = f"asyncep would wait {waits:.0%} of its time for experts at this number of tokens"
+    return f"{instead}{gain}"

@@ -1,0 +1,1 @@
+"""Decisions become proved slot operations. May import planner, parallel, blocks, graph, ir."""

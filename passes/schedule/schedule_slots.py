@@ -1,0 +1,85 @@
+"""Split every gather into prefetch, acquire and release, in the order that the plan decided.
+
+Contract
+    in    canonical graph and a plan with residencies, one per gather in the order in which they are first read
+    out   scheduled graph: no gather left; every prefetch names the event that it waits for
+    a residency that fits no gather is an error, never a silent change of the schedule
+
+Pseudo-code
+    for each residency and its gather:
+        acquire right before the first reader of the bank and its lookup; the views of the bank that stand in front of
+        that follow it
+        release right after the last reader
+        prefetch right after the release of the slot's previous content; at the start of the graph for a fresh slot
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from moepass.passes.blocks.sink_token_gather import with_lookup
+from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
+from moepass.passes.ir.plan import Plan, acquire, prefetch, release
+from moepass.passes.ir.protocol import PassContext, PassError, PassResult, graph_pass
+from moepass.passes.schedule.assign_slots import Lifetime, lifetimes
+
+
+@graph_pass(requires={"planned"}, provides={"scheduled"})
+def schedule(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Insert the slot operations. Raises PassError where plan and graph do not belong together."""
+    scheduled = copy_graph_module(module)
+    stays = lifetimes(scheduled.graph)
+    if [stay.bank for stay in stays] != [residency.bank for residency in plan.residencies]:
+        raise PassError(
+            f"the plan schedules banks {[residency.bank for residency in plan.residencies]}, "
+            f"the graph gathers {[stay.bank for stay in stays]}"
+        )
+    releases: list[Node] = []
+    start = _start_of_graph(scheduled)
+    for stay, residency in zip(stays, plan.residencies, strict=True):
+        after = None if residency.after is None else releases[residency.after]
+        position = start if after is None else after
+        filled = _insert_prefetch(scheduled, stay, residency.slot, after, position)
+        if after is None:
+            # Fresh slots fill in the order in which their banks are needed.
+            start = filled
+        tensors = _insert_acquire(scheduled, stay, residency.slot, filled)
+        releases.append(_insert_release(scheduled, stay, residency.slot, tensors))
+    for stay in stays:
+        scheduled.graph.erase_node(stay.gather)
+    scheduled.recompile()
+    return PassResult(scheduled, plan, matches=tuple(residency.block for residency in plan.residencies))
+
+
+def _start_of_graph(module: GraphModule) -> Node | None:
+    inputs = graph_inputs(module.graph)
+    return inputs[-1] if inputs else None
+
+
+def _insert_prefetch(module: GraphModule, stay: Lifetime, slot: int, after: Node | None, position: Node | None) -> Node:
+    graph = module.graph
+    assert position is not None, "a gather has at least its shard as an input"
+    with graph.inserting_after(position):
+        node = graph.call_function(prefetch, (stay.gather.args[0],), {"bank": stay.bank, "slot": slot, "after": after})
+    node.meta["moepass_block"] = stay.block
+    return node
+
+
+def _insert_acquire(module: GraphModule, stay: Lifetime, slot: int, filled: Node) -> Node:
+    graph = module.graph
+    begin = with_lookup(stay.first_reader)
+    with graph.inserting_before(begin):
+        node = graph.call_function(acquire, (filled,), {"bank": stay.bank, "slot": slot})
+    node.meta = dict(stay.gather.meta)
+    stay.gather.replace_all_uses_with(node)
+    for view in stay.views:
+        begin.prepend(view)
+    return node
+
+
+def _insert_release(module: GraphModule, stay: Lifetime, slot: int, tensors: Node) -> Node:
+    graph = module.graph
+    with graph.inserting_after(stay.last_reader):
+        node = graph.call_function(release, (tensors,), {"bank": stay.bank, "slot": slot})
+    node.meta["moepass_block"] = stay.block
+    return node

@@ -1,0 +1,236 @@
+"""Read a segment of experts as a program for the rows of one expert.
+
+A grouped product over all experts writes each of its results for all rows to memory, and the next operation reads it
+back. Most segments of experts can be run expert by expert instead, a few rows at a time, so that what lies between the
+products never leaves the cache. They can where every value has one row for each pair of a token and an expert, and no
+row depends on another one.
+
+    rows       values with one row per pair, sorted by expert; all outputs of the segment are such
+    fixed      values that are the same for all rows: weights and their views, tables, where each expert's rows end
+    products   the grouped products; one expert's rows times one expert's weights
+    row work   everything else: operations on single rows, grouped between the products
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.blocks.detect import is_grouped_product
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view
+
+aten = torch.ops.aten
+
+# Operations on rows that are no pointwise operators, with the place of the dimension that they work on.
+_ALONG_A_DIMENSION: dict[Any, int] = {
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.slice.Tensor: 1,
+    aten.select.int: 1,
+    aten.unsqueeze.default: 1,
+}
+
+
+class NotByExpertError(Exception):
+    """This segment cannot be run expert by expert; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """`rows` [n, in] times `weights` [E, in, out], by expert."""
+
+    node: Node
+    rows: Node
+    weights: Node
+
+
+@dataclasses.dataclass(frozen=True)
+class RowWork:
+    """Operations on single rows, in order. `inputs` are read from outside, `outputs` are read after it."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertProgram:
+    """`steps` for the rows of one expert; `ends` [E] says where each expert's rows end.
+
+    `row_inputs` are the segment's inputs that have rows, `fixed` the values that the steps read whole.
+    """
+
+    ends: Node
+    row_inputs: tuple[Node, ...]
+    fixed: tuple[Node, ...]
+    steps: tuple[Product | RowWork, ...]
+    outputs: tuple[Node, ...]
+
+
+def read_program(segment: GraphModule) -> ExpertProgram:
+    """Raises NotByExpertError."""
+    graph = segment.graph
+    products = [_product(node) for node in graph.nodes if is_grouped_product(node)]
+    if not products:
+        raise NotByExpertError("it has no grouped product")
+    offsets = {ends for _, ends in products}
+    if len(offsets) > 1:
+        raise NotByExpertError("its products group rows in different ways")
+    (ends,) = offsets
+    if ends.op != "placeholder":
+        # Whatever computes it would have to be told from row work.
+        raise NotByExpertError("it computes where each expert's rows end")
+    rows = _values_with_rows(graph, [product for product, _ in products], ends)
+    outputs: list[Node] = []
+    for node in cast("Sequence[Node]", graph.output_node().args[0]):
+        if node not in rows or not _is_dense(node):
+            raise NotByExpertError(f"its output {node} is not one dense row for each pair")
+        outputs.append(node)
+    steps = tuple(_steps(graph, rows, {product.node: product for product, _ in products}))
+    read = [used for step in steps if isinstance(step, RowWork) for used in step.inputs if used not in rows]
+    fixed = dict.fromkeys([*(product.weights for product, _ in products), *read])
+    for node in fixed:
+        _check_fixed(node)
+    row_inputs = tuple(node for node in graph_inputs(graph) if node in rows)
+    return ExpertProgram(ends, row_inputs, tuple(fixed), steps, tuple(outputs))
+
+
+def _product(node: Node) -> tuple[Product, Node]:
+    given = {**dict(zip(("rows", "weights", "ends"), node.args, strict=False)), **node.kwargs}
+    extra = [value for value in [*node.args[3:], *node.kwargs.values()] if value is not None]
+    known = [value for value in given.values() if isinstance(value, Node)]
+    if len(known) != 3 or len(node.args) < 3 or extra:
+        raise NotByExpertError(f"its product {node.name} does more than multiply")
+    rows, weights, ends = known
+    value, result = fake_value(rows), fake_value(node)
+    if value.device.type != "cpu" or value.dim() != 2 or value.dtype != result.dtype:
+        raise NotByExpertError(f"its product {node.name} is not one of matrices of one type on a CPU")
+    return Product(node, rows, weights), ends
+
+
+def _values_with_rows(graph: Graph, products: list[Product], ends: Node) -> set[Node]:
+    """All values with one row for each pair. Raises NotByExpertError where one of them depends on other rows."""
+    count = fake_value(products[0].rows).shape[0]
+    by_node = {product.node: product for product in products}
+    rows: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node is not ends and _has_rows(node, count) and not _is_only_looked_up(node):
+                rows.add(node)
+        elif node.op == "call_function" and any(used in rows for used in node.all_input_nodes):
+            if node in by_node:
+                if by_node[node].rows not in rows or by_node[node].weights in rows:
+                    raise NotByExpertError(f"its product {node.name} is not one of rows and weights")
+            elif not _is_row_work(node, rows):
+                raise NotByExpertError(f"rows may depend on each other in {node.name} ({node.target})")
+            if not all(_same_size(size, count) for size in _row_counts(node)):
+                raise NotByExpertError(f"{node.name} ({node.target}) changes the number of rows")
+            rows.add(node)
+    return rows
+
+
+def _has_rows(node: Node, count: object) -> bool:
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and _same_size(value.shape[0], count)
+
+
+def _same_size(left: object, right: object) -> bool:
+    # By their text: to ask a symbolic size would guard on the answer.
+    return str(left) == str(right)
+
+
+def _row_counts(node: Node) -> list[object]:
+    value = fake_value(node)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [one.shape[0] if isinstance(one, torch.Tensor) and one.dim() > 0 else None for one in values]
+
+
+def _is_only_looked_up(node: Node) -> bool:
+    return bool(node.users) and all(is_call(user, aten.index.Tensor) and user.args[0] is node for user in node.users)
+
+
+def _is_row_work(node: Node, rows: set[Node]) -> bool:
+    if is_call(node, operator.getitem):
+        return True
+    if is_call(node, aten.index.Tensor):
+        # Rows of a table, chosen by one number for each row.
+        table, (chosen, *more) = cast("tuple[Node, Sequence[Node]]", node.args)
+        is_vector = chosen in rows and fake_value(chosen).dim() == 1 and fake_value(chosen).dtype != torch.bool
+        return table not in rows and not more and is_vector
+    if node.target in _ALONG_A_DIMENSION:
+        place = _ALONG_A_DIMENSION[node.target]
+        dim = node.args[place] if len(node.args) > place else 0
+        whole = fake_value(node.all_input_nodes[0])
+        return isinstance(dim, int) and dim % whole.dim() > 0 and not _reads_sizes(node)
+    is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    has_one_result = isinstance(fake_value(node), torch.Tensor)
+    return is_pointwise and has_one_result and not _reads_sizes(node) and _is_aligned(node, rows)
+
+
+def _reads_sizes(node: Node) -> bool:
+    return any(not isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes)
+
+
+def _is_aligned(node: Node, rows: set[Node]) -> bool:
+    """True where rows meet rows, and what has none is the same for all of them."""
+    dims = fake_value(node).dim()
+    for used in node.all_input_nodes:
+        value = fake_value(used)
+        if used in rows:
+            if value.dim() != dims:
+                return False
+        elif value.dim() == dims and not _same_size(value.shape[0], 1):
+            return False
+    return True
+
+
+def _is_dense(node: Node) -> bool:
+    value = fake_value(node)
+    expected = 1
+    for size, stride in zip(reversed(value.shape[1:]), reversed(value.stride()[1:]), strict=True):
+        if not _same_size(stride, expected):
+            return False
+        expected *= size
+    return _same_size(value.stride()[0], expected)
+
+
+def _check_fixed(node: Node) -> None:
+    """Raises NotByExpertError for values that take work: it would be done without a compiler."""
+    while node.op != "placeholder":
+        if not is_view(node) or len(node.all_input_nodes) != 1 or _reads_sizes(node):
+            raise NotByExpertError(f"it computes {node.name} ({node.target}), which all rows read")
+        (node,) = node.all_input_nodes
+    if not isinstance(fake_value(node), torch.Tensor):
+        raise NotByExpertError(f"its rows read the size {node.name}")
+
+
+def _steps(graph: Graph, rows: set[Node], products: dict[Node, Product]) -> Iterator[Product | RowWork]:
+    """Row work is put off until a product needs it."""
+    work: list[Node] = []
+    for node in graph.nodes:
+        if node not in rows or node.op == "placeholder":
+            continue
+        if node not in products:
+            work.append(node)
+            continue
+        if products[node].rows in work:
+            yield _row_work(work)
+            work = []
+        yield products[node]
+    if work:
+        yield _row_work(work)
+
+
+def _row_work(nodes: list[Node]) -> RowWork:
+    inside = set(nodes)
+    inputs = tuple(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside))
+    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    for node in outputs:
+        if not isinstance(fake_value(node), torch.Tensor):
+            raise NotByExpertError(f"the results of {node.name} are read on both sides of a product")
+    return RowWork(tuple(nodes), inputs, outputs)

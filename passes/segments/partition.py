@@ -1,0 +1,315 @@
+"""Cut a graph at its scheduling points into segments, each compiled as one unit.
+
+Contract
+    in    a graph, scheduled or without anything to schedule
+    out   a top-level graph of `call_module` segments, slot operations and size arithmetic, in unchanged order
+          equal segments share one module; the output specification stays
+
+Pseudo-code
+    walk the nodes in host order:
+        slot operations, their elements, synchronous bank reads, updates of inputs and size arithmetic stay at the top
+        level
+        a slot operation, an update, or the border of a resident block, ends the current segment
+    for each segment: inputs are the values that it reads from outside, outputs those that are read after it
+    segments with the same text (operations, constants, shapes of inputs) become one module
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.models.errors import one_of
+from moepass.passes.blocks.detect import find_blocks
+from moepass.passes.blocks.sink_token_gather import with_lookup
+from moepass.passes.cost.graph_cost import total_cost
+from moepass.passes.graph.canonical_text import CanonicalText, describe_constant_here, describe_value
+from moepass.passes.graph.nodes import (
+    copy_graph_module,
+    fake_value,
+    graph_inputs,
+    is_call,
+    module_path,
+    mutates,
+    positions,
+    symbolic_sizes,
+    unbacked_conditions,
+)
+from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, Plan, Step, gather
+from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
+
+
+@graph_pass(requires={"blocks"}, provides={"segments"})
+def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Cut `module` into segments; fills `plan.steps` and `plan.distinct_segments`."""
+    left = [node.name for node in module.graph.nodes if is_call(node, gather)]
+    if left:
+        raise PlanError(
+            f"{one_of(left)} would run as a synchronous gather, which no executor knows: do not disable pass schedule, "
+            "or disable rewrite and plan too"
+        )
+    cut = cut_into_segments(module)
+    plan = dataclasses.replace(plan, steps=cut.steps, distinct_segments=len(cut.segments))
+    return PassResult(cut.top, plan, matches=cut.segments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segmented:
+    """A top-level graph, what it does step by step, and the names of its distinct segments."""
+
+    top: GraphModule
+    steps: tuple[Step, ...]
+    segments: tuple[str, ...]
+
+
+def cut_into_segments(module: GraphModule) -> Segmented:
+    """`module`, which stays as it is, in segments. A captured graph is cut at the borders of its blocks alone."""
+    sized = _with_symbol_nodes(module)
+    builder = _TopLevel(sized)
+    for run in _runs(sized.graph):
+        builder.add(run)
+    return builder.finish()
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Successive nodes that stay at the top level, or that form one segment."""
+
+    nodes: tuple[Node, ...]
+    is_segment: bool
+
+
+def _runs(graph: Graph) -> list[Run]:
+    borders = _resident_borders(graph)
+    runs: list[Run] = []
+    current: list[Node] = []
+
+    def close() -> None:
+        if current:
+            runs.append(Run(tuple(current), is_segment=True))
+            current.clear()
+
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            if node.op == "output":
+                close()
+            runs.append(Run((node,), is_segment=False))
+        elif _is_size_arithmetic(node) or is_call(node, torch.ops.aten._assert_scalar.default):
+            # Sizes are plain integers at the top level, and what is asserted of them plain truths; a segment that needs
+            # a size derives it from the symbols.
+            if any(used in current for used in node.all_input_nodes):
+                close()
+            runs.append(Run((node,), is_segment=False))
+        elif is_call(node, *SLOT_OPS, BANK_TENSOR) or _is_slot_element(node) or mutates(node):
+            # An update of a buffer is a copy, which gains nothing from a compiler. Between segments it cannot reach an
+            # earlier copy of the buffer that Inductor has made a view of it (see LoweredSegment).
+            close()
+            runs.append(Run((node,), is_segment=False))
+        else:
+            if node in borders:
+                close()
+            current.append(node)
+    return runs
+
+
+def _is_slot_element(node: Node) -> bool:
+    return is_call(node, operator.getitem) and is_call(node.args[0], *SLOT_OPS)
+
+
+def _is_size_arithmetic(node: Node) -> bool:
+    scalars = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return node.op == "call_function" and isinstance(fake_value(node), scalars)
+
+
+def _resident_borders(graph: Graph) -> set[Node]:
+    """Where blocks of resident experts begin and end: with cuts there, deep resident models compile as fast too."""
+    place = positions(graph)
+    order = list(graph.nodes)
+    borders: set[Node] = set()
+    for match in find_blocks(graph).matches:
+        borders.add(with_lookup(match.products[0].node))
+        borders.add(order[place[match.products[-1].node] + 1])
+    return borders
+
+
+class _TopLevel:
+    """Builds the top-level graph run by run."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.source = module
+        self.graph = Graph()
+        self.values: dict[Node, Node] = {}
+        self.modules: dict[str, GraphModule] = {}
+        self.module_of_text: dict[str, str] = {}
+        self.steps: list[Step] = []
+        self.symbols = _symbol_sources(module.graph)
+        self.place = positions(module.graph)
+
+    def add(self, run: Run) -> None:
+        if run.is_segment:
+            self._add_segment(run.nodes)
+            return
+        (node,) = run.nodes
+        copied = self.graph.node_copy(node, lambda used: self.values[used])
+        self.values[node] = copied
+        if is_call(node, *SLOT_OPS):
+            op = node.target.__name__  # type: ignore[union-attr]
+            bank, slot = node.kwargs["bank"], node.kwargs["slot"]
+            self.steps.append(Step(op, str(node.meta.get("moepass_block", node.name)), bank, slot))  # type: ignore[arg-type]
+
+    def finish(self) -> Segmented:
+        attributes: dict[str, object] = dict(self.modules)
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                attributes[str(node.target)] = operator.attrgetter(str(node.target))(self.source)
+        top = GraphModule(attributes, self.graph)
+        top.meta = dict(self.source.meta)
+        return Segmented(top, tuple(self.steps), tuple(self.modules))
+
+    def _add_segment(self, nodes: tuple[Node, ...]) -> None:
+        segment = _Segment(self.source, nodes, self.symbols, self.place)
+        name = self.module_of_text.get(segment.text)
+        if name is None:
+            name = f"segment_{len(self.modules)}"
+            self.module_of_text[segment.text] = name
+            self.modules[name] = segment.module()
+        call = self.graph.call_module(name, tuple(self.values[node] for node in segment.inputs))
+        call.meta["val"] = tuple(fake_value(node) for node in segment.outputs)
+        call.meta["moepass_layers"] = segment.layers
+        for position, node in enumerate(segment.outputs):
+            element = self.graph.call_function(operator.getitem, (call, position))
+            element.meta = dict(node.meta)
+            self.values[node] = element
+        label = f"{name}: {segment.layers}" if segment.layers else name
+        self.steps.append(Step("segment", label, cost=total_cost(nodes)))
+
+
+class _Segment:
+    """A run of nodes as a graph of its own. `text` is equal exactly for segments that one compilation can serve."""
+
+    def __init__(
+        self, source: GraphModule, nodes: tuple[Node, ...], symbols: dict[str, Node], place: dict[Node, int]
+    ) -> None:
+        inside = set(nodes)
+        self.layers = _layers(nodes)
+        self.outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+        sizes = _size_arithmetic_of(nodes, place)
+        constants = [node for node in _read_from_outside(nodes, inside) if node.op == "get_attr"]
+        read = [node for node in _read_from_outside([*sizes, *nodes], inside | set(sizes)) if node.op != "get_attr"]
+        # Inductor reads a shape's symbols from inputs, so each symbol in sight comes in as an input of its own.
+        needed = sorted(_free_symbols([*nodes, *read]))
+        # A symbol that is born inside the segment, as the number of nonzero elements is, cannot come in.
+        known = [symbols[name] for name in needed if name in symbols and place[symbols[name]] < place[nodes[0]]]
+        read += [symbol for symbol in known if symbol not in read]
+        self.inputs = sorted(read, key=place.__getitem__)
+
+        graph = Graph()
+        values: dict[Node, Node] = {}
+        for index, node in enumerate(self.inputs):
+            values[node] = graph.placeholder(f"input_{index}")
+            values[node].meta = dict(node.meta)
+            values[node].meta.pop("unbacked_bindings", None)  # an input brings its sizes; it does not define them
+        for node in [*constants, *sizes, *nodes]:
+            values[node] = graph.node_copy(node, lambda used: values[used])
+        output = graph.output(tuple(values[node] for node in self.outputs))
+        output.meta["val"] = tuple(fake_value(node) for node in self.outputs)
+        self.graph = graph
+        self.constants = {str(node.target): operator.attrgetter(str(node.target))(source) for node in constants}
+        self.text = _text(graph, self.constants)
+
+    def module(self) -> GraphModule:
+        return GraphModule(self.constants, self.graph)
+
+
+def _read_from_outside(nodes: tuple[Node, ...] | list[Node], inside: set[Node]) -> list[Node]:
+    return list(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside))
+
+
+def _size_arithmetic_of(nodes: tuple[Node, ...], place: dict[Node, int]) -> list[Node]:
+    """The size arithmetic that `nodes` depend on, in host order, without the symbols that enter the graph."""
+    found: set[Node] = set()
+    pending = list(nodes)
+    while pending:
+        for used in pending.pop().all_input_nodes:
+            if _is_size_arithmetic(used) and used not in found and not _reads_tensor(used):
+                found.add(used)
+                pending.append(used)
+    return sorted(found, key=place.__getitem__)
+
+
+def _reads_tensor(node: Node) -> bool:
+    """True for sizes that come out of a tensor: their value must be passed in, not computed again."""
+    return any(isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes)
+
+
+def _with_symbol_nodes(module: GraphModule) -> GraphModule:
+    """A copy in which every symbol of an input's shape has a node of its own, and elements stand behind their source.
+
+    AOT passes some symbols as inputs; the others stand only in the shape of a tensor, and a segment that does not read
+    that tensor would have no way to learn them. And where a release stands between an operator with several results and
+    their getitems, a cut there would hand on a tuple, which no segment can return.
+    """
+    copied = copy_graph_module(module)
+    place = positions(copied.graph)
+    for node in list(copied.graph.nodes):
+        for element in sorted(node.users, key=place.__getitem__, reverse=True):
+            if is_call(element, operator.getitem) and element.args[0] is node:
+                node.append(element)
+    inputs = graph_inputs(copied.graph)
+    carried = set(_symbol_sources(copied.graph))
+    for node in inputs:
+        value = fake_value(node)
+        if not isinstance(value, torch.Tensor):
+            continue
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and str(size.node.expr) not in carried:
+                carried.add(str(size.node.expr))
+                with copied.graph.inserting_after(inputs[-1]):
+                    symbol = copied.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                symbol.meta["val"] = size
+    copied.recompile()
+    return copied
+
+
+def _symbol_sources(graph: Graph) -> dict[str, Node]:
+    """The node that carries each symbol of the graph's shapes."""
+    sources: dict[str, Node] = {}
+    for node in graph.nodes:
+        value = fake_value(node)
+        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            sources.setdefault(str(value.node.expr), node)
+    return sources
+
+
+def _free_symbols(nodes: list[Node]) -> set[str]:
+    return {str(symbol) for size in symbolic_sizes(nodes) for symbol in size.node.expr.free_symbols}
+
+
+def _layers(nodes: tuple[Node, ...]) -> str:
+    """The modules in which a segment begins and ends: what an error in it should name."""
+    paths = [path for path in (module_path(node) for node in nodes) if path]
+    if not paths:
+        return ""
+    return paths[0] if paths[0] == paths[-1] else f"{paths[0]} to {paths[-1]}"
+
+
+def _text(graph: Graph, constants: dict[str, object]) -> str:
+    """A canonical description of a segment: what it computes, on which kinds of inputs, with which constants."""
+
+    def describe(node: Node) -> str:
+        if node.op == "get_attr":
+            return f"constant {describe_constant_here(str(node.target), constants[str(node.target)])}"
+        return f"input {describe_value(fake_value(node))}"
+
+    text = CanonicalText(describe)
+    for node in graph.nodes:
+        if node.op in ("get_attr", "placeholder"):
+            text.add_source(node)
+        else:
+            text.add(node)
+    # Sizes that only a run tells come as inputs, whatever they are called; what is known of them is compiled in.
+    text.remark(*unbacked_conditions(graph))
+    return str(text)

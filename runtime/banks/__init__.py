@@ -1,0 +1,1 @@
+"""Banks on the side of the model: packed experts, and the modules that read them. May import transfer, system."""

@@ -1,0 +1,250 @@
+"""Banks: the expert weights of one MoE layer, packed into one buffer at their home, and the store that keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import torch
+
+from moepass.models.errors import InputError
+from moepass.passes.ir.plan import BankSpec
+from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, shard_layout
+from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.ring import Ring, make_ring
+
+# Of each tensor that eager code reads; enough to see that all of it was changed.
+_SAMPLED_NUMBERS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Bank:
+    """One layer's experts at rest: `shard` is this process's part, flat uint8, and what a graph takes as its input.
+
+    Where the shard is not all of the bank, the home of the store knows the rest. A bank in files has a shard of one
+    byte, which stands for it in graphs.
+    """
+
+    spec: BankSpec
+    shard: torch.Tensor
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes at rest."""
+        return self.spec.nbytes if self.spec.home == "disk" else self.shard.numel()
+
+    def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The bank's tensors in `memory`, which holds the complete bank."""
+        return tuple(tensor.view(memory) for tensor in self.spec.tensors)
+
+
+def describe_bank(
+    index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, expert_bounds: tuple[int, ...] = ()
+) -> BankSpec:
+    """The bank that complete `tensors`, each [experts, ...], are packed into."""
+    layout = pack_layout((key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items())
+    return BankSpec(index, name, home, layout.nbytes, layout.tensors, expert_bounds)
+
+
+def pack_bank(index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool) -> Bank:
+    """Pack `tensors`, each [experts, ...], into one buffer in host memory; pinned where a CUDA device will read it."""
+    spec = describe_bank(index, name, tensors, home=home)
+    bank_device = next(iter(tensors.values())).device
+    home_device = bank_device if bank_device.type == "meta" else torch.device("cpu")
+    with torch.inference_mode(False):  # inference tensors have no version counter, which tells of changes in place
+        shard = torch.empty(spec.nbytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
+    write_parts(spec, 0, list(tensors.values()), shard)
+    return Bank(spec, shard)
+
+
+def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
+    """Write `parts`, the experts of `rank` of every tensor of the bank, into `shard`, flat uint8."""
+    for place, part in zip(shard_layout(spec, rank).tensors, parts, strict=True):
+        place.view(shard).copy_(part.detach())
+
+
+_store_numbers = itertools.count()
+_stores: weakref.WeakValueDictionary[int, BankStore] = weakref.WeakValueDictionary()
+# The number of the store and the index of the bank whose shard lies at an address, for banks of stores that are alive.
+_banks_at: dict[int, tuple[int, int]] = {}
+
+
+class BankStore:
+    """The banks of one offloaded model, and the ring that they stream through.
+
+    The ring is made by the first compiled graph that needs it and shared by all graphs of the model, so that its memory
+    is `slots` times the largest bank, however many shapes are compiled; no more slots than there are banks. Eager mode
+    does not use it: there a bank is gathered into fresh memory, and only the last one is kept, because one layer reads
+    its bank several times.
+    """
+
+    def __init__(self, device: torch.device, slots: int, link: Link, home: Home) -> None:
+        self.number = next(_store_numbers)
+        self.device = device
+        self.slots = slots
+        self.link = link
+        self.home = home
+        self.banks: list[Bank] = []
+        self._ring: Ring | None = None
+        self._lock = threading.RLock()
+        self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
+        self._has_warned = False
+        self._addresses: list[int] = []
+        _stores[self.number] = self
+        weakref.finalize(self, _forget_banks, self.number, self._addresses)
+        renew_after_fork(self)
+
+    def __reduce__(self) -> NoReturn:
+        # Reached by copy.deepcopy, copy.copy and pickle.
+        raise InputError(
+            "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; "
+            "copy or save the model before offload_experts"
+        )
+
+    def after_fork(self) -> None:
+        self._lock = threading.RLock()
+
+    def add(self, bank: Bank) -> None:
+        """Take `bank`, whose index is the number of banks so far; compiled graphs then know it by its shard."""
+        self.banks.append(bank)
+        if has_address(bank.shard):
+            self._addresses.append(bank.shard.data_ptr())
+            _banks_at[bank.shard.data_ptr()] = (self.number, len(self.banks) - 1)
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes that rest in this process: all banks, or its shards of them; for home `disk`, bytes in files."""
+        return sum(bank.home_bytes for bank in self.banks)
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots of the ring: as many as were asked for, but no more than there are banks."""
+        return min(self.slots, len(self.banks))
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes that the ring takes on the compute device: its slots times the largest bank."""
+        return self.ring_slots * self.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: those of the largest bank."""
+        return max((bank.spec.nbytes for bank in self.banks), default=0)
+
+    def ring(self, debug: bool = False) -> Ring:
+        with self._lock:
+            if self._ring is None:
+                self._ring = make_ring(self.ring_slots, self.slot_bytes, self.device, self.link, home=self.home)
+            # Banks may have come since it was made.
+            self._ring.reserve(self.ring_slots, self.slot_bytes)
+            # Once asked for, poisoning stays on: the graphs of a model share the ring.
+            self._ring.debug = self._ring.debug or debug
+            return self._ring
+
+    def gather_now(self, bank: int) -> tuple[torch.Tensor, ...]:
+        """The complete bank on the compute device, in memory of its own: the synchronous gather of eager mode.
+
+        Raises PeerError where a rank that holds a part of it is gone, and InputError where somebody wrote into what
+        the last call gave.
+        """
+        shard = self.banks[bank].shard
+        key = None if shard.is_inference() else (bank, shard.data_ptr(), shard._version)
+        last = self._eager
+        if last is not None and not torch.equal(_sample(last[1]), last[2]):
+            self._eager = None
+            raise InputError(
+                "expert weights that were offloaded have been written to (merged adapters, perhaps), which changes a "
+                "copy of them and not the bank that the model reads; change or merge weights before offload_experts"
+            )
+        if last is not None and last[0] == key is not None:
+            return last[1]
+        self._warn_of_uncompiled_code(bank)
+        self._eager = last = None  # before the copy, so that at most one bank is held
+        with torch.inference_mode(False):  # what is held serves calls with gradients too
+            tensors = self.banks[bank].views(self._read(bank, 0, self.banks[bank].spec.nbytes))
+        self._eager = (key, tensors, _sample(tensors))
+        return tensors
+
+    def forget_gathered(self) -> None:
+        """Let the next `gather_now` be a gather, whichever bank was the last."""
+        self._eager = None
+
+    def _warn_of_uncompiled_code(self, bank: int) -> None:
+        if self._has_warned or not _is_called_by_compiled_model():
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the experts of {self.banks[bank].spec.name} are copied without overlap, because Dynamo runs this part of "
+            "the compiled model uncompiled. Either it compiled the same code more often than "
+            f"torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) allows: raise that limit "
+            "(TORCH_LOGS=recompiles names the reasons). Or there is a part that it cannot compile "
+            "(TORCH_LOGS=graph_breaks)",
+            stacklevel=2,
+        )
+
+    def read_tensor(self, bank: int, index: int) -> torch.Tensor:
+        """One tensor of a complete bank on the compute device, in memory of its own.
+
+        Raises PeerError where a rank that holds a part of it is gone.
+        """
+        spec = self.banks[bank].spec.tensors[index]
+        memory = self._read(bank, spec.offset_bytes, spec.offset_bytes + spec.nbytes)
+        return memory.view(spec.torch_dtype).view(spec.shape)
+
+    def _read(self, bank: int, start: int, stop: int) -> torch.Tensor:
+        self.home.check()
+        sources = self.home.sources(self.banks[bank].spec, [self.banks[bank].shard])
+        self.home.copying(self.banks[bank].spec)
+        return self.home.transport.read(self.banks[bank].spec, sources, start, stop, self.device)
+
+
+def _is_called_by_compiled_model() -> bool:
+    """True in code that Dynamo looked at and left as it is; false in a call of the model that was not compiled."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Some bytes of each tensor, by which a write to all of it shows, as that of an adapter or of other weights."""
+    with torch.no_grad():
+        if any(value.is_meta for value in tensors):
+            return torch.empty(0)  # there is nothing to write to
+        numbers = [value.flatten()[:: max(1, value.numel() // _SAMPLED_NUMBERS)] for value in tensors]
+        # As bytes: NaN is not equal to itself.
+        return torch.cat([some.contiguous().view(torch.uint8) for some in numbers])
+
+
+def has_address(shard: torch.Tensor) -> bool:
+    """False for shards that are told apart by nothing: those without a byte, and those on meta."""
+    return shard.device.type != "meta" and shard.numel() > 0
+
+
+def _forget_banks(store: int, addresses: list[int]) -> None:
+    for address in addresses:
+        # The memory may belong to another store by now.
+        if _banks_at.get(address, (None,))[0] == store:
+            del _banks_at[address]
+
+
+def find_bank(shard: torch.Tensor) -> tuple[BankStore, int] | None:
+    """The store and the index of the bank that `shard` is the resting part of; None where it is of no living store."""
+    number, bank = _banks_at.get(shard.data_ptr(), (-1, 0)) if has_address(shard) else (-1, 0)
+    store = _stores.get(number)
+    return None if store is None else (store, bank)
+
+
+def find_store(number: int) -> BankStore:
+    """The store with that number. Raises KeyError where its model is gone."""
+    return _stores[number]
+
+
+__all__ = [
+    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_bank", "find_store", "has_address", "pack_bank",
+    "write_parts",
+]  # fmt: skip

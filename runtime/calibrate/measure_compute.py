@@ -1,0 +1,132 @@
+"""Timing computation on one device: products, products by expert, attention and memory traffic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from moepass.runtime.calibrate.experiments import Experiment, Sizes
+from moepass.runtime.calibrate.stopwatch import Timing, time_calls
+from moepass.runtime.lowering.lower_experts import product_loop
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Enough heads to give a GPU work at short sequences; a CPU takes one after the other.
+_GPU_HEAD_ROWS = 1 << 16
+_CPU_HEADS = 4
+# [Empirical] With more rows an expert's product takes many times as long as its weights take from memory.
+_MOST_COLD_ROWS = 128
+_MOST_COLD = 128
+_DIFFERENT_VALUES = 1 << 16
+
+
+def compute_experiments(sizes: Sizes, device: torch.device) -> list[Experiment]:
+    """`gemm.DTYPE` and so on, for each dtype and kind of `passes.hardware.COMPUTE_AXES`, and `memory`."""
+    experiments: list[Experiment] = []
+    for name in sizes.dtypes:
+        dtype = TORCH_DTYPES[name]
+        widths = {"inner": sizes.widths, "columns": sizes.widths}
+        shapes = {"sequence": sizes.sequences, "head_dim": sizes.head_dims}
+        experiments += [
+            Experiment(f"gemm.{name}", {"rows": sizes.rows, **widths}, _gemm(sizes, device, dtype), True),
+            Experiment(
+                f"grouped_gemm.{name}", {"rows": sizes.expert_rows, **widths}, _grouped(sizes, device, dtype), True
+            ),
+            Experiment(f"attention.{name}", shapes, _attention(sizes, device, dtype, False), True),
+            Experiment(f"masked_attention.{name}", shapes, _attention(sizes, device, dtype, True), True),
+        ]
+    return [*experiments, Experiment("memory", {"bytes": sizes.memory_bytes}, _memory(sizes, device), True)]
+
+
+def _gemm(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
+    """Seconds of one product. Weights come from memory and results go there, as in a model, whose layers are many."""
+
+    def measure(rows: int, inner: int, columns: int) -> Timing:
+        own_bytes = (inner + rows) * columns * dtype.itemsize
+        count = max(1, min(_MOST_COLD, sizes.cold_bytes // own_bytes))
+        left, weights = _random(device, dtype, rows, inner), _random(device, dtype, count, columns, inner)
+        results = torch.empty(count, rows, columns, device=device, dtype=dtype)
+
+        def run() -> None:
+            for weight, result in zip(weights.unbind(), results.unbind(), strict=True):
+                torch.mm(left, weight.t(), out=result)
+
+        return _share(time_calls(run, device, sizes.patience), count)
+
+    return measure
+
+
+def _grouped(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
+    """Seconds of one expert. On a CPU experts run one after the other, in the loop that lowered graphs have."""
+
+    def measure(rows: int, inner: int, columns: int) -> Timing:
+        experts = _experts(sizes, rows, inner * columns * dtype.itemsize)
+        left = _random(device, dtype, experts * rows, inner)
+        weights = _random(device, dtype, experts, columns, inner)
+        if device.type == "cuda" and dtype is torch.bfloat16:
+            ends = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * rows
+
+            def run() -> object:
+                return F.grouped_mm(left, weights.transpose(1, 2), offs=ends)
+        elif device.type == "cpu":
+            loop, ends = product_loop(left, weights), torch.arange(1, experts + 1) * rows
+
+            def run() -> object:
+                return loop([left, weights, ends])
+        else:
+
+            def run() -> object:
+                parts = zip(left.split(rows), weights.unbind(), strict=True)
+                return [F.linear(part, weight) for part, weight in parts]
+
+        return _share(time_calls(run, device, sizes.patience), experts)
+
+    return measure
+
+
+def _share(timing: Timing, parts: int) -> Timing:
+    return Timing(timing.seconds / parts, timing.spread)
+
+
+def _experts(sizes: Sizes, rows: int, weight_bytes: int) -> int:
+    if rows > _MOST_COLD_ROWS:
+        return sizes.experts
+    return max(sizes.experts, min(_MOST_COLD, -(-sizes.cold_bytes // weight_bytes)))
+
+
+def _attention(sizes: Sizes, device: torch.device, dtype: torch.dtype, is_masked: bool) -> Callable[..., Timing]:
+    """Seconds of one head over one causal sequence, in the layout in which projections give it."""
+
+    def measure(sequence: int, head_dim: int) -> Timing:
+        heads = max(8, _GPU_HEAD_ROWS // sequence) if device.type == "cuda" else _CPU_HEADS
+        query, key, value = (_random(device, dtype, 1, sequence, heads, head_dim).transpose(1, 2) for _ in range(3))
+        mask = torch.zeros(1, 1, sequence, sequence, device=device, dtype=dtype) if is_masked else None
+        if mask is not None:
+            mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(1), float("-inf"))
+
+        def run() -> object:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not is_masked)
+
+        return _share(time_calls(run, device, sizes.patience), heads)
+
+    return measure
+
+
+def _memory(sizes: Sizes, device: torch.device) -> Callable[..., Timing]:
+    """A sum of two tensors into a third: `bytes` are read and written in all."""
+
+    def measure(bytes: int) -> Timing:
+        count = max(1, bytes // 12)
+        left, right, result = (torch.ones(count, device=device) for _ in range(3))
+        return time_calls(lambda: torch.add(left, right, out=result), device, sizes.patience)
+
+    return measure
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random numbers, which repeat themselves: zeros would let some processors run faster than they can."""
+    count = math.prod(shape)
+    some = torch.randn(min(count, _DIFFERENT_VALUES), device=device).to(dtype)
+    return some.repeat(-(-count // len(some)))[:count].view(shape)

@@ -1,0 +1,167 @@
+"""Experts of a model that runs with expert parallelism already: what each rank holds becomes a shard for all ranks.
+
+A graph from which expert parallelism was taken reads complete banks, of which its own parameters are this rank's part.
+In its first run the ranks meet, once, and these parts go to where the transport reads them; from then on each rank
+pulls what it lacks whenever it wants, or all gather.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.fx import GraphModule
+
+from moepass.models.errors import InputError
+from moepass.passes.graph.nodes import graph_inputs
+from moepass.passes.graph.source_lines import input_name
+from moepass.passes.ir.plan import BankSpec, Plan
+from moepass.passes.ir.protocol import Agree, Group
+from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
+from moepass.passes.parallel.proposals import NO_BORDER, Proposal, exchanges_by_group
+from moepass.runtime.execute.dispatching import Dispatcher
+from moepass.runtime.execute.executor import Adopt
+from moepass.runtime.homes.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
+from moepass.runtime.homes.device_home import check_transport_to
+from moepass.runtime.ranks.agreement import RunCheck, taken_blocks
+from moepass.runtime.ranks.decisions import decisions_of, has_others
+from moepass.runtime.ranks.eager_watch import refuse_eager_stance
+from moepass.runtime.ranks.replicas import ReplicaCheck, replica_check_of
+from moepass.runtime.torch_private import suppresses_errors
+from moepass.runtime.transfer.link import check_link_to
+from moepass.runtime.transfer.ring import Ring
+
+
+def process_groups(names: Iterable[str]) -> dict[str, Group]:
+    """This rank's place in each of the process groups with these names; those that do not exist here are left out."""
+    known = {str(group.group_name): group for group in c10d._world.pg_map}
+    return {name: Group(known[name].rank(), known[name].size()) for name in names if name in known}
+
+
+def agreement_on_blocks(captured: GraphModule, groups: Collection[str], border: str, timeout_s: float) -> Agree | None:
+    """How the ranks of `groups` agree on what is taken out of `captured`; None where no other rank has a say.
+
+    `border` says below how many tokens per rank runs are to be exchanged, in words.
+    """
+    exchanges = _shared_exchanges(captured, groups)
+    if not exchanges:
+        return None
+    reason = (
+        "torch._dynamo.config.suppress_errors is on, so a rank with an error would wait at an exchange that no other "
+        "rank joins; turn it off"
+    )
+    refused = reason if suppresses_errors() else None
+
+    def agree(module: GraphModule, plan: Plan) -> dict[str, str]:
+        leave: dict[str, str] = {}
+        for name, found in exchanges.items():
+            own, group = Proposal.of(plan, name, found, border), _group(name)
+            if refused is not None:
+                leave |= {block.name: refused for block in own.takes}
+                own = own.without_taking(refused)
+            leave |= decisions_of(group).decide(group, own, lambda block: texts_of(module, block), timeout_s)
+        return leave
+
+    return agree
+
+
+def run_checks(
+    plan: Plan, captured: GraphModule, groups: Collection[str], timeout_s: float
+) -> list[Callable[[], None]]:
+    """What comes before each run of `captured`, of which ranks agreed on `plan`, and raises where it must not be.
+
+    It compares the run with those of the other ranks, if need be; where there is a dispatch, ranks agree anyway.
+    """
+    exchanges = _shared_exchanges(captured, groups)
+    checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.localised else []
+    if plan.dispatch is None:
+        checks += [
+            RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_BORDER), timeout_s)
+            for name, found in exchanges.items()
+        ]
+    return checks
+
+
+def _shared_exchanges(captured: GraphModule, groups: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The collectives of `captured` in those of `groups` that have other ranks, by group."""
+    return {
+        name: found
+        for name, found in exchanges_by_group(captured.graph).items()
+        if name in groups and has_others(_group(name))
+    }
+
+
+def dispatching(
+    plan: Plan, captured: GraphModule, lower: str, device: torch.device, options: AdoptionOptions
+) -> Dispatcher | None:
+    """What chooses the form of each run; None where the plan has no dispatch.
+
+    `captured` is the graph that the plan was made for, `lower` how it is compiled where it has to run.
+    """
+    dispatch = plan.dispatch
+    if dispatch is None:
+        return None
+    (name,) = {bank.group for bank in plan.banks}
+
+    def register(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        adopted_banks(_group(name), device).register_dispatched(banks, parts)
+
+    blocks = taken_blocks(plan.localised)
+    return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s, blocks)
+
+
+def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: bool) -> Adopt | None:
+    """What is done where the banks of `plan` come for the first time; None where they are no parameters of the graph.
+
+    Raises InputError for a device that banks of other ranks cannot stream to, OptionError for a link that is none
+    there.
+    """
+    names = {bank.group for bank in plan.banks if bank.group}
+    if not names:
+        return None
+    (name,) = names
+    check_transport_to(device, options.transport)
+    check_link_to(device, options.link)
+
+    def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring, list[BankSpec]]:
+        group = _group(name)
+        return adopted_banks(group, device).adopt(group, banks, parts, options, debug)
+
+    return adopt
+
+
+def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, debug: bool) -> ReplicaCheck | None:
+    """What tells whether ranks hold the same tokens where the plan relies on it; None where it does not."""
+    relying = [block for block in plan.localised if block.tokens]
+    if not relying:
+        return None
+    (group_name,) = {block.group for block in relying}
+    nodes = {node.name: node for node in graph_inputs(captured.graph)}
+    places = {name: place for place, name in enumerate(nodes)}
+    inputs = {places[name]: input_name(nodes[name]) for name in plan.replicated}
+    signature = " ".join(block.signature for block in relying)
+    return replica_check_of(functools.partial(_group, group_name), inputs, signature, options.timeout_s, debug)
+
+
+def _group(name: str) -> ProcessGroup:
+    """Raises InputError where there is none of that name any more."""
+    for group in c10d._world.pg_map:
+        if group.group_name == name:
+            return group
+    raise InputError(f"process group {name!r}, over which the experts are spread, was destroyed; compile again")
+
+
+__all__ = [
+    "AdoptionOptions",
+    "adopted_banks",
+    "adopted_parts",
+    "adoption",
+    "agreement_on_blocks",
+    "dispatching",
+    "process_groups",
+    "replica_check",
+    "run_checks",
+]

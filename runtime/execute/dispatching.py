@@ -1,0 +1,158 @@
+"""The two forms of one compiled graph: which one a run takes, and the exchanged one, compiled when it first runs.
+
+Both read the same inputs, parameters included, so nothing is held twice. In an exchanged run nothing is prefetched, and
+the ring stays as the last gathered run left it: what its slots were filled with ahead is what the next one asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moepass.models.formulas.text import evaluate_text
+from moepass.passes.graph.input_sizes import read_sizes, size_sources
+from moepass.passes.ir.plan import BankSpec, Dispatch
+from moepass.passes.schedule.dispatch import EXCHANGED
+from moepass.runtime.lowering.lower_later import LateGraph, lower_later
+from moepass.runtime.ranks.agreement import Presence, agreement_of
+from moepass.runtime.ranks.replicas import ReplicaCheck
+from moepass.runtime.system.forking import renew_after_fork
+
+logger = logging.getLogger("moepass")
+
+
+@dataclasses.dataclass
+class FormStatistics:
+    """Runs of one graph by form, how often the exchanged one was compiled, and of how many distinct segments."""
+
+    gathered_runs: int = 0
+    exchanged_runs: int = 0
+    exchanged_compilations: int = 0
+    exchanged_segments: int | None = None
+
+
+class ExchangedForm:
+    """A graph as it was captured, collectives and all, compiled for the sizes of the first run that needs it.
+
+    Where a later run has sizes that this compilation is not right for, there is another one for these.
+    """
+
+    def __init__(self, captured: GraphModule, lower: str, statistics: FormStatistics) -> None:
+        """`captured` is kept, and stays as it is. `lower` is a key of `moepass.runtime.lowering.lower_segments.LOWERINGS`."""
+        self._captured = captured
+        self._lower = lower
+        self._statistics = statistics
+        self._compiled: list[LateGraph] = []
+        self._lock = threading.Lock()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def run(self, arguments: Sequence[Any], sizes: dict[str, int]) -> Any:
+        for compiled in self._compiled:
+            if compiled.is_right_for(sizes):
+                return compiled.run(*arguments)
+        return self._compile_for(sizes).run(*arguments)
+
+    def _compile_for(self, sizes: dict[str, int]) -> LateGraph:
+        with self._lock:
+            for compiled in self._compiled:
+                if compiled.is_right_for(sizes):
+                    return compiled
+            started = time.perf_counter()
+            made = lower_later(self._captured, sizes, self._lower)
+            self._compiled.append(made)
+            self._statistics.exchanged_compilations += 1
+            self._statistics.exchanged_segments = made.distinct_segments
+            logger.info("compiled the graph as it was captured in %.1f s", time.perf_counter() - started)
+            return self._compiled[-1]
+
+
+class CapturedFallback:
+    """Runs a graph as it was captured where ranks turn out not to have the same tokens, although the plan needs it."""
+
+    def __init__(self, check: ReplicaCheck, captured: GraphModule, lower: str) -> None:
+        self.statistics = FormStatistics()
+        self._check = check
+        self._sources = size_sources(captured.graph)
+        self._form = ExchangedForm(captured, lower, self.statistics)
+
+    def reason(self, arguments: Sequence[Any], parts: Sequence[Sequence[Any]]) -> str | None:
+        """Why a run must not follow the schedule, in the same words on all ranks; None where it may.
+
+        `parts` are this rank's tensors of each bank. Raises PeerError where ranks do not come.
+        """
+        return self._check.difference(arguments, [part for of_bank in parts for part in of_bank])
+
+    def moved(self, arguments: Sequence[Any], parts: Sequence[Sequence[Any]]) -> None:
+        """The parameters of a run that followed the schedule lie elsewhere from now on."""
+        self._check.moved(arguments, [part for of_bank in parts for part in of_bank])
+
+    def run(self, *arguments: Any) -> Any:
+        self.statistics.exchanged_runs += 1
+        return self._form.run(arguments, read_sizes(self._sources, arguments))
+
+
+class Dispatcher:
+    """Chooses the form of every run of one compiled graph, with the other ranks, and runs the exchanged one."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        captured: GraphModule,
+        lower: str,
+        group: Callable[[], ProcessGroup],
+        register: Callable[[Sequence[BankSpec], Sequence[Sequence[Any]]], None],
+        timeout_s: float,
+        blocks: tuple[str, ...] = (),
+    ) -> None:
+        """`group` gives the process group of the graph's banks; `register` takes banks and this rank's parts of each,
+        and is called where they come first. `blocks` are those of the graph in words that all ranks have in common.
+        """
+        self.statistics = FormStatistics()
+        self._dispatch = dispatch
+        self._sources = size_sources(captured.graph)
+        self._exchanged = ExchangedForm(captured, lower, self.statistics)
+        self._group = group
+        self._register = register
+        self._timeout_s = timeout_s
+        self._blocks = blocks
+        self._registered: dict[object, tuple[StorageWeakRef, ...]] = {}
+
+    def is_exchanged(
+        self, arguments: Sequence[Any], banks: Sequence[BankSpec], parts: Sequence[Sequence[Any]], key: object
+    ) -> bool:
+        """Agree with the other ranks on the form of this run, of which `parts` of each bank are this rank's.
+
+        `key` tells the memory of `parts`.
+
+        Raises PeerError where ranks differ, are gone or do not come.
+        """
+        if not self._is_known(key):
+            self._register(banks, parts)
+            storages = tuple(StorageWeakRef(part.untyped_storage()) for of_bank in parts for part in of_bank)
+            self._registered = {**self._living(), key: storages}
+        tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
+        presence = Presence.of(self._dispatch, tokens, self._blocks)
+        return agreement_of(self._group()).agree(presence, self._timeout_s) == EXCHANGED
+
+    def run_exchanged(self, *arguments: Any) -> Any:
+        """The run, as the captured graph says."""
+        self.statistics.exchanged_runs += 1
+        return self._exchanged.run(arguments, read_sizes(self._sources, arguments))
+
+    def _is_known(self, key: object) -> bool:
+        storages = self._registered.get(key)
+        return storages is not None and not any(storage.expired() for storage in storages)
+
+    def _living(self) -> dict[object, tuple[StorageWeakRef, ...]]:
+        return {key: storages for key, storages in self._registered.items() if self._is_known(key)}

@@ -1,0 +1,229 @@
+"""Transport `collective`: all ranks bring their parts of a bank at the same time, over a network.
+
+The order in which a rank asks for banks is the order in which its copies are submitted, by the ring and by eager code
+alike: one copy thread works on them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence, Set
+from typing import cast
+
+import torch
+
+from moepass.models.errors import InputError
+from moepass.passes.ir.plan import NO_GATHER_PLAN, BankSpec, GatherPlan
+from moepass.passes.ir.shards import clip_pieces
+from moepass.runtime.ranks.gather_group import GatherGroup, Request
+from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.transfer.copying import CopyThread, PendingCopy, check_slot, slices
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.sources import MemorySource, Source
+from moepass.runtime.transfer.transports import COLLECTIVE, Transport
+
+
+class PendingGather(PendingCopy):
+    """This rank's part in one gather. The sources are those of all ranks by rank; that of this rank is not over a link.
+
+    Without a slot this rank sends, and receives nothing.
+    """
+
+    def __init__(
+        self,
+        group: GatherGroup,
+        request: Request,
+        sources: Sequence[Source],
+        slot: torch.Tensor | None,
+        label: str,
+        plan: GatherPlan = NO_GATHER_PLAN,
+    ) -> None:
+        super().__init__(sources, torch.empty(0, dtype=torch.uint8) if slot is None else slot, label)
+        self.group = group
+        self.request = request
+        self.wants = slot is not None
+        self.plan = plan
+
+    def wait(self) -> None:
+        """Block until the slot is full. Raises PeerError where the gather failed."""
+        if self._is_inherited:
+            self.group.check()
+        self.end()
+        if self.error is not None:
+            raise PeerError(str(self.error)) from self.error
+
+    def perform(self, link: Link) -> None:
+        try:
+            self._gather(link)
+        except PeerError:
+            raise
+        except Exception as error:
+            reason = f"rank {self.group.rank} could not gather bank {self.label}: {type(error).__name__}: {error}"
+            raise PeerError(self.group.fail(reason)) from error
+
+    def _gather(self, link: Link) -> None:
+        own = self.sources[self.group.rank]
+        assert isinstance(own, MemorySource), "a rank sends from memory"
+        own.check_bounds()
+        if self.wants:
+            check_slot(self.sources, self.slot)
+        wanted_by = self.group.ask(self.request, self.wants, self.plan)
+        started = time.perf_counter()
+        parts = [own.memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in own.pieces]
+        send = {rank: parts for rank, wants in wanted_by.items() if wants}
+        if not self.wants:
+            self.group.exchange(self.request, send, {})
+            return
+        receive = {
+            rank: [self.slot.narrow(0, piece.slot_offset_bytes, piece.nbytes) for piece in source.pieces]
+            for rank, source in enumerate(self.sources)
+            if rank != self.group.rank
+        }
+        self.group.exchange(self.request, send, receive, meanwhile=self._copy_own_part)
+        self.wait_for_link(link, started)
+
+    def _copy_own_part(self) -> None:
+        for source, offset, size, target in slices(self.sources[self.group.rank], self.slot):
+            source.copy(offset, size, target)
+
+
+class Collective(Transport):
+    """Gathers on connections of the ranks' own, which `connect` makes; all ranks gather the same, in the same order."""
+
+    is_one_sided = False
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(COLLECTIVE)
+        self._copies = CopyThread(link)
+        self._group: GatherGroup | None = None
+        self._banks: dict[int, tuple[BankSpec, tuple[Source, ...]]] = {}
+        # What was gathered, run by run, by the first gather of the run; the last run stands last.
+        self._runs: dict[Request, list[Request]] = {}
+        self._run: list[Request] | None = None
+        # An eager forward of the whole model is under way: what runs within it is a part of that run.
+        self._in_forward = False
+        # That of the compiled run that is under way.
+        self._plan = NO_GATHER_PLAN
+
+    def connect(self, rendezvous: Rendezvous) -> None:
+        """Make the connections, where that is still to be done. Raises as `GatherGroup`."""
+        if self._group is None:
+            self._group = GatherGroup(rendezvous, functools.partial(_describe, self._banks))
+
+    def add(self, bank: BankSpec, sources: Sequence[Source]) -> None:
+        """From now on `bank` can be gathered; `sources` are the parts of all ranks, by rank."""
+        self._banks[bank.index] = (bank, tuple(sources))
+
+    def copy_thread(self, link: Link) -> CopyThread:
+        return self._copies
+
+    def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingGather:
+        return self._gather((bank.index, 0, bank.nbytes), slot)
+
+    def read(
+        self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
+    ) -> torch.Tensor:
+        memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
+        self._copies.submit(self._gather((bank.index, start, stop), memory)).wait()
+        return memory
+
+    def forget(self, bank: BankSpec) -> None:
+        self._banks.pop(bank.index, None)
+
+    def begin_forward(self) -> None:
+        """An eager forward of the model begins: what is gathered until `end_forward` is one run."""
+        self._in_forward = True
+        self._run = []
+
+    def end_forward(self) -> None:
+        """It ended, in whatever way."""
+        self._in_forward = False
+        self._run = None
+
+    def begin_run(self, plan: GatherPlan = NO_GATHER_PLAN) -> None:
+        self._plan = plan
+        if self._group is not None:
+            self._group.check()
+        if not self._in_forward:
+            self._run = []
+
+    def end_run(self) -> None:
+        self._plan = NO_GATHER_PLAN
+        if not self._in_forward:
+            self._run = None
+
+    def fail(self, reason: str) -> None:
+        self._plan = NO_GATHER_PLAN
+        self.end_forward()
+        if self._group is not None:
+            self._group.fail(f"rank {self._group.rank} left a run in the middle, so that no rank can gather: {reason}")
+
+    def join(self, banks: Sequence[BankSpec]) -> None:
+        """Take part in the gathers of one forward that reads `banks`, without receiving anything.
+
+        They come in the order of the last forward, else in that of `banks`. Raises PeerError as a gather; InputError,
+        before anything is gathered, where a bank comes several times and no forward was one run.
+        """
+        indices = {bank.index for bank in banks}
+        runs = [run for first, run in self._runs.items() if first[0] in indices]
+        if len(indices) < len(banks) and not _is_forward(runs, indices):
+            again = next(bank for place, bank in enumerate(banks) if bank in banks[:place])
+            what = (
+                "the last forward on this rank ran in parts: compile the model as one graph, or let this rank run a "
+                "forward in place of gather_only_step"
+                if runs
+                else "this rank has run no forward yet: let every rank run one before the first gather_only_step"
+            )
+            raise InputError(
+                f"the order in which a forward gathers banks is not known, because layers share bank {again.name}, and "
+                + what
+            )
+        requests = [request for run in runs for request in run] or [(bank.index, 0, bank.nbytes) for bank in banks]
+        for gather in [self._copies.submit(self._part(request, None)) for request in requests]:
+            gather.wait()
+
+    def _gather(self, request: Request, slot: torch.Tensor) -> PendingGather:
+        self._learn(request)
+        return self._part(request, slot)
+
+    def _part(self, request: Request, slot: torch.Tensor | None) -> PendingGather:
+        assert self._group is not None, "connect comes first"
+        bank, sources = self._banks[request[0]]
+        start, stop = request[1:]
+        clipped = [
+            dataclasses.replace(cast("MemorySource", source), pieces=clip_pieces(source.pieces, start, stop))
+            for source in sources
+        ]
+        return PendingGather(self._group, request, clipped, slot, bank.name, self._plan)
+
+    def _learn(self, request: Request) -> None:
+        # Also what was the beginning of a run once, where it is inside a longer one now.
+        self._runs.pop(request, None)
+        if self._run:
+            self._run.append(request)
+            self._runs[self._run[0]] = self._run
+            return
+        run = [] if self._run is None else self._run
+        run.append(request)
+        self._runs[request] = run
+
+
+def _is_forward(runs: Sequence[Sequence[Request]], banks: Set[int]) -> bool:
+    """Whether one run gathers all `banks`. Of several, those that begin with the same bank are known once only."""
+    return len(runs) == 1 and len(runs[0]) > 1 and {bank for bank, _, _ in runs[0]} == banks
+
+
+# Not a method: connections must end with their transport, at once.
+def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) -> str:
+    index, start, stop = request
+    if index not in banks:
+        return f"bank number {index}, which this rank does not have"
+    bank = banks[index][0]
+    return f"bank {bank.name}" if (start, stop) == (0, bank.nbytes) else f"bytes {start} to {stop} of {bank.name}"
+
+
+def make_transport(name: str, link: Link) -> Transport:
+    """The transport of home `peer` with that name, one of `TRANSPORTS`."""
+    return Collective(link) if name == COLLECTIVE else Transport(name)

@@ -1,0 +1,162 @@
+"""Open checkpoint files, read straight into slots.
+
+A bank is read with `preadv`, not copied from a mapping of the file. Measured with warm pages, 512 MB in slices of 4 MB,
+reading reaches 13.5 to 14.3 GB/s, copying 12.2 to 12.9 from a fresh mapping and 12.6 to 15 from one that was touched
+before. And a file that is truncated under a mapping ends the process by a signal, where a read says so; nor are page
+tables filled and emptied as banks come and go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import weakref
+from collections.abc import Hashable
+from pathlib import Path
+
+import torch
+
+from moepass.models.checkpoint.checkpoint_files import DTYPES, StoredTensor
+from moepass.models.checkpoint.file_header import read_header
+from moepass.models.checkpoint.file_stamp import FileStamp, sample_digest
+from moepass.models.errors import CheckpointError
+from moepass.passes.ir.shards import Piece
+from moepass.runtime.transfer.sources import Source
+
+# The kernel starts to read no more of an announced range than its read-ahead window, of which this is the usual size:
+# what is announced in larger steps is left out. [Empirical] With a window of 8 MB, smaller steps cost nothing more.
+_ANNOUNCED_AT_ONCE_BYTES = 128 << 10
+# Whether bytes are in the cache is asked once for so many: to announce what is there takes a third of the time that it
+# takes to copy it. [Empirical] 12 ms for 512 MB.
+_ASKED_AT_ONCE_BYTES = 4 << 20
+
+
+class DiskFile:
+    """A safetensors file, open for as long as this object lives: who deletes or replaces it does no harm.
+
+    Whoever changes it in place does; then everything here raises CheckpointError, which names it. A new name, owner or
+    mode is no such change, and to delete a file is to take a name away; but any of these can go with a write whose time
+    was set back, so samples of the bytes are compared then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError where it cannot be opened, or is no complete safetensors file."""
+        self.path = path
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+        self._stamp = FileStamp.of(self.descriptor)
+        self.header = read_header(self.descriptor, path)
+        self._samples = self._samples_now()
+
+    def offset_bytes(self, tensor: StoredTensor) -> int:
+        """Where `tensor` begins. Raises CheckpointError where the file is not the one whose header described it."""
+        found = self.header.tensors.get(tensor.key)
+        is_same = tensor.stamp.identity() == self._stamp.identity()
+        if not is_same or found is None or (DTYPES.get(found.dtype), found.shape) != (tensor.dtype, tensor.shape):
+            raise CheckpointError(
+                f"{self.path} was changed or replaced while the model was loaded from it; load it again"
+            )
+        return found.offset_bytes
+
+    def check(self) -> None:
+        """Raises CheckpointError where somebody has changed the file. One system call while nobody has."""
+        # Of the open file, not of what is under its name by now.
+        now = FileStamp.of(self.descriptor)
+        if now == self._stamp:
+            return
+        if not now.may_hold_the_same(self._stamp) or self._samples_now() != self._samples:
+            raise CheckpointError(
+                f"{self.path} was changed while a model streams from it: it had {self._stamp.describe()}, now it has "
+                f"{now.describe()}; load the model again, and put new files in the place of old ones by renaming"
+            )
+        self._stamp = now
+
+    def read(self, offset_bytes: int, nbytes: int, address: int) -> None:
+        """Read `nbytes` into memory at `address`. Raises CheckpointError where they are not there, or were changed."""
+        done = 0
+        while done < nbytes:
+            place = (ctypes.c_char * (nbytes - done)).from_address(address + done)
+            try:
+                count = os.preadv(self.descriptor, [place], offset_bytes + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"bytes {offset_bytes} to {offset_bytes + nbytes} of {self.path} cannot be read: {error.strerror}"
+                ) from error
+            if count == 0:
+                break
+            done += count
+        # After reading: what was written into the file before that shows in its time.
+        self.check()
+        if done < nbytes:
+            raise CheckpointError(f"{self.path} ends at byte {offset_bytes + done}, before {offset_bytes + nbytes}")
+
+    def announce(self, offset_bytes: int, nbytes: int) -> None:
+        """Let the kernel begin to read these bytes into its cache, unless they seem to be there."""
+        stop = offset_bytes + nbytes
+        for start in range(offset_bytes, stop, _ASKED_AT_ONCE_BYTES):
+            if self._is_cached(start):
+                continue
+            for step in range(start, min(start + _ASKED_AT_ONCE_BYTES, stop), _ANNOUNCED_AT_ONCE_BYTES):
+                count = min(_ANNOUNCED_AT_ONCE_BYTES, stop - step)
+                os.posix_fadvise(self.descriptor, step, count, os.POSIX_FADV_WILLNEED)
+
+    def _is_cached(self, offset_bytes: int) -> bool:
+        """Whether this byte is in the kernel's cache; false where that cannot be told."""
+        try:
+            return os.preadv(self.descriptor, [bytearray(1)], offset_bytes, os.RWF_NOWAIT) == 1
+        except OSError:  # not cached, or a file system that does not say
+            return False
+
+    def forget(self, offset_bytes: int, nbytes: int) -> None:
+        """Let the kernel drop these bytes from its cache."""
+        os.posix_fadvise(self.descriptor, offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def _samples_now(self) -> str:
+        try:
+            return sample_digest(self.descriptor, self.header.nbytes)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FileSource(Source):
+    """Pieces of a file, in the file's order. `keeps_pages`: what was read stays in the kernel's cache while it can."""
+
+    file: DiskFile
+    pieces: tuple[Piece, ...]
+    keeps_pages: bool = True
+    over_link: bool = True
+
+    def check_bounds(self) -> None:
+        end = max((piece.source_offset_bytes + piece.nbytes for piece in self.pieces), default=0)
+        if self.file.header.nbytes < end:
+            raise ValueError(f"{self.file.path} of {self.file.header.nbytes} bytes is read up to byte {end}")
+
+    def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
+        self.file.read(offset_bytes, nbytes, address)
+        if not self.keeps_pages:
+            self.file.forget(offset_bytes, nbytes)
+
+    def read(self, offset_bytes: int, place: torch.Tensor) -> None:
+        memory = place if place.device.type == "cpu" else torch.empty(place.shape, dtype=place.dtype)
+        self.copy(offset_bytes, place.numel(), memory.data_ptr())
+        if memory is not place:
+            place.copy_(memory)
+
+    def contents(self) -> Hashable:
+        # The file does not change, or everything that reads it raises.
+        return self
+
+    def announce(self) -> None:
+        """Let the kernel begin to read all pieces into its cache."""
+        start = stop = 0
+        for piece in self.pieces:
+            if piece.source_offset_bytes != stop:
+                self.file.announce(start, stop - start)
+                start = piece.source_offset_bytes
+            stop = piece.source_offset_bytes + piece.nbytes
+        self.file.announce(start, stop - start)

@@ -1,0 +1,183 @@
+"""Home `disk`: experts stay in files, and a bank is read into its slot when the schedule asks for it.
+
+A bank whose tensors lie in the checkpoint's files as they are, byte for byte, in however many parts, is read from
+there. One that has to be made (transposed, converted) is written to a folder once, and read from there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from moepass.models.checkpoint.checkpoint_files import FileRange
+from moepass.models.checkpoint.unread_tensors import UnreadTensor
+from moepass.models.checkpoint.weight_recipes import UnfollowedError
+from moepass.models.errors import InputError, OptionError, one_of
+from moepass.passes.ir.plan import BankSpec
+from moepass.passes.ir.shards import Piece
+from moepass.runtime.banks.banks import Bank, describe_bank
+from moepass.runtime.homes.disk.bank_files import BankFolder
+from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
+from moepass.runtime.homes.disk.read_ahead import ReadAhead
+from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.transfer.learned_order import Followers
+from moepass.runtime.transfer.sources import Source
+
+PAGE_CACHES = ("keep", "drop")
+
+
+class DiskHome(Home):
+    """Banks in files. While one is copied, the one that follows is announced to the kernel.
+
+    What follows is what followed the last time, and before that, the next layer.
+    """
+
+    def __init__(self) -> None:
+        self.announces = True
+        self._sources: dict[int, tuple[FileSource, ...]] = {}
+        self._files: list[DiskFile] = []
+        self._read_ahead = ReadAhead()
+        self._followers = Followers()
+
+    def add(self, bank: BankSpec, sources: Sequence[FileSource]) -> None:
+        """`bank` lies there from now on."""
+        self._sources[bank.index] = tuple(sources)
+        self._files = list({id(s.file): s.file for each in self._sources.values() for s in each}.values())
+
+    def check(self) -> None:
+        """Raises CheckpointError where somebody has changed one of the files. One system call for each."""
+        for file in self._files:
+            file.check()
+
+    def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
+        return self._sources[bank.index]
+
+    def copying(self, bank: BankSpec) -> None:
+        self._followers.learn(bank.index)
+        following = self._followers.after(bank.index)
+        if self.announces and following != bank.index and following in self._sources:
+            self._read_ahead.announce(self._sources[following])
+
+
+class DiskPacker:
+    """Finds, or makes, the files of a model's banks: `agree`, then `pack` each bank, then `connect`."""
+
+    def __init__(self, bank_folder: str | os.PathLike[str] | None, page_cache: str) -> None:
+        """Raises OptionError for a wrong `page_cache`, InputError where the platform cannot read into a slot."""
+        if page_cache not in PAGE_CACHES:
+            raise OptionError(f"page_cache is {page_cache!r}; it must be one of {one_of(PAGE_CACHES)}")
+        if not hasattr(os, "preadv"):
+            raise InputError("this platform has no preadv, which home='disk' needs; use home='host'")
+        self.home = DiskHome()
+        self._folder = None if bank_folder is None else BankFolder(Path(bank_folder))
+        self._keeps_pages = page_cache == "keep"
+        self._files: dict[Path, DiskFile] = {}
+
+    def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Write what must be written, and know where all banks lie; the model is not changed.
+
+        Raises InputError where banks would have to be written and no folder is given, or has not enough room;
+        CheckpointError where files are not what they were.
+        """
+        made = {name: reason for name, tensors in banks.items() if (reason := _why_made(tensors))}
+        needed = sum(value.nbytes for name in made for value in banks[name].values())
+        if made and self._folder is None:
+            name, reason = next(iter(made.items()))
+            raise InputError(
+                f"{name}{reason}; name a bank_folder with room for {needed} bytes, where such banks are written once"
+            )
+        written = self._folder.write({name: banks[name] for name in made}) if made and self._folder else {}
+        for index, (name, tensors) in enumerate(banks.items()):
+            experts = next(iter(tensors.values())).shape[0]
+            spec = describe_bank(index, name, tensors, home="disk", expert_bounds=(0, experts))
+            if name in made:
+                pieces = _pieces_of_bank_file(spec, written[name])
+            else:
+                pieces = self._pieces_of_checkpoint(spec, tensors)
+            self.home.add(
+                spec, [FileSource(file, in_file_order(parts), self._keeps_pages) for file, parts in pieces.items()]
+            )
+
+    def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
+        experts = next(iter(tensors.values())).shape[0]
+        spec = describe_bank(index, name, tensors, home="disk", expert_bounds=(0, experts))
+        return Bank(spec, torch.zeros(1, dtype=torch.uint8))
+
+    def connect(self, banks: Sequence[Bank]) -> None:
+        return
+
+    def _pieces_of_checkpoint(self, spec: BankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[DiskFile, list[Piece]]:
+        pieces: dict[DiskFile, list[Piece]] = defaultdict(list)
+        for place, tensor in zip(spec.tensors, tensors.values(), strict=True):
+            assert isinstance(tensor, UnreadTensor)
+            slot_offset = place.offset_bytes
+            for part in tensor.recipe.file_ranges():
+                file = self._opened(part)
+                pieces[file].append(Piece(file.offset_bytes(part.tensor) + part.start, slot_offset, part.nbytes))
+                slot_offset += part.nbytes
+            assert slot_offset == place.offset_bytes + place.nbytes, f"{place.name} is not what its parts are"
+        return pieces
+
+    def _opened(self, part: FileRange) -> DiskFile:
+        path = part.tensor.file
+        if path not in self._files:
+            self._files[path] = DiskFile(path)
+        return self._files[path]
+
+
+def streams_as_it_is(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the bank that `tensors` form can be read from the checkpoint's files, with nothing written anywhere."""
+    return not _why_made(tensors)
+
+
+def _why_made(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Why this bank does not lie in files as it is, as the rest of a sentence; empty where it does."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, UnreadTensor):
+            return " is in memory, and home='disk' needs it in files"
+        try:
+            for _ in tensor.recipe.file_ranges():
+                pass
+        except UnfollowedError as error:
+            return f".{name} is made by {error.operation}, and home='disk' needs its bytes in a file as they are"
+    return ""
+
+
+def _pieces_of_bank_file(spec: BankSpec, file: DiskFile) -> dict[DiskFile, list[Piece]]:
+    extents = file.header.tensors
+    return {
+        file: [
+            Piece(extents[f"{spec.name}.{tensor.name}"].offset_bytes, tensor.offset_bytes, tensor.nbytes)
+            for tensor in spec.tensors
+        ]
+    }
+
+
+def in_file_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The same bytes to the same places, in the order of the file, with neighbours on both sides as one piece."""
+    return tuple(_merged(sorted(pieces, key=lambda piece: piece.source_offset_bytes)))
+
+
+def _merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    last: Piece | None = None
+    for piece in pieces:
+        if not piece.nbytes:
+            continue
+        if last is not None and (
+            last.source_offset_bytes + last.nbytes == piece.source_offset_bytes
+            and last.slot_offset_bytes + last.nbytes == piece.slot_offset_bytes
+        ):
+            last = Piece(last.source_offset_bytes, last.slot_offset_bytes, last.nbytes + piece.nbytes)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+__all__ = ["PAGE_CACHES", "DiskHome", "DiskPacker", "in_file_order", "streams_as_it_is"]

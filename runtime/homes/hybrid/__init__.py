@@ -1,0 +1,1 @@
+"""Shards in host memory, staged on the compute side for all ranks. May import homes and what homes may."""

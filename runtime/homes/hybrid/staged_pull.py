@@ -1,0 +1,182 @@
+"""Transport `pull` of home `hybrid`: shards are copied from stages, and past them from host memory.
+
+No rank depends on another one's pace. Bytes that are on their way into a stage are waited for as long as they move, and
+in all not much longer than fetching the bank would take: fetching them at once would load a host link that is the
+bottleneck already. Where a stage does not hold them, or was given to another bank while they were copied, they are
+fetched from host memory at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from moepass.passes.ir.plan import NO_GATHER_PLAN, BankSpec, GatherPlan
+from moepass.runtime.homes.hybrid.stager import Found, Stager, Stages
+from moepass.runtime.transfer import copying
+from moepass.runtime.transfer.copying import PendingCopy, check_slot, slices_in_turn
+from moepass.runtime.transfer.link import BusyLink, Link
+from moepass.runtime.transfer.sources import MemorySource, Source
+from moepass.runtime.transfer.transports import PULL, Transport
+
+# [Empirical] One copy waits for stages so many times as long, in all, as fetching the whole bank from host memory would
+# take: all of it at once would slow down what this rank stages for others.
+_PATIENCE = 1.5
+# [Empirical] A rank whose stages have not moved for the time of so many slices, and longer than a thread waits for the
+# interpreter lock, is not waited for until they do.
+_STALLED_SLICES, _STALLED_S = 4, 0.005
+_PAUSE_S = 0.0005
+
+
+class Patience:
+    """How long one copy waits for bytes that are on their way. Times are those of `time.perf_counter`."""
+
+    def __init__(self, whole_seconds: float, stalled_seconds: float, stalled: dict[Hashable, int]) -> None:
+        """It waits for `whole_seconds` in all, and for nobody who has not moved for `stalled_seconds`.
+
+        `stalled` says how far those had come who were given up, and outlives the copy.
+        """
+        self._left = whole_seconds
+        self._stalled_seconds = stalled_seconds
+        self._stalled = stalled
+        self._seen: dict[Hashable, tuple[int, float]] = {}
+
+    def waits_for(self, who: Hashable, progress: int, now: float) -> bool:
+        """Whether to wait a little longer for `who`, who has come as far as `progress`."""
+        if self._left <= 0 or self._stalled.get(who) == progress:
+            return False
+        seen, since = self._seen.setdefault(who, (progress, now))
+        if seen != progress:
+            self._seen[who] = (progress, now)
+        elif now - since > self._stalled_seconds:
+            self._stalled[who] = progress
+            return False
+        return True
+
+    def waited(self, seconds: float) -> None:
+        self._left -= seconds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagedSource(MemorySource):
+    """A rank's shard of bank number `bank` in host memory, and the stages of that rank, one of which may hold it."""
+
+    bank: int = 0
+    stages: Stages | None = None
+
+
+class StagedPull(Transport):
+    """One-sided copies from stages. `host_link` is the link between this rank and host memory, its own and others'."""
+
+    def __init__(self, host_link: Link) -> None:
+        super().__init__(PULL)
+        self.host_link = BusyLink(host_link)
+        self._stager: Stager | None = None
+        self._stalled: dict[Hashable, int] = {}
+
+    def connect(self, stager: Stager) -> None:
+        """From now on this rank fills stages."""
+        self._stager = stager
+
+    def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingCopy:
+        stager = self._own_stager()
+        if stager is None:
+            return super().copy(bank, sources, slot)
+        return StagedCopy(self, stager, bank, sources, slot)
+
+    def begin_run(self, plan: GatherPlan = NO_GATHER_PLAN) -> None:
+        """Raises StagerError where the stages of this rank are filled no more."""
+        stager = self._own_stager()
+        if stager is not None:
+            stager.check()
+            stager.show_running(True)
+
+    def end_run(self) -> None:
+        stager = self._own_stager()
+        if stager is not None:
+            stager.show_running(False)
+
+    def fail(self, reason: str) -> None:
+        self.end_run()
+
+    def asked_for(self, bank: BankSpec) -> None:
+        """A copy of `bank` was asked for: from this it is learned which bank follows which."""
+        stager = self._own_stager()
+        if stager is not None:
+            stager.learn(bank.index)
+
+    def patience(self, nbytes: int) -> Patience:
+        """That of a copy of `nbytes`."""
+        slice_seconds = self.host_link.expected_seconds(min(nbytes, copying.SLICE_BYTES))
+        stalled_seconds = max(_STALLED_S, _STALLED_SLICES * slice_seconds)
+        whole_seconds = max(2 * stalled_seconds, _PATIENCE * self.host_link.expected_seconds(nbytes))
+        return Patience(whole_seconds, stalled_seconds, self._stalled)
+
+    def _own_stager(self) -> Stager | None:
+        """None in a forked child, which reads host memory alone."""
+        return None if self._stager is None or self._stager.is_inherited else self._stager
+
+
+class StagedCopy(PendingCopy):
+    """A copy from the stages of all ranks, and past them."""
+
+    def __init__(
+        self, transport: StagedPull, stager: Stager, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor
+    ) -> None:
+        super().__init__(sources, slot, bank.name)
+        self._transport = transport
+        self._stager = stager
+        self._bank = bank.index
+
+    def perform(self, link: Link) -> None:
+        """As `PendingCopy.perform`. What comes from stages of other ranks takes its time on `link`, what comes past
+        any stage on the host link.
+        """
+        if self._is_inherited:
+            super().perform(link)
+            return
+        check_slot(self.sources, self.slot)
+        for source in self.sources:
+            source.check_bounds()
+        self._stager.reading(self._bank)
+        try:
+            self._copy_slices(BusyLink(link))
+        finally:
+            self._stager.has_read(self._bank)
+
+    def _copy_slices(self, peer_link: BusyLink) -> None:
+        patience = self._transport.patience(sum(source.nbytes for source in self.sources))
+        for source, offset, size, target in slices_in_turn(self.sources, self.slot):
+            if self.abandoned.is_set():
+                return
+            assert isinstance(source, StagedSource), "with home hybrid every rank has stages"
+            began = self._copy_staged(source, offset, size, target, patience)
+            if began is not None:
+                self.staged_bytes += size
+                if source.over_link:
+                    peer_link.moved(size, began, self.abandoned)
+                continue
+            began = time.perf_counter()
+            source.copy(offset, size, target)
+            self.unstaged_bytes += size
+            self._transport.host_link.moved(size, began, self.abandoned)
+
+    def _copy_staged(
+        self, source: StagedSource, offset: int, size: int, target: int, patience: Patience
+    ) -> float | None:
+        """When copying from a stage began; None where the bytes did not come from there."""
+        stages = source.stages
+        assert stages is not None
+        while True:
+            began = time.perf_counter()
+            found = stages.copy(source.bank, offset, size, target)
+            if found is Found.COPIED:
+                return began
+            if found is Found.ABSENT or not patience.waits_for(stages, stages.board.progress(), began):
+                return None
+            if self.abandoned.wait(_PAUSE_S):
+                return None
+            patience.waited(time.perf_counter() - began)

@@ -1,0 +1,200 @@
+"""Stages: memory on the compute side that holds this rank's shards of the banks which ranks are about to read.
+
+A thread copies them there from host memory, over the host link. Who reads a stage, on this rank or another, looks at
+its word on the board before and after: a stage is a cache, the shard in host memory is the truth.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from moepass.models.errors import MoepassError
+from moepass.runtime.homes.hybrid.stage_board import MOST_BANKS, MOST_SLICES, StageBoard
+from moepass.runtime.homes.hybrid.staging_order import StagePlan, choose_banks
+from moepass.runtime.system.background import run_in_background
+from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.transfer import copying
+from moepass.runtime.transfer.learned_order import Followers
+from moepass.runtime.transfer.link import BusyLink
+from moepass.runtime.transfer.sources import Source
+
+# [Empirical] Pauses between two looks at what other ranks want: a bank takes longer than the first, and a rank that
+# comes back after a rest loses no more than the second.
+_BUSY_PAUSE_S, _REST_PAUSE_S = 0.002, 0.05
+
+
+class StagerError(MoepassError, RuntimeError):
+    """The thread that fills the stages of this rank ended."""
+
+
+class Found(enum.Enum):
+    """What came of an attempt to copy from a stage."""
+
+    COPIED = "copied"
+    COMING = "not there yet, but on its way"
+    ABSENT = "not there"
+
+
+class Stages:
+    """The stages of one rank, to be read: `memories` are flat uint8, each as long as the rank's largest shard.
+
+    They are filled slice by slice; `slice_bytes` is the same on all ranks.
+    """
+
+    def __init__(
+        self, board: StageBoard, memories: Sequence[torch.Tensor], slice_bytes: int = copying.SLICE_BYTES
+    ) -> None:
+        self.board = board
+        self.memories = tuple(memories)
+        self.slice_bytes = slice_bytes
+
+    def slices(self, nbytes: int) -> int:
+        """How many slices `nbytes` are."""
+        return -(-nbytes // self.slice_bytes)
+
+    def copy(self, bank: int, offset_bytes: int, nbytes: int, address: int) -> Found:
+        """Copy bytes of the rank's shard of `bank` to `address`, if they are in a stage.
+
+        What is written to `address` means nothing unless this gives COPIED.
+        """
+        needed_slices = self.slices(offset_bytes + nbytes)
+        for stage, memory in enumerate(self.memories):
+            state = self.board.state(stage)
+            if state.bank != bank:
+                continue
+            if state.filled_slices < needed_slices:
+                return Found.COMING
+            ctypes.memmove(address, memory.data_ptr() + offset_bytes, nbytes)
+            # After the bytes: had any of them been overwritten, the word would have been before.
+            after = self.board.state(stage)
+            if (after.bank, after.generation) == (state.bank, state.generation):
+                return Found.COPIED
+        return Found.ABSENT
+
+
+class Stager:
+    """Fills this rank's stages on a thread of its own, which ends with this object.
+
+    A forked child has no part in it: there `is_inherited` is true, and everything else must be left alone.
+    """
+
+    def __init__(self, own: Stages, others: Sequence[StageBoard], shards: Sequence[Source], link: BusyLink) -> None:
+        """`shards` are this rank's shards of all banks, by index, each with one piece for every byte of it."""
+        self._own = own
+        self._order = Followers()
+        self._banks = len(shards)
+        self._process = os.getpid()
+        self._work = _Work(own, others, shards, link)
+        # The thread must not keep its owner alive, so it knows only the work.
+        stop = functools.partial(_stop, self._work)
+        run_in_background(functools.partial(_run, self._work), stop, "moepass-stager")
+        self._stop = weakref.finalize(self, stop)
+        renew_after_fork(self)
+
+    @property
+    def is_inherited(self) -> bool:
+        return os.getpid() != self._process
+
+    def after_fork(self) -> None:
+        """The thread stayed with the parent, and the board is the parent's."""
+        self._stop.detach()
+
+    def check(self) -> None:
+        """Raises StagerError where the thread ended by an error."""
+        if self._work.error is not None:
+            raise StagerError(f"the stages of this rank are filled no more: {self._work.error}") from self._work.error
+
+    def learn(self, bank: int) -> None:
+        """A copy of `bank` was asked for."""
+        self._order.learn(bank)
+
+    def reading(self, bank: int) -> None:
+        """This rank copies `bank` into a slot now."""
+        self._show([bank, *self._following(bank)])
+
+    def has_read(self, bank: int) -> None:
+        """That copy is over."""
+        self._show(self._following(bank))
+
+    def show_running(self, is_running: bool) -> None:
+        self._own.board.show_running(is_running)
+        self._work.changed.set()
+
+    def _following(self, bank: int) -> list[int]:
+        following: list[int] = []
+        for _ in range(min(len(self._own.memories), self._banks - 1)):
+            bank = self._order.after(bank)
+            # After the last one the next run begins.
+            bank = bank if bank < self._banks else 0
+            following.append(bank)
+        return following
+
+    def _show(self, banks: Sequence[int]) -> None:
+        self._own.board.show_wants(tuple(dict.fromkeys(banks)))
+        self._work.changed.set()
+
+
+class _Work:
+    """What the thread works on."""
+
+    def __init__(self, own: Stages, others: Sequence[StageBoard], shards: Sequence[Source], link: BusyLink) -> None:
+        slices = [own.slices(shard.nbytes) for shard in shards]
+        assert len(shards) <= MOST_BANKS, "the index of a bank fits its part of a word"
+        assert max(slices, default=0) <= MOST_SLICES, "so does the number of slices"
+        self.own = own
+        self.boards = (own.board, *others)
+        self.shards = tuple(shards)
+        self.plan = StagePlan(len(own.memories), slices)
+        self.link = link
+        self.changed = threading.Event()
+        self.stopped = threading.Event()
+        self.error: BaseException | None = None
+
+    def step(self) -> bool:
+        """Copy the slice that is needed most urgently; false where all is there."""
+        wants = [board.wants() for board in self.boards]
+        for stage in self.plan.choose(choose_banks(wants, len(self.own.memories))):
+            # Before the first byte: see `Stages.copy`.
+            self.own.board.show_state(stage, self.plan.states[stage])
+        fill = self.plan.next_fill()
+        if fill is None:
+            return False
+        shard = self.shards[fill.bank]
+        offset = fill.slice_number * self.own.slice_bytes
+        nbytes = min(self.own.slice_bytes, shard.nbytes - offset)
+        began = time.perf_counter()
+        shard.copy(offset, nbytes, self.own.memories[fill.stage].data_ptr() + offset)
+        self.link.moved(nbytes, began, self.stopped)
+        self.plan.filled(fill.stage)
+        self.own.board.show_state(fill.stage, self.plan.states[fill.stage])
+        self.own.board.show_progress()
+        return True
+
+    def pause_seconds(self) -> float:
+        return _BUSY_PAUSE_S if any(board.wants().is_running for board in self.boards) else _REST_PAUSE_S
+
+
+def _run(work: _Work) -> None:
+    try:
+        while not work.stopped.is_set():
+            work.changed.clear()
+            if not work.step():
+                work.changed.wait(work.pause_seconds())
+    except BaseException as error:  # handed to the thread that begins the next run, which raises it
+        work.error = error
+
+
+def _stop(work: _Work) -> None:
+    work.own.board.show_running(False)
+    work.own.board.show_wants(())
+    work.stopped.set()
+    work.changed.set()

@@ -1,0 +1,267 @@
+"""The ranks that share the experts of one model: they agree once, map each other's shards, then work alone.
+
+agree    every rank says what it has; differences are one error, the same on every rank
+share    every rank publishes its shards and opens those of the others
+settle   all have mapped what they need: from here on nobody can take it away
+check    before every run: is somebody gone?  No rank ever waits for another here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
+
+from moepass.models.errors import InputError
+from moepass.models.limits import check_wait
+from moepass.passes.ir.plan import BankSpec
+from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.system.processes import ProcessIdentity, ProcessWatch, this_process
+from moepass.runtime.system.shared_memory import (
+    PAGE_BYTES,
+    SegmentAddress,
+    SharedMemoryError,
+    SharedSegment,
+    create_segment,
+    open_segment,
+)
+from moepass.runtime.transfer.transports import PULL
+
+DEFAULT_TIMEOUT_S = 60.0
+
+# What ranks publish, in this order.
+_BANKS, _SHARDS, _MAPPED = "list of banks", "segment of shards", "note that all is mapped"
+# The first byte of a segment, which is zero at first: whether its rank has said goodbye.
+_LEFT = 1
+OFFLOADING = "every rank of the group must call offload_experts with the same home, and with the same group"
+
+
+@dataclasses.dataclass(frozen=True)
+class Introduction:
+    """What a rank says of itself. `digests` has one word per bank, equal for equal weights.
+
+    `process` matters to transport `pull` alone, where ranks watch each other; `stages` to home `hybrid`; `device_type`
+    is the kind of device in whose memory the shards lie.
+    """
+
+    ranks: int
+    process: ProcessIdentity | None
+    banks: tuple[BankSpec, ...]
+    digests: tuple[str, ...]
+    transport: str = PULL
+    stages: int = 0
+    device_type: str = "cpu"
+
+
+class PeerGroup:
+    """This rank among the ranks of a group, all on one machine unless the transport is `collective`.
+
+    With transport `pull` a rank that ends without an error, or drops its model, is not missed: its shards stay mapped
+    in those that need them. A rank that is killed, or ends by an exception that nobody caught, makes `check_alive`
+    raise on the others. (A process without exit handlers, such as a forked worker of multiprocessing, must call
+    `leave` to end quietly.)
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        title: str = OFFLOADING,
+        transport: str = PULL,
+        watch: ProcessWatch | None = None,
+    ) -> None:
+        """Waits for nobody. Every rank makes its groups on `store` in the same order; `title` says how.
+
+        Groups of the same ranks may share a `watch`.
+
+        Raises OptionError for a timeout that is no positive number or beyond MOST_WAIT_SECONDS, PeerError where the
+        store is gone.
+        """
+        check_wait("timeout_s", timeout_s)
+        self.rank = rank
+        self.size = size
+        self.transport = transport
+        self.rendezvous = Rendezvous(store, rank, size, float(timeout_s), title)
+        self._watch = watch or ProcessWatch()
+        self._processes: dict[int, ProcessIdentity] = {}
+        self._states: dict[int, torch.Tensor] = {}
+        self._segment: SharedSegment | None = None
+        self._leave: weakref.finalize[[torch.Tensor, int], PeerGroup] | None = None
+
+    @staticmethod
+    def of(
+        group: ProcessGroup | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        title: str = OFFLOADING,
+        transport: str = PULL,
+        watch: ProcessWatch | None = None,
+    ) -> PeerGroup:
+        """The ranks of `group`, by default all. Raises InputError where torch.distributed is not initialised, or where
+        this process is not in the group, and what the constructor raises.
+        """
+        if not torch.distributed.is_initialized():
+            raise InputError(
+                "home='peer' and home='hybrid' spread experts over the ranks of torch.distributed, which is not "
+                "initialised; launch with torchrun and call torch.distributed.init_process_group(), or use home='host' "
+                "on a single process"
+            )
+        if group is None:
+            group = c10d._get_default_group()
+        if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
+            raise InputError(f"group is {group!r}, which is no process group that this process belongs to")
+        store = c10d._get_process_group_store(group)
+        return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport, watch)
+
+    def agree(
+        self, banks: Sequence[BankSpec], digests: Sequence[str], stages: int = 0, device_type: str = "cpu"
+    ) -> None:
+        """Wait until every rank has come here with the same banks, `digests` of which are one word each, as many
+        `stages`, and shards on the same kind of device.
+
+        Raises PeerError: one that names what differs, with both values and ranks, the same on every rank; or one that
+        names the ranks that did not come within the timeout, or are gone.
+        """
+        process = this_process() if self.transport == PULL else None
+        own = Introduction(self.size, process, tuple(banks), tuple(digests), self.transport, stages, device_type)
+        self.rendezvous.publish(_BANKS, own)
+        first = own
+        for rank, other in self._introductions(own):
+            if rank == 0:
+                first = other
+            _compare(0, first, rank, other)
+            if rank != self.rank and other.process is not None:
+                self._processes[rank] = other.process
+                self._watch.add(rank, other.process)
+        # What a rank left behind stays in the store when it is gone.
+        self.check_alive()
+
+    def _introductions(self, own: Introduction) -> Iterator[tuple[int, Introduction]]:
+        """Those of all ranks, in order."""
+        is_own_due = True
+        for rank, other in self.rendezvous.read_all(_BANKS, Introduction, self.check_alive):
+            if is_own_due and rank > self.rank:
+                is_own_due = False
+                yield self.rank, own
+            yield rank, other
+        if is_own_due:
+            yield self.rank, own
+
+    def make_segment(self, nbytes: int) -> SharedSegment:
+        """Shared memory of this rank, of which `nbytes` from `PAGE_BYTES` on are free to use.
+
+        Raises SharedMemoryError where there is none.
+        """
+        self._segment = create_segment(PAGE_BYTES + nbytes, f"moepass-rank-{self.rank}")
+        state = self._segment.map(0, 1)
+        self._leave = weakref.finalize(self, _say_goodbye, state, os.getpid())
+        self._leave.atexit = False  # `_leave_all` does it then
+        _groups.add(self)
+        return self._segment
+
+    def share(self) -> dict[int, SharedSegment]:
+        """Publish this rank's segment and open those of the others, by rank.
+
+        Raises PeerError where a rank is gone or does not come within the timeout.
+        """
+        assert self._segment is not None, "make_segment comes first"
+        self.rendezvous.publish(_SHARDS, self._segment.address())
+        segments: dict[int, SharedSegment] = {}
+        for rank, address in self.rendezvous.read_all(_SHARDS, SegmentAddress, self.check_alive):
+            try:
+                segments[rank] = open_segment(address)
+                self._states[rank] = segments[rank].map(0, 1)
+            except SharedMemoryError as error:
+                # It may have given up because of one that is gone: that one is the cause.
+                self.check_alive()
+                raise PeerError(f"the shards of {self._name(rank)} cannot be opened: {error}") from error
+        return segments
+
+    def settle(self) -> None:
+        """Wait until every rank has mapped what it needs; then no process needs to open anything of another's again.
+
+        Raises PeerError as `share`.
+        """
+        self.rendezvous.publish(_MAPPED, True)
+        for _ in self.rendezvous.read_all(_MAPPED, bool, self.check_alive):
+            pass
+        self._segment = None
+
+    def check_alive(self) -> None:
+        """Raises PeerError where a rank has ended that did not say goodbye. One system call; waits for nothing."""
+        missed = [
+            self._name(rank)
+            for rank in sorted(self._watch.gone())
+            if rank not in self._states or int(self._states[rank]) != _LEFT
+        ]
+        if missed:
+            verb = "is" if len(missed) == 1 else "are"
+            raise PeerError(
+                f"{' and '.join(missed)} {verb} gone, by a signal or an error of its own; see its output, and start "
+                "all ranks again"
+            )
+
+    def leave(self) -> None:
+        """Tell the others that this rank is done; it also happens when this object goes and when the process ends."""
+        if self._leave is not None:
+            self._leave()
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (process {self._processes[rank].pid})"
+
+
+_groups: weakref.WeakSet[PeerGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    # Set where an exception ends the process, which is no good end.
+    if getattr(sys, "last_value", None) is None:
+        for group in list(_groups):
+            group.leave()
+
+
+def _say_goodbye(state: torch.Tensor, pid: int) -> None:
+    # A forked child has its parent's handlers, and its objects.
+    if os.getpid() == pid:
+        state.fill_(_LEFT)
+
+
+def _compare(rank: int, introduction: Introduction, other_rank: int, other: Introduction) -> None:
+    """Raises PeerError for the first thing in which two ranks differ."""
+    place = " on one machine" if introduction.transport == PULL else ""
+    for (topic, value), (_, other_value) in zip(_claims(introduction), _claims(other), strict=False):
+        if value != other_value:
+            raise PeerError(
+                f"ranks disagree on {topic}: {value} on rank {rank}, {other_value} on rank {other_rank}; give every "
+                f"rank the same model and checkpoint, in one group{place}"
+            )
+
+
+def _claims(introduction: Introduction) -> Iterator[tuple[str, object]]:
+    """What must be equal, topic by topic. Counts come first, so that up to the first difference topics are the same."""
+    yield "the number of ranks", introduction.ranks
+    yield "the transport", introduction.transport
+    if introduction.process is not None:
+        yield "the machine", introduction.process.machine
+    yield "the number of stages of home='hybrid'", introduction.stages
+    yield "the kind of device", introduction.device_type
+    yield "the number of banks", len(introduction.banks)
+    for bank, digest in zip(introduction.banks, introduction.digests, strict=True):
+        yield f"the name of bank {bank.index}", bank.name
+        yield (
+            f"the tensors of bank {bank.name}",
+            [f"{item.name} {item.dtype} {list(item.shape)}" for item in bank.tensors],
+        )
+        yield f"the experts of each rank in bank {bank.name}", list(bank.expert_bounds)
+        yield f"the bytes of bank {bank.name}", bank.nbytes
+        yield f"the weights of bank {bank.name} (a digest)", digest

@@ -1,0 +1,1 @@
+"""Other libraries meet moepass: expert parallelism of transformers. May import every room; none imports it."""

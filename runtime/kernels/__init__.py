@@ -1,0 +1,1 @@
+"""Expert computation: tensors in, tensors out. May import system."""

@@ -1,0 +1,232 @@
+"""Lower a segment of experts on a CPU: expert by expert, a few rows at a time, row work compiled by Inductor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, map_nodes
+from moepass.passes.segments.expert_program import ExpertProgram, NotByExpertError, Product, RowWork, read_program
+from moepass.runtime.kernels.cpu_gemm_library import multiply
+from moepass.runtime.system.huge_pages import empty_in_huge_pages
+
+# [Empirical] Rows that go through an expert together. Their values stay in the cache (1 MB each at a width of 512 in
+# fp32), and products of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
+CHUNK_ROWS = 512
+
+# Compiles a graph whose nodes have fake values of that mode: called with a list of its inputs, gives its outputs.
+Compile = Callable[[GraphModule, FakeTensorMode], Callable[[list[Any]], Sequence[torch.Tensor]]]
+
+
+def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | None:
+    """`segment` expert by expert; None where it cannot be run so, and is better compiled as a whole."""
+    try:
+        program = read_program(segment)
+        graphs = {step: _for_any_rows(step, program) for step in program.steps if isinstance(step, RowWork)}
+    except NotByExpertError:
+        return None
+    work = {
+        step: _RowsInAnyNumber(graph, compile_rows(copy_graph_module(graph), mode))
+        for step, (graph, mode) in graphs.items()
+    }
+    return ExpertLoop(segment, program, work)
+
+
+def product_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
+    """The loop of a segment that is one product by expert and nothing else: takes rows, weights and where rows end.
+
+    `rows` [n, in] and `weights` [E, out, in] say shapes and types.
+    """
+    graph = Graph()
+    inputs = [graph.placeholder(name) for name in ("rows", "weights", "ends")]
+    turned = graph.call_method("transpose", (inputs[1], 1, 2))
+    product = graph.call_function(torch.ops.aten._grouped_mm.default, (inputs[0], turned, inputs[2]))
+    product.meta["val"] = torch.empty(len(rows), weights.shape[1], dtype=rows.dtype, device="meta")
+    graph.output((product,))
+    step = Product(product, inputs[0], turned)
+    program = ExpertProgram(inputs[2], (inputs[0],), (turned,), (step,), (product,))
+    return ExpertLoop(GraphModule({}, graph), program, {})
+
+
+class _RowsInAnyNumber:
+    """Row work for any number of rows from 1 on."""
+
+    def __init__(self, graph: GraphModule, compiled: Callable[[list[Any]], Sequence[torch.Tensor]]) -> None:
+        self._graph = graph
+        self._compiled = compiled
+
+    def __call__(self, inputs: list[Any], rows: int) -> Sequence[torch.Tensor]:
+        # A symbolic size is 2 or more, and what was compiled for it may be wrong for 1, where strides mean nothing.
+        if rows == 1:
+            alone: Sequence[torch.Tensor] = self._graph(*inputs)
+            return alone
+        results = self._compiled(inputs)
+        # The first call needs what Inductor wraps around its code, for profilers and caches; with few rows later calls
+        # feel it.
+        self._compiled = getattr(self._compiled, "current_callable", None) or self._compiled
+        return results
+
+
+@dataclasses.dataclass
+class _Values:
+    """What one call works on: `outputs` and `row_inputs` with all rows, `fixed` with none.
+
+    `tables` are the fixed values that row work reads, contiguous.
+    """
+
+    fixed: dict[Node, torch.Tensor]
+    tables: dict[Node, torch.Tensor]
+    row_inputs: dict[Node, torch.Tensor]
+    outputs: dict[Node, torch.Tensor]
+
+
+@dataclasses.dataclass
+class _Chunk:
+    """Some rows of one expert: as many as `rows`, and what `_Values` has of them."""
+
+    rows: int
+    row_inputs: dict[Node, torch.Tensor]
+    outputs: dict[Node, torch.Tensor]
+
+
+class ExpertLoop:
+    """Runs a program: called with a list of the segment's inputs, gives the segment's outputs."""
+
+    def __init__(self, segment: GraphModule, program: ExpertProgram, work: dict[RowWork, _RowsInAnyNumber]) -> None:
+        self.program = program
+        self._steps = [(step, work[step] if isinstance(step, RowWork) else None) for step in program.steps]
+        self._inputs = graph_inputs(segment.graph)
+        self._fixed = _graph_of_fixed(segment, program)
+
+    def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        values = self._prepare(inputs)
+        ends, *_ = (value for node, value in zip(self._inputs, inputs, strict=True) if node is self.program.ends)
+        inputs.clear()
+        rows = next(iter(values.row_inputs.values())).shape[0]
+        chunks = list(_chunks(ends.tolist(), rows))
+        sizes = [size for _, size in chunks]
+        # All views at once: with few rows, making them one by one is felt.
+        row_inputs, outputs = (
+            {node: whole.split(sizes) for node, whole in of_rows.items()}
+            for of_rows in (values.row_inputs, values.outputs)
+        )
+        for index, (expert, size) in enumerate(chunks):
+            chunk = _Chunk(
+                size,
+                {node: parts[index] for node, parts in row_inputs.items()},
+                {node: parts[index] for node, parts in outputs.items()},
+            )
+            self._run(values, expert, chunk)
+        return tuple(values.outputs[node] for node in self.program.outputs)
+
+    def _prepare(self, inputs: Sequence[Any]) -> _Values:
+        by_node = dict(zip(self._inputs, inputs, strict=True))
+        row_inputs = {node: by_node[node] for node in self.program.row_inputs}
+        rows = next(iter(row_inputs.values())).shape[0]
+        outputs = {
+            node: row_inputs[node] if node in row_inputs else _empty(node, rows) for node in self.program.outputs
+        }
+        fixed = dict(zip(self.program.fixed, self._fixed(*inputs), strict=True))
+        work = [step for step in self.program.steps if isinstance(step, RowWork)]
+        tables = {node: fixed[node].contiguous() for step in work for node in step.inputs if node in fixed}
+        return _Values(fixed, tables, row_inputs, outputs)
+
+    def _run(self, values: _Values, expert: int | None, chunk: _Chunk) -> None:
+        """`chunk`, whose rows are all of one expert; None: of no expert."""
+        found = {**values.tables, **chunk.row_inputs}
+        for step, work in self._steps:
+            if isinstance(step, Product):
+                out = chunk.outputs.get(step.node)
+                if expert is None:
+                    found[step.node] = _empty(step.node, chunk.rows).zero_() if out is None else out.zero_()
+                else:
+                    found[step.node] = multiply(found[step.rows], values.fixed[step.weights][expert], out)
+                continue
+            # It was compiled for contiguous inputs; a half of a chunk that a product reads too is none, for example.
+            assert work is not None
+            results = work([found[node].contiguous() for node in step.inputs], chunk.rows)
+            for node, result in zip(step.outputs, results, strict=True):
+                found[node] = result
+                if node in chunk.outputs:
+                    chunk.outputs[node].copy_(result)
+
+
+def _chunks(ends: Sequence[int], rows: int) -> Iterator[tuple[int | None, int]]:
+    """Numbers of rows that go through an expert together, with that expert. They add up to `rows`.
+
+    Rows beyond the last expert's belong to none; products give zeros for them.
+    """
+    start = 0
+    for expert, end in [*enumerate(ends), (None, rows)]:
+        while start < (stop := min(end, rows)):
+            size = min(CHUNK_ROWS, stop - start)
+            yield expert, size
+            start += size
+
+
+def _empty(node: Node, rows: int) -> torch.Tensor:
+    value = fake_value(node)
+    return empty_in_huge_pages((rows, *map(int, value.shape[1:])), value.dtype)
+
+
+def _graph_of_fixed(segment: GraphModule, program: ExpertProgram) -> GraphModule:
+    """From the segment's inputs to the program's fixed values, which are inputs and views of them."""
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    needed = set(program.fixed)
+    for node in reversed(segment.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    for node in segment.graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            values[node] = graph.node_copy(node, lambda used: values[used])
+    graph.output(tuple(values[node] for node in program.fixed))
+    return GraphModule(segment, graph)
+
+
+def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, FakeTensorMode]:
+    """`work` as a graph for any number of rows. Raises NotByExpertError where it holds for some numbers only."""
+    fixed = set(program.fixed)
+    if any(isinstance(size, int) and size == 0 for node in program.row_inputs for size in fake_value(node).shape[:1]):
+        # Nothing to loop over, and no number of rows can be looked up in none.
+        raise NotByExpertError("it has no rows")
+    with unset_fake_temporarily():
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        graph = Graph()
+        values: dict[Node, Node] = {}
+        for index, node in enumerate(work.inputs):
+            values[node] = graph.placeholder(f"input_{index}")
+            values[node].meta["val"] = _fake_input(mode, node, with_rows=node not in fixed)
+        for node in work.nodes:
+            values[node] = copied = graph.node_copy(node, lambda used: values[used])
+            given, named = map_nodes((copied.args, copied.kwargs), fake_value)
+            with mode:
+                copied.meta["val"] = copied.target(*given, **named)  # type: ignore[operator]
+        graph.output(tuple(values[node] for node in work.outputs))
+        shapes = mode.shape_env
+        if shapes is None or shapes.guards or shapes.replacements:
+            raise NotByExpertError("its row work holds for some numbers of rows only")
+        return GraphModule({}, graph), mode
+
+
+def _fake_input(mode: FakeTensorMode, node: Node, with_rows: bool) -> torch.Tensor:
+    value = fake_value(node)
+    sizes, dynamic = list(value.shape), [DimDynamic.STATIC] * value.dim()
+    if with_rows:
+        # All inputs with rows have the same number of them: equal sizes become one symbol.
+        sizes[0], dynamic[0] = CHUNK_ROWS, DimDynamic.DUCK
+    elif sizes and not isinstance(sizes[0], int):
+        sizes[0], dynamic[0] = 2 * CHUNK_ROWS, DimDynamic.DYNAMIC
+    if not all(isinstance(size, int) for size in sizes):
+        raise NotByExpertError(f"the shape of {node.name} is known at run time only")
+    example = torch.empty(sizes, dtype=value.dtype)  # contiguous, as what it stands for is made
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
+    fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)
+    return fake

@@ -1,0 +1,122 @@
+"""Compile a captured graph after capturing is over: for the sizes of a run that needs it.
+
+Contract
+    in    a captured graph, and the sizes by name of the run that it is compiled for
+    out   a callable for it, and the conditions on sizes under which it is right
+    sizes that only a run tells, host syncs and collectives may stand in it
+
+The graph is cut into segments as a scheduled one is, so that layers that are alike are compiled once, however many
+there are, and experts run on the same kernels.
+
+While Inductor compiles it decides by the sizes that it was given (an index of 16 bits is enough, say), and adds each
+decision to the guards. Those of `torch.compile` are complete by then, and the sizes of the captured graph may be far
+from those of the run. So the graph is described anew, with symbols of its own that have the run's sizes, and the guards
+on these are checked in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule
+
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs
+from moepass.passes.segments.partition import cut_into_segments
+from moepass.runtime.lowering.lower_segments import Lowered, lower_segments
+
+# Descriptions of values that the new ones replace.
+_STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
+
+
+@dataclasses.dataclass(frozen=True)
+class LateGraph:
+    """A compiled graph: `run` takes the graph's inputs, and is right where the `guards` hold.
+
+    Symbols are taken to be above 0, so that no guard tells sizes of 0 apart: the `empty` ones have to be the same.
+    `distinct_segments` were compiled for it; None where it runs operator by operator.
+    """
+
+    run: Lowered
+    guards: tuple[sympy.Basic, ...] = ()
+    symbols: Mapping[str, sympy.Symbol] = dataclasses.field(default_factory=dict)
+    distinct_segments: int | None = None
+    empty: frozenset[str] = frozenset()
+
+    def is_right_for(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it may run with these sizes, by the names that the captured graph gives them."""
+        if _empty(sizes, self.symbols) != self.empty:
+            return False
+        values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
+        return all(guard.xreplace(values) == sympy.true for guard in self.guards)
+
+
+def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> LateGraph:
+    """Compile `captured`, which stays as it is. `how` is a key of `moepass.runtime.lowering.lower_segments.LOWERINGS`."""
+    if how == "eager":
+        return LateGraph(captured)
+    private = copy_graph_module(captured)
+    # What tensors are made here belongs to no mode of the caller.
+    with torch.inference_mode(False), torch.no_grad():
+        symbols, fake_mode = _describe_anew(private, sizes)
+        cut = cut_into_segments(private)
+        run = lower_segments(cut.top, how)
+    guards = tuple(guard.expr for guard in fake_mode.shape_env.guards)
+    return LateGraph(run, guards, symbols, len(cut.segments), _empty(sizes, symbols))
+
+
+def _empty(sizes: Mapping[str, int], names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for name in names if sizes[name] == 0)
+
+
+def _describe_anew(module: GraphModule, sizes: Mapping[str, int]) -> tuple[dict[str, sympy.Symbol], Any]:
+    """Give every node of `module` a value of a fresh fake mode, in which its sizes are symbols that have these values.
+
+    Returns the symbols by their names in the captured graph, and the mode.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    env = ShapeEnv()
+    symbols = {
+        name: env.create_symbol(
+            size, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
+        )
+        for name, size in sizes.items()
+    }
+    fake_mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+
+    def renew_size(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        captured = size_expression(size)
+        expression = captured.xreplace({symbol: symbols[str(symbol)] for symbol in captured.free_symbols})
+        hint = captured.xreplace({symbol: sympy.Integer(sizes[str(symbol)]) for symbol in captured.free_symbols})
+        return env.create_symintnode(expression, hint=int(hint))
+
+    def renew(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return renew_size(value)
+        with fake_mode:
+            return torch.empty_strided(
+                [renew_size(size) for size in value.shape],
+                [renew_size(stride) for stride in value.stride()],
+                dtype=value.dtype,
+                device=value.device,
+            )
+
+    inputs = [renew(fake_value(node)) for node in graph_inputs(module.graph)]
+    for node in module.graph.nodes:
+        for key in _STALE:
+            node.meta.pop(key, None)
+    # As while capturing: without it some operators take sizes that are symbols for numbers.
+    with enable_python_dispatcher():
+        FakeTensorProp(module, fake_mode).propagate_dont_convert_inputs(*inputs)
+    return symbols, fake_mode

@@ -1,0 +1,158 @@
+"""Compile the segments of a partitioned graph, each distinct one once.
+
+Contract
+    in    a top-level graph of segments
+    out   the same top-level graph, its segments replaced by callables of the chosen lowering
+    `eager` runs the captured operators one by one: bit-identical to the model; `inductor` fuses them
+    an output that was memory of its own in the partitioned graph still is: see `LoweredSegment`
+
+Compilation happens here, with fake inputs, and not inside the first call: the guards that Inductor adds while it
+compiles must still reach the graph's own guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import py_sym_types
+
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, unbacked_conditions, view_source
+from moepass.runtime.lowering.lower_experts import lower_experts
+
+Lowered = Callable[..., Any]
+
+
+def decompositions(how: str) -> dict[Any, Callable[..., Any]]:
+    """What AOT takes apart while it captures for the lowering `how`: nothing for `eager`, to stay bit-identical."""
+    if how != "inductor":
+        return {}
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: dict[Any, Callable[..., Any]] = select_decomp_table()
+    return table
+
+
+class LoweredSegment(torch.nn.Module):
+    """A lowered segment in the top-level graph: called with its inputs, gives a tuple.
+
+    The schedule was made for a graph in which a copy is a copy: `w * ones_like(w)` outlives the slot of `w`, and a copy
+    of a buffer outlives the buffer's update. Inductor removes such copies, in its passes and while it lowers, and then
+    an output is an input, or a view of one. So every output that `segment` computes as fresh memory is compared with
+    the inputs when the segment has run, and copied where it shares a storage with one.
+
+    This is complete, whatever the lowering did. Memory that is alive when a segment begins can reach what comes after
+    it only through an output, and an output that shows an input has that input's storage. The copy comes in time,
+    because nothing is overwritten inside a segment: releases and updates of buffers stand between segments.
+    """
+
+    def __init__(self, run: Lowered, segment: GraphModule, boxed: bool) -> None:
+        super().__init__()
+        self.run = run
+        self.boxed = boxed
+        inputs, outputs = graph_inputs(segment.graph), segment.graph.output_node().args[0]
+        assert isinstance(outputs, (list, tuple))
+        self.tensors = [position for position, node in enumerate(inputs) if _is_strided(fake_value(node))]
+        self.fresh = [
+            position
+            for position, node in enumerate(outputs)
+            if isinstance(node, Node) and _is_strided(fake_value(node)) and view_source(node).op != "placeholder"
+        ]
+
+    def forward(self, *inputs: Any) -> Any:
+        outputs = self.run(list(inputs)) if self.boxed else self.run(*inputs)
+        if not self.fresh:
+            return outputs
+        taken = {inputs[position].untyped_storage().data_ptr() for position in self.tensors}
+        shared = [place for place in self.fresh if outputs[place].untyped_storage().data_ptr() in taken]
+        if not shared:
+            return outputs
+        return tuple(value.clone() if place in shared else value for place, value in enumerate(outputs))
+
+
+def _is_strided(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def lower_segments(top: GraphModule, how: str) -> GraphModule:
+    """Replace every segment of `top` by its compiled form. `how` is a key of `LOWERINGS`."""
+    lowered = copy_graph_module(top)
+    for name, segment in list(lowered.named_children()):
+        if isinstance(segment, GraphModule):
+            setattr(lowered, name, LOWERINGS[how](segment))
+    return lowered
+
+
+def _lower_eager(segment: GraphModule) -> torch.nn.Module:
+    # Here the comparison of storages catches operators whose schema hides that they give a view.
+    return LoweredSegment(segment, segment, boxed=False)
+
+
+def _lower_inductor(segment: GraphModule) -> torch.nn.Module:
+    by_expert = lower_experts(segment, compile_with_inductor)
+    if by_expert is not None:
+        return LoweredSegment(by_expert, segment, boxed=True)
+    # Inductor edits the graph that it compiles; the partitioned one stays readable.
+    private = copy_graph_module(segment)
+    for node in graph_inputs(private.graph):
+        node.meta["val"] = _own_symbol(fake_value(node))
+    inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(private.graph)]
+    fake_mode = _fake_mode_of(segment, inputs)
+    return LoweredSegment(compile_with_inductor(private, fake_mode), segment, boxed=True)
+
+
+def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
+    """Compile a graph whose nodes have values of `fake_mode`; the graph is changed. Takes its inputs as a list."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(module.graph)]
+    # Inductor's layout optimisation gives wrong results for depthwise 1-d convolutions on CPUs (seen with torch 2.13.0
+    # on jamba, whole graph and segment alike), and has nothing to gain in a language model.
+    correct = {"layout_optimization": False}
+    # What is asserted of sizes stands in the top-level graph; Inductor would assert it again, with sizes that are no
+    # inputs of the segment. Versions that cannot be told so are left to it.
+    if hasattr(inductor_config, "do_not_emit_runtime_assertions"):
+        correct["do_not_emit_runtime_assertions"] = True
+    # Inductor compiles in what is known of sizes that only a run tells, but its cache does not look at that.
+    tag = "; ".join([torch.compiler.config.cache_key_tag, *unbacked_conditions(module.graph)])
+    known = torch.compiler.config.patch(cache_key_tag=tag)  # type: ignore[attr-defined]
+    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), inductor_config.patch(correct), known:
+        joint_graph_passes(module)
+        run: Lowered = compile_fx_inner(
+            module, inputs, cudagraphs=BoxedBool(False), is_inference=True, is_backward=False, static_input_idxs=()
+        )
+    return run
+
+
+def _own_symbol(value: Any) -> Any:
+    """A size under the symbol that shapes use for it.
+
+    Two inputs' sizes that turned out equal share one symbol in shapes, but each keeps its own as an input, and that is
+    the name under which Inductor would bind it.
+    """
+    if not isinstance(value, torch.SymInt) or value.node._expr == value.node.expr:
+        return value
+    return value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
+
+
+def _fake_mode_of(segment: GraphModule, inputs: Sequence[Any]) -> Any:
+    from torch._guards import detect_fake_mode
+    from torch._subclasses import FakeTensorMode
+
+    found = detect_fake_mode([value for value in inputs if not isinstance(value, py_sym_types)])
+    if found is None:
+        found = detect_fake_mode([fake_value(node) for node in segment.graph.nodes])
+    return found or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+LOWERINGS: dict[str, Callable[[GraphModule], torch.nn.Module]] = {
+    "inductor": _lower_inductor,
+    "eager": _lower_eager,
+}

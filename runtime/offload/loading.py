@@ -1,0 +1,348 @@
+"""`load_pretrained`: a model from a checkpoint folder, its experts brought straight to their home.
+
+    plan      transformers builds the model from tensors that are not read yet (unread_tensors.py)
+    meet      homes `peer` and `hybrid`: all ranks have the same checkpoint
+    experts   `offload_experts` copies what belongs to this process into its banks; only that is read
+    dense     every other weight is read, once
+
+No process ever holds all experts, and nothing is held twice: a stored tensor is copied from the mapped file to its
+place in the bank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from moepass.models.checkpoint import checkpoint_folders as checkpoints
+from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
+from moepass.models.checkpoint.checkpoint_folders import check_numbers
+from moepass.models.checkpoint.file_stamp import FileStamps
+from moepass.models.checkpoint.unread_tensors import UnreadTensor, unread
+from moepass.models.checkpoint.weight_recipes import UnfollowedError
+from moepass.models.errors import CheckpointError, InputError, OptionError
+from moepass.models.formulas.expert_placement import shard_bounds
+from moepass.runtime.homes.disk.disk_home import streams_as_it_is
+from moepass.runtime.homes.peer_home import weights_digest
+from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
+from moepass.runtime.offload.loading_progress import Progress, shown_progress
+from moepass.runtime.offload.offload import (
+    DEFAULT_STAGES,
+    SPREAD_HOMES,
+    BankedParameter,
+    OffloadReport,
+    check_transport_of,
+    expert_parameters,
+    find_expert_modules,
+    offload_experts,
+    split_layers,
+)
+from moepass.runtime.offload.residents import Residents
+from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CHECKPOINT = "description of its checkpoint"
+_RESIDENT_BYTES, _RESIDENT_LAYERS = "resident_bytes", "resident_layers"
+_TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
+_GENERATION_FILE = "generation_config.json"
+
+
+def load_pretrained(
+    path: str | Path,
+    *,
+    home: str = "host",
+    group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    slots: int = 2,
+    link: str = "real",
+    dtype: torch.dtype | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    experts_implementation: str = "grouped_mm",
+    progress: Progress | None = None,
+    transport: str | None = None,
+    bank_folder: str | os.PathLike[str] | None = None,
+    page_cache: str = "keep",
+    resident_bytes: int = 0,
+    stages: int = DEFAULT_STAGES,
+    host_link: str = "real",
+    resident_layers: Sequence[int] = (),
+) -> PreTrainedModel:
+    """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
+
+    What it computes is what `from_pretrained` and `offload_experts` would have given, but each process reads the dense
+    weights and its own experts only: all of them for home="host", those of its rank for home="peer" and "hybrid", where
+    all ranks of `group` call this. Beyond these bytes it takes memory for one expert at most. On the CPU dense weights
+    are views of the mapped file, as they are with from_pretrained; ranks on one machine share them.
+
+    With home="disk" experts stay in the files of the checkpoint, and each bank is read from there into its slot
+    whenever it is needed. Where that cannot be, because a bank has to be converted or transposed, it is written to
+    `bank_folder`, and used again by whoever loads the same files with that folder. `page_cache` is that of
+    `offload_experts`. Files may be deleted or replaced meanwhile; to change one in place is an error in the next
+    run, or in the one under way. (Dense weights stay mapped: a file that is truncated just while they are read ends
+    the process by SIGBUS.)
+
+    `dtype` None keeps what the checkpoint says. `device` is where the model computes, by default the CPU; `slots`,
+    `link`, `timeout_s`, `transport`, `resident_bytes`, `stages`, `host_link` and `resident_layers` are those of
+    `offload_experts`. Ranks wait `timeout_s` for each other before and after they read their experts: give more than
+    what one rank may need longer than another.
+
+    On a terminal rank 0 shows a progress bar. `progress(bytes_read, bytes_in_all)` is called instead, on any rank that
+    gives it.
+
+    Raises CheckpointError where `path` is no checkpoint, or files or tensors are missing, truncated, or do not fit the
+    config, and where a file is replaced or changed before all is read; InputError where experts cannot be read one by
+    one (quantised weights, a family whose conversion mixes experts); PeerError where ranks bring different checkpoints,
+    fail or do not come; and what `offload_experts` raises.
+    """
+    _check_options(dtype, progress)
+    check_transport_of(home, transport)
+    meeting = PeerGroup.of(group, timeout_s, _TITLE).rendezvous if home in SPREAD_HOMES else None
+    rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
+    with torch.inference_mode(False), torch.no_grad():
+        with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
+            residents = Residents(resident_bytes, resident_layers)
+            plan = _plan(path, dtype, experts_implementation, residents)
+            own_bytes = plan.own_bytes(rank, ranks, home)
+            if meeting is not None:
+                _meet(meeting, plan.description())
+        with shown_progress(progress, rank == 0, own_bytes) as on_read:
+            plan.files.on_read = on_read
+            report = offload_experts(
+                plan.model,
+                home,
+                device,
+                slots,
+                link,
+                group,
+                timeout_s,
+                transport,
+                bank_folder,
+                page_cache,
+                resident_bytes,
+                stages,
+                host_link,
+                resident_layers,
+            )
+            plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
+            _read_dense(plan.model, report.store.device)
+            plan.files.close()
+            plan.files.check()
+    return plan.model
+
+
+def offload_report(model: nn.Module) -> OffloadReport:
+    """What rests where of a model whose experts were offloaded. Raises InputError for any other model."""
+    banked = [module for module in model.modules() if isinstance(module, BankedParameter)]
+    if not banked:
+        raise InputError(f"{type(model).__name__} has no offloaded experts; call offload_experts or load_pretrained")
+    store = banked[0].store
+    layers = tuple(bank.spec.name for bank in store.banks)
+    resident = tuple(find_expert_modules(model))
+    home = store.banks[0].spec.home
+    return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.stage_bytes)
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What all ranks must have in common, topic by topic: words and digests, in an order from cause to effect."""
+
+    topics: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A model whose weights are not read yet, and the files that they come from."""
+
+    folder: Path
+    files: CheckpointFiles
+    model: PreTrainedModel
+    residents: Residents
+
+    def experts(self) -> dict[str, UnreadTensor]:
+        """The tensors that go into banks, by name; those that modules share once."""
+        found = {
+            id(value): (f"{path}.{name}", value)
+            for path, modules in split_layers(self.model, self.residents)[0].items()
+            for module in modules
+            for name, value in expert_parameters(module).items()
+            if isinstance(value, UnreadTensor)
+        }
+        return dict(found.values())
+
+    def dense(self) -> dict[str, UnreadTensor]:
+        """All others, tied ones once; experts that stay resident are among them."""
+        experts = {id(tensor) for tensor in self.experts().values()}
+        weights = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: value for name, value in weights if isinstance(value, UnreadTensor) and id(value) not in experts}
+
+    def in_files(self) -> set[int]:
+        """The tensors, by id, that stay in the checkpoint's files with home `disk`."""
+        banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
+        return {id(value) for bank in banks if streams_as_it_is(bank) for value in bank.values()}
+
+    def own_bytes(self, rank: int, ranks: int, home: str) -> int:
+        """Bytes of the files that `rank` reads to load the model.
+
+        Raises InputError where a rank's experts cannot be read alone.
+        """
+        recipes = [tensor.recipe for tensor in self.dense().values()]
+        unread = self.in_files() if home == "disk" else set()
+        for name, tensor in self.experts().items():
+            if id(tensor) in unread:
+                continue
+            bounds = shard_bounds(tensor.shape[0], ranks)
+            try:
+                recipes.append(tensor.recipe.rows(bounds[rank], bounds[rank + 1]))
+                tensor.recipe.rows(0, 1)
+            except UnfollowedError as error:
+                raise InputError(
+                    f"{name} of family {self.model.config.model_type!r} is made by {error.operation}, through which "
+                    "single experts cannot be read; use from_pretrained, then moepass.offload_experts"
+                ) from error
+        return sum(stored.nbytes for recipe in recipes for stored in recipe.stored())
+
+    def description(self) -> _Description:
+        """Of the weights it holds only samples of the dense ones, since no rank reads all experts."""
+        config = hashlib.blake2b((self.folder / checkpoints.CONFIG_FILE).read_bytes(), digest_size=8).hexdigest()
+        sources = [stored for tensor in self.dense().values() for stored in tensor.recipe.stored()]
+        samples = {stored.tensor.key: self.files.read(stored.tensor)[None] for stored in sources}
+        dense = weights_digest(dict(sorted(samples.items())))
+        self.files.close()
+        return _Description(
+            {
+                # First: they decide which weights count as dense.
+                _RESIDENT_BYTES: str(self.residents.nbytes),
+                _RESIDENT_LAYERS: str(sorted(self.residents.layers)),
+                f"{checkpoints.CONFIG_FILE} (a digest)": config,
+                "the tensors in the checkpoint (a digest of names, types and shapes)": self.files.digest(),
+                "the dense weights in the checkpoint (a digest)": dense,
+            }
+        )
+
+
+def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str, residents: Residents) -> _Plan:
+    """Let transformers build the model from unread tensors. Raises CheckpointError and InputError."""
+    folder = checkpoints.resolve_model(path)
+    stamps = FileStamps(folder / name for name in (checkpoints.CONFIG_FILE, checkpoints.INDEX_FILE, _GENERATION_FILE))
+    config = checkpoints.load_config(folder)
+    _refuse_quantised(folder, config)
+    checkpoints.check_type(f"{folder / checkpoints.CONFIG_FILE}: dtype", config.dtype)
+    checkpoints._check_weight_files(folder, config)
+    files = CheckpointFiles(checkpoints._weight_files(folder), stamps)
+    check_numbers(folder, files.numbers, experts_implementation)
+    model_class = checkpoints._model_class(config)
+    try:
+        with checkpoints.quiet_transformers():
+            model, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=unread(files),
+                dtype="auto" if dtype is None else dtype,
+                # Mismatches then come as records, and are refused below in one line.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+                **checkpoints._options(model_class, experts_implementation),
+            )
+    except InputError as error:
+        raise InputError(
+            f"{folder}: weights of family {config.model_type!r} cannot be read one by one: {error}; use "
+            "from_pretrained, then moepass.offload_experts"
+        ) from error
+    except Exception as error:  # transformers raises many kinds for one cause: the files do not fit the config
+        raise CheckpointError(f"{folder} cannot be loaded: {_cause(error)}") from error
+    checkpoints._check_loading(folder, info)
+    _name_after(model, folder)
+    model.requires_grad_(False)
+    return _Plan(folder, files, model.eval(), residents)
+
+
+def _check_options(dtype: object, progress: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"dtype is {dtype!r}; it must be a floating point type such as torch.bfloat16, or None")
+    if progress is not None and not callable(progress):
+        raise OptionError(f"progress is {progress!r}; it must be a function of (bytes_read, bytes_in_all), or None")
+
+
+def _refuse_quantised(folder: Path, config: Any) -> None:
+    for part in (config, config.get_text_config()):
+        quantised = getattr(part, "quantization_config", None)
+        if quantised:
+            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+            raise InputError(
+                f"{folder} holds {config.model_type!r} weights quantised by {method or 'an unknown method'}, of which "
+                "load_pretrained reads none; use from_pretrained, dequantised, then moepass.offload_experts"
+            )
+
+
+def _cause(error: Exception) -> str:
+    if "automatic conversion" in str(error):  # the report that it points to is one of the silenced warnings
+        return (
+            "the weights of single experts do not merge into one bank per layer; one of them is missing, or has "
+            "another shape than the rest"
+        )
+    return checkpoints._one_line(error)
+
+
+def _name_after(model: PreTrainedModel, folder: Path) -> None:
+    """What from_pretrained takes from a folder besides weights."""
+    from transformers import GenerationConfig
+
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / _GENERATION_FILE).is_file() and model.can_generate():
+        try:
+            with checkpoints.quiet_transformers():
+                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # as it may be malformed in any way
+            raise CheckpointError(
+                f"{folder / _GENERATION_FILE} cannot be read: {checkpoints._one_line(error)}"
+            ) from error
+
+
+def _meet(meeting: Rendezvous, own: _Description) -> None:
+    """Wait until all ranks came with the same checkpoint. Raises PeerError, the same on every rank."""
+    meeting.publish(_CHECKPOINT, own)
+    found = dict(meeting.read_all(_CHECKPOINT, _Description, lambda: None))
+    found[meeting.rank] = own
+    first = found[0].topics
+    for rank in range(1, meeting.size):
+        for topic, value in first.items():
+            other = found[rank].topics.get(topic)
+            if other != value:
+                given = topic if topic in (_RESIDENT_BYTES, _RESIDENT_LAYERS) else "checkpoint"
+                raise PeerError(
+                    f"ranks disagree on {topic}: {value} on rank 0, {other} on rank {rank}; give every rank the same "
+                    f"{given}"
+                )
+
+
+def _read_dense(model: nn.Module, device: torch.device) -> None:
+    """Put numbers into every weight that has none yet; tied ones stay tied."""
+    read: dict[int, torch.Tensor] = {}
+    for tensors, name, tensor in _unread(model):
+        if id(tensor) not in read:
+            numbers = tensor.recipe.read().to(device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            read[id(tensor)] = nn.Parameter(numbers, requires_grad=False) if is_parameter else numbers
+        tensors[name] = read[id(tensor)]
+    if device.type != "cpu":
+        model.to(device)  # buffers that no checkpoint holds
+
+
+def _unread(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, UnreadTensor]]:
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if isinstance(tensor, UnreadTensor):
+                    yield tensors, name, tensor

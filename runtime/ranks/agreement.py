@@ -1,0 +1,226 @@
+"""The ranks of a process group agree on each run: on its form, gathered weights or exchanged tokens, and on its layers.
+
+An exchange needs all ranks, and each knows its own tokens only. So where a plan has a dispatch, every run begins with
+a few bytes from every rank to every other, over gloo connections of the group's own: no device waits for them, and
+every wait ends. So does every run where ranks may otherwise run different experts at a time (`RunCheck`). What follows
+is computed alike on all ranks, from what was agreed alone; the last form of the group's runs, by which a form stays
+near the border, is a part of that.
+
+Which of a rank's graphs takes part does not matter: ranks compile for different shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from moepass.models.errors import InputError
+from moepass.passes.ir.plan import Dispatch, LocalisedBlock
+from moepass.passes.parallel.proposals import Proposal
+from moepass.passes.schedule.dispatch import choose_form
+from moepass.runtime.ranks.connections import Connections
+from moepass.runtime.ranks.decisions import MEETING, decisions_of
+from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.system.forking import renew_after_fork
+
+logger = logging.getLogger("moepass")
+
+# Whole numbers up to here are exact on their way, as float64.
+LARGEST_EXACT = 2**53
+# Of a digest: as many as are compared, and short enough for people to compare them too.
+_DIGITS = 12
+
+
+# In the place of the tokens below which runs are exchanged, where none are.
+_NO_BORDER = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Presence:
+    """What a rank comes with: its tokens in a block, the border of its graph, and the blocks that are about to run.
+
+    `blocks` are these in words that ranks which run the same have in common. Where the border `is_estimated`, both are
+    in units of it, so that it is 1.
+    """
+
+    tokens: float
+    border_tokens: int
+    hysteresis: float
+    blocks: tuple[str, ...]
+    is_estimated: bool = False
+
+    @staticmethod
+    def of(dispatch: Dispatch, tokens: float, blocks: tuple[str, ...]) -> Presence:
+        """Estimated borders differ between ranks and shapes: their tokens count in parts of the border."""
+        if dispatch.is_estimated:
+            return Presence(tokens / dispatch.border_tokens, 1, dispatch.hysteresis, blocks, is_estimated=True)
+        return Presence(tokens, dispatch.border_tokens, dispatch.hysteresis, blocks)
+
+    def encode(self) -> torch.Tensor:
+        digest = hashlib.sha256("\n".join(self.blocks).encode()).digest()[:6]
+        numbers = [self.tokens, self.border_tokens, self.hysteresis, int.from_bytes(digest, "big")]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+class Agreement:
+    """This rank's part in the agreements of one process group. One run of the group agrees after the other."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._store = c10d._get_process_group_store(group)
+        self._connections: Connections | None = None
+        # The last form, by border and hysteresis: graphs with another border have their own.
+        self._last: dict[tuple[int, float], str] = {}
+        self._lock = threading.Lock()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def compare(self, blocks: tuple[str, ...], timeout_s: float) -> None:
+        """Let ranks see that all of them are about to run the same blocks. Raises PeerError as `agree` does."""
+        with self._lock:
+            self._exchange(Presence(0.0, _NO_BORDER, 0.0, blocks), timeout_s)
+
+    def agree(self, own: Presence, timeout_s: float) -> str:
+        """The form of the next run, the same on all ranks.
+
+        Raises PeerError: the same text on all ranks where their borders differ, or the layers that they are about to
+        run; one that names a rank which is gone, or did not come within `timeout_s`. Then no rank agrees any more.
+        """
+        with self._lock:
+            present = self._exchange(own, timeout_s)
+            tokens = sum(numbers[0] for numbers in present)
+            border = own.border_tokens, own.hysteresis
+            last = self._last.get(border)
+            self._last[border] = form = choose_form(tokens, self.size, *border, last)
+        if form != last:
+            mean = tokens / self.size
+            if own.is_estimated:
+                logger.info("runs are %s from now on: %.6g of the estimated border", form, mean)
+            else:
+                text = "runs are %s from now on: %.6g tokens per rank, the border is %d"
+                logger.info(text, form, mean, own.border_tokens)
+        return form
+
+    def _exchange(self, own: Presence, timeout_s: float) -> list[list[float]]:
+        """The numbers of all ranks, by rank."""
+        sent = own.encode()
+        if self.size == 1:
+            return [sent.tolist()]
+        connections = self._connect(timeout_s)
+        connections.check()
+        found = {rank: torch.empty_like(sent) for rank in connections.others}
+        late = (
+            f"did not come to agree on a run within {timeout_s:g} s. With all_to_all_below, and where a group runs "
+            "layers of one name with different experts, or some layers with exchanges and others without, every rank "
+            "of the group calls its compiled model equally often, as the exchanges of the model itself need it: with "
+            "no tokens if it has none; give ranks that compile longer than others a longer timeout_s"
+        )
+        try:
+            connections.exchange(
+                {rank: [numbers] for rank, numbers in found.items()},
+                {rank: [sent] for rank in found},
+                time.monotonic() + timeout_s,
+                late,
+                "ranks agreed on a run",
+            )
+        except PeerError:
+            raise
+        except BaseException as error:  # what is on its way now would be taken for that of a later run
+            connections.fail(f"rank {self.rank} was interrupted while ranks agreed on a run: {type(error).__name__}")
+            raise
+        found[self.rank] = sent
+        present = [found[rank].tolist() for rank in range(self.size)]
+        problem = _difference(present, self.rank, own.blocks)
+        if problem is not None:
+            raise PeerError(connections.fail(problem))
+        return present
+
+    def _connect(self, timeout_s: float) -> Connections:
+        if self._connections is None:
+            if not torch.distributed.is_gloo_available():
+                raise InputError(
+                    "ranks agree on each run of these layers over gloo, which this build of torch lacks; leave "
+                    "all_to_all_below out, and let layers of one name compute the same"
+                )
+            self._connections = Connections(
+                Rendezvous(self._store, self.rank, self.size, timeout_s, MEETING),
+                "agreements",
+                "agreements on runs",
+                f"this process was forked from rank {self.rank}, and has no part in what its ranks agree on before "
+                "each run; run the model in that process",
+            )
+        return self._connections
+
+
+def _difference(present: Sequence[Sequence[float]], own_rank: int, own_blocks: Sequence[str]) -> str | None:
+    """What ranks do not have in common; where it is the blocks, with those of this rank."""
+    for rank, (_, border, hysteresis, blocks) in enumerate(present):
+        _, first_border, first_hysteresis, first_blocks = present[0]
+        if blocks != first_blocks:
+            return (
+                f"rank {rank} is about to run other layers than rank 0, or the same with other experts, or cuts the "
+                f"model in other graphs (rank {own_rank}: {', '.join(own_blocks) or 'layers with their exchanges'}); "
+                "all ranks must run the same layers, with the same activation functions, in the same order, equally "
+                "often"
+            )
+        if (border, hysteresis) != (first_border, first_hysteresis):
+            return (
+                f"ranks disagree on the tokens per rank below which runs are exchanged: {first_border:g} (hysteresis "
+                f"{first_hysteresis:g}) on rank 0, {border:g} (hysteresis {hysteresis:g}) on rank {rank}; give all "
+                "ranks the same all_to_all_below"
+            )
+    return None
+
+
+class RunCheck:
+    """Compares before a run of one graph, where it has to be, which blocks the ranks run without their exchanges."""
+
+    def __init__(self, group: Callable[[], ProcessGroup], own: Proposal, timeout_s: float) -> None:
+        """`own` is what ranks decided on for the graph."""
+        self._group = group
+        self._own = own
+        self._blocks = taken_blocks(own.takes)
+        self._timeout_s = timeout_s
+        self._is_told = False
+
+    def __call__(self) -> None:
+        """Raises PeerError where ranks are about to run different blocks, are gone or do not come."""
+        group = self._group()
+        if not decisions_of(group).must_agree(self._own):
+            return
+        if not self._is_told:
+            self._is_told = True
+            what = ", ".join(self._blocks) or "a graph with its exchanges"
+            logger.info("from now on ranks compare each run of %s: the group has others that they could run", what)
+        agreement_of(group).compare(self._blocks, self._timeout_s)
+
+
+def taken_blocks(blocks: Sequence[LocalisedBlock]) -> tuple[str, ...]:
+    """Them with what their experts compute, in words that are the same on all ranks."""
+    return tuple(
+        f"{block.name} ({block.form} {hashlib.sha256(block.signature.encode()).hexdigest()[:_DIGITS]})"
+        for block in blocks
+    )
+
+
+_agreements: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+_agreements_lock = threading.Lock()
+
+
+def agreement_of(group: ProcessGroup) -> Agreement:
+    """That of `group`, which lives as long as the group."""
+    with _agreements_lock:
+        if group not in _agreements:
+            _agreements[group] = Agreement(group)
+        return _agreements[group]

@@ -1,0 +1,194 @@
+"""The ranks of a process group decide together which blocks of expert parallelism are taken out of their graphs.
+
+A block that one rank takes and another leaves cannot run: one would wait at an AllToAll that the other never joins. A
+block that two ranks take with different experts would be wrong. So every rank that captured a graph with collectives
+comes here before anything is compiled, whatever it found in it, and all come out with the same decision.
+
+A decision holds for the life of the group. A rank that captures the same block again, for another shape, keeps it and
+waits for nobody.
+
+Several layers can have one name, where they are compiled one by one, and one layer can be captured in several ways,
+where a Python flag chooses what its experts compute. Once ranks took such a name in two ways, or left some exchanges
+and took others, only a run tells which of these a rank runs: then they compare before each run, too (`must_agree`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, blocks_to_leave, explain_difference
+from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, skip_abandoned
+from moepass.runtime.system.forking import renew_after_fork
+
+logger = logging.getLogger("moepass")
+
+MEETING = (
+    "every rank of the group must compile its model with backend='asyncep' and run it, the same layers in the same "
+    "order: a rank that runs a model or a part of it uncompiled stays behind"
+)
+
+# What the digests `experts` and `tokens` of a block are made of.
+Texts = tuple[Sequence[str], Sequence[str]]
+
+
+class BlockDecisions:
+    """What the ranks of one group decided so far, as one of them knows it."""
+
+    def __init__(self) -> None:
+        # By name and signature of a block, which is empty for one that a rank cannot take: why it is left, or None.
+        self._decided: dict[tuple[str, str], str | None] = {}
+        # By name of a block: the signatures with which it is taken.
+        self._taken: dict[str, set[str]] = defaultdict(set)
+        self._has_left_exchanges = False
+        self._is_alone = False
+        self._lock = threading.Lock()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def decide(
+        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
+    ) -> dict[str, str]:
+        """Which blocks that `own` takes are left on all ranks, by name, and why: the same on every rank.
+
+        Waits for the other ranks where something of `own` was not decided yet. Raises PeerError naming ranks that do
+        not come within `timeout_s`, and where ranks differ in the number of tokens below which they exchange.
+        """
+        with self._lock:
+            keys = _keys(own)
+            unknown = [key for key in keys if key not in self._decided]
+            if unknown and not (self._is_alone and not own.takes):
+                self._meet(group, own, texts_of, timeout_s)
+            left = {name: self._decided.get((name, signature)) for name, signature in keys if signature}
+            return {name: reason for name, reason in left.items() if reason is not None}
+
+    def must_agree(self, own: Proposal) -> bool:
+        """Whether other ranks may run something else while this one runs the graph for which `own` was decided.
+
+        The same on all ranks. A rank that could not compare a graph with others is not asked about its runs either.
+        """
+        keys = _keys(own)
+        if any(key not in self._decided for key in keys):
+            return False
+        if self._has_left_exchanges and self._taken:
+            return True
+        return any(len(self._taken.get(name, ())) > 1 for name, _ in keys)
+
+    def _meet(
+        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
+    ) -> None:
+        rank, size, store = group.rank(), group.size(), c10d._get_process_group_store(group)
+        if skip_abandoned(store, rank) and not own.takes:
+            self._go_alone(own, "they came before this rank, and left")
+            return
+        try:
+            rendezvous = Rendezvous(store, rank, size, timeout_s, MEETING, is_dispensable=not own.takes)
+            rendezvous.publish("list of blocks", own)
+            found = dict(rendezvous.read_all("list of blocks", Proposal, check=lambda: None))
+        except PeerError as error:
+            taken_before = [block for block in own.leaves if self._was_taken(block.name)]
+            if taken_before:
+                raise PeerError(
+                    f"{error} (block {taken_before[0].name}, which all ranks took before, stays as it came in this "
+                    f"graph, because {taken_before[0].reason})"
+                ) from error
+            if own.takes:
+                raise
+            self._go_alone(own, str(error))
+            return
+        proposals = [found.get(other, own) for other in range(size)]
+        _check_borders(proposals)
+        left = blocks_to_leave(proposals)
+        unexplained = [name for name, reason in left.items() if reason == UNEXPLAINED]
+        if unexplained:
+            left |= self._explain(rendezvous, own, unexplained, texts_of)
+        self._remember(proposals, left)
+
+    def _explain(
+        self,
+        rendezvous: Rendezvous,
+        own: Proposal,
+        names: Sequence[str],
+        texts_of: Callable[[LocalisedBlock], Texts],
+    ) -> dict[str, str]:
+        """Where the blocks with these names differ between ranks: every rank takes all of them."""
+        texts = {block.name: texts_of(block) for block in own.takes if block.name in names}
+        rendezvous.publish("description of blocks", texts)
+        kind = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+        found: dict[int, Mapping[str, Texts]] = {rendezvous.rank: texts}
+        found |= rendezvous.read_all("description of blocks", kind, check=lambda: None)
+        by_rank = [found[rank] for rank in sorted(found)]
+        reasons = {}
+        for name in names:
+            experts, tokens = ([texts[name][part] for texts in by_rank] for part in (0, 1))
+            reasons[name] = (
+                explain_difference(experts, "its experts compute differently: they")
+                or explain_difference(
+                    tokens, "its results are summed over ranks, so all must have the same tokens, but these"
+                )
+                or "it is applied differently often"
+            )
+        return reasons
+
+    def _remember(self, proposals: Sequence[Proposal], left: Mapping[str, str]) -> None:
+        for name, signature in {key for proposal in proposals for key in _keys(proposal)}:
+            reason = self._decided[name, signature] = left.get(name, None if signature else "")
+            if reason is None:
+                self._taken[name].add(signature)
+            else:
+                self._has_left_exchanges = True
+        # A rank that cannot take such a block in another graph either need not ask again.
+        self._decided |= {(name, ""): reason for name, reason in left.items()}
+
+    def _was_taken(self, name: str) -> bool:
+        return any(known == name and reason is None for (known, _), reason in self._decided.items())
+
+    def _go_alone(self, own: Proposal, reason: str) -> None:
+        """Nothing that this rank does depends on the others: its graphs stay as they came."""
+        self._is_alone = True
+        logger.warning("blocks that run as they came could not be compared with the other ranks: %s", reason)
+
+
+def _keys(proposal: Proposal) -> list[tuple[str, str]]:
+    """What of a proposal has to be decided, whatever shapes the graph was captured for."""
+    names = dict.fromkeys(block.name for block in proposal.takes)
+    keys = [(name, " ".join(proposal.signatures(name))) for name in names]
+    keys += [(block.name, "") for block in proposal.leaves if block.name not in names]
+    # Others may have found a block where this rank sees collectives alone.
+    return keys or [("\n".join(proposal.exchanges), "")]
+
+
+def _check_borders(proposals: Sequence[Proposal]) -> None:
+    """Raises PeerError, the same on every rank, where ranks would disagree on the form of a run."""
+    first = proposals[0]
+    for rank, proposal in enumerate(proposals):
+        if first.takes and proposal.takes and proposal.border != first.border:
+            raise PeerError(
+                f"ranks disagree on the tokens per rank below which runs are exchanged: {first.border} on rank 0, "
+                f"{proposal.border} on rank {rank}; give all ranks the same hardware or all_to_all_below"
+            )
+
+
+_decisions: weakref.WeakKeyDictionary[ProcessGroup, BlockDecisions] = weakref.WeakKeyDictionary()
+_decisions_lock = threading.Lock()
+
+
+def decisions_of(group: ProcessGroup) -> BlockDecisions:
+    """Those of `group`, which live as long as the group."""
+    with _decisions_lock:
+        return _decisions.setdefault(group, BlockDecisions())
+
+
+def has_others(group: ProcessGroup) -> bool:
+    """Whether there are other ranks to talk to: torch's fake groups only pretend."""
+    return group.size() > 1 and dist.get_backend(group) != "fake"

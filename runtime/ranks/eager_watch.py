@@ -1,0 +1,113 @@
+"""A rank that Dynamo sends to eager mode is an error at once, on all ranks.
+
+Where a graph's exchanges were taken out, no rank joins them any more. A rank whose model Dynamo stops compiling, since
+it was compiled too often, would run them again, uncompiled, and wait for nobody. It gets an error in their place; the
+others find it in the store of the group before a later run. (A function that Dynamo cannot capture for another shape
+still has its parts compiled, which come to `decisions.py`.) Where `torch.compiler.set_stance` sends new shapes
+to eager mode, no code of ours runs when that happens, so a run before is refused.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable
+from types import CodeType
+
+from torch.distributed import DistError, ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
+
+from moepass.models.errors import InputError
+from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.torch_private import (
+    compiled_code,
+    eager_stance,
+    exceeded_recompile_limit,
+    on_recompilation,
+)
+
+_FAILED = "moepass/failed"
+# A rank looks for failures of others no more often: the store is another process, perhaps on another machine.
+LOOK_SECONDS = 1.0
+
+_REMEDY = (
+    "; let one compilation serve all shapes (torch._dynamo.mark_dynamic on the token dimension, or dynamic=True in "
+    "torch.compile), or raise torch._dynamo.config.recompile_limit, on all ranks"
+)
+
+
+class EagerWatch:
+    """The Python functions whose graphs had their exchanges taken out, and the groups that these belonged to."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakKeyDictionary[CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._is_registered = False
+
+    def watch(self, groups: Iterable[str]) -> None:
+        """The exchanges of `groups`, perhaps none, were taken out of the function that Dynamo compiles now."""
+        code = compiled_code()
+        if code is None:  # a graph that somebody gave the backend by hand: nothing falls back to eager mode
+            return
+        self._groups[code] = frozenset(groups)
+        # Dynamo compiles one function at a time.
+        if not self._is_registered:
+            self._is_registered = True
+            on_recompilation(self._check_limit)
+
+    def _check_limit(self) -> None:
+        code = compiled_code()
+        groups = frozenset() if code is None else self._groups.get(code, frozenset())
+        limit = exceeded_recompile_limit() if groups else None
+        if limit is None:
+            return
+        known = {str(group.group_name): group for group in c10d._world.pg_map}
+        for group in [known[name] for name in sorted(groups & known.keys())]:
+            text = (
+                f"torch.compile gave up compiling the model for this shape on rank {group.rank()}, after as many "
+                f"compilations as torch._dynamo.config.{limit} allows, and would run it in eager mode, where it waits "
+                f"at an exchange that no other rank joins{_REMEDY}"
+            )
+            raise PeerError(tell_failure(group, text))
+
+
+def tell_failure(group: ProcessGroup, text: str) -> str:
+    """Let `text` be an error of all ranks of `group`, unless there was one before; gives the one that is."""
+    told: bytes = c10d._get_process_group_store(group).compare_set(_FAILED, "", text)
+    return told.decode()
+
+
+class FailureLook:
+    """Tells a rank whether another one of its group failed for good. Costs next to nothing between two looks."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._store: Store = c10d._get_process_group_store(group)
+        self._next_look = 0.0
+
+    def check(self) -> None:
+        """Raises PeerError with what the first rank that failed said."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        try:
+            text = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
+        except DistError:  # whoever held the store has ended; whether well or badly, others tell
+            self._next_look = float("inf")
+            return
+        if text is not None:
+            raise PeerError(text)
+
+
+def refuse_eager_stance() -> None:
+    """Raises InputError where Dynamo would run the next new shape in eager mode: it asks nobody when it does."""
+    stance = eager_stance()
+    if stance is not None:
+        raise InputError(
+            f"torch.compiler.set_stance({stance!r}) would run the model in eager mode for a shape that was not "
+            "compiled: where other ranks have another shape it waits at an exchange that none of them joins; use "
+            "set_stance('fail_on_recompile')"
+        )
+
+
+eager_watch = EagerWatch()

@@ -1,0 +1,50 @@
+"""Taking turns: threads wait for each other, and a thread that would wait for itself gets an error."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from moepass.models.errors import InputError
+from moepass.runtime.system.forking import renew_after_fork
+
+
+class Turns:
+    """One turn at a time, of all threads of a process. A forked child inherits no turn but that of its own thread."""
+
+    def __init__(self, busy: str) -> None:
+        """`busy` is what a thread is told that asks for a turn inside its own."""
+        self._busy = busy
+        # Reentrant, so that a thread finds out that it has the turn already.
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        renew_after_fork(self)
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[None]:
+        """A turn, once no other thread has it. Raises InputError where this thread has it already."""
+        with self.pause():
+            self.check()
+            try:
+                # A signal handler may take a turn of its own before this line, and after the last one.
+                self._owner = threading.get_ident()
+                yield
+            finally:
+                self._owner = None
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Between two turns of other threads, or inside a turn of this one."""
+        with self._lock:
+            yield
+
+    def check(self) -> None:
+        """Inside `pause`: raises InputError where this is a turn of this thread."""
+        if self._owner is not None:
+            raise InputError(self._busy)
+
+    def after_fork(self) -> None:
+        self._lock = threading.RLock()
+        if self._owner != threading.get_ident():
+            self._owner = None

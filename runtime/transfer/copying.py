@@ -1,0 +1,190 @@
+"""A copy thread: fills slots in the background, one copy after the other, sliced so that it can be abandoned."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from moepass.models.errors import MoepassError
+from moepass.runtime.system.background import run_in_background
+from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.sources import Source, whole
+
+# [Empirical] Large enough that the interpreter lock, taken once per slice, does not show; small enough that an
+# abandoned copy ends within a millisecond or two.
+SLICE_BYTES = 4 << 20
+
+
+class CopyError(MoepassError, RuntimeError):
+    """A bank could not be brought into its slot."""
+
+
+class PendingCopy:
+    """One copy: queued, running or finished. `wait` gives what went wrong, to the thread that needs the bytes.
+
+    A tensor as `sources` stands for all of its bytes, to the start of the slot. With home `hybrid`, `staged_bytes` came
+    from stages so far, and `unstaged_bytes` from host memory.
+    """
+
+    staged_bytes = 0
+    unstaged_bytes = 0
+
+    def __init__(self, sources: torch.Tensor | Sequence[Source], slot: torch.Tensor, label: str) -> None:
+        self.sources = (whole(sources),) if isinstance(sources, torch.Tensor) else tuple(sources)
+        self.slot = slot
+        self.label = label
+        self.finished = threading.Event()
+        # When the copy thread began and ended it, of `time.perf_counter`; for recordings.
+        self.performed: tuple[float, float] | None = None
+        self.error: BaseException | None = None
+        self.abandoned = threading.Event()
+        self._process = os.getpid()
+
+    @property
+    def _is_inherited(self) -> bool:
+        """A forked child has this object, but not the thread that works on it; its events may be locked for ever."""
+        return os.getpid() != self._process
+
+    def abandon(self) -> None:
+        """Nobody needs the bytes any more; `finished` follows soon."""
+        if not self._is_inherited:
+            self.abandoned.set()
+
+    def end(self) -> None:
+        """Block until nothing is written to the slot any more, whatever became of the copy."""
+        if not self._is_inherited:
+            self.finished.wait()
+
+    def wait(self) -> None:
+        """Block until the slot is full. Raises CopyError where the copy failed.
+
+        In a forked child a copy that the parent had not finished is made here and now.
+        """
+        if self._is_inherited and not self.finished.is_set():
+            try:
+                self.perform(Link())
+            except Exception as error:
+                self.error = error
+        else:
+            self.end()
+        if self.error is not None:
+            raise CopyError(f"bank {self.label} could not be copied into its slot: {self.error}") from self.error
+
+    def perform(self, link: Link) -> None:
+        """Fill the slot, here and now, unless the copy is abandoned. Raises ValueError where a piece does not fit."""
+        check_slot(self.sources, self.slot)
+        for source in self.sources:
+            source.check_bounds()
+        started = time.perf_counter()
+        for source, offset, size, target in slices_in_turn(self.sources, self.slot):
+            if self.abandoned.is_set():
+                return
+            source.copy(offset, size, target)
+        self.wait_for_link(link, started)
+
+    def wait_for_link(self, link: Link, started: float) -> None:
+        """Let a transfer that began at `started` (of `time.perf_counter`) take the time that an emulated link takes."""
+        over_link = sum(source.nbytes for source in self.sources if source.over_link)
+        remaining = started + link.seconds(over_link) - time.perf_counter()
+        if remaining > 0:
+            self.abandoned.wait(remaining)
+
+
+class CopyThread:
+    """Copies in the order of `submit`, on a thread of its own that ends with this object."""
+
+    _work: _Work
+    _thread: threading.Thread | None
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._starting = threading.Lock()
+        self._start()
+        renew_after_fork(self)
+
+    def _start(self) -> None:
+        # The thread must not keep its owner alive, so it knows only the work.
+        self._work = _Work(self.link)
+        self._thread = run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
+        self._stop = weakref.finalize(self, self._work.queue.put, None)
+
+    def submit(self, copy: PendingCopy) -> PendingCopy:
+        with self._starting:
+            if self._thread is None:
+                self._start()
+        self._work.queue.put(copy)
+        return copy
+
+    def after_fork(self) -> None:
+        """The thread stayed with the parent; the next copy starts another one, with a queue that nobody has locked."""
+        self._stop.detach()
+        self._starting = threading.Lock()
+        self._thread = None
+
+
+class _Work:
+    """What the thread works on."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.queue: queue.SimpleQueue[PendingCopy | None] = queue.SimpleQueue()
+        self._current: PendingCopy | None = None
+        self._is_over = False
+
+    def run(self) -> None:
+        while (copy := self.queue.get()) is not None:
+            self._current = copy
+            if self._is_over:
+                copy.abandon()
+            started = time.perf_counter()
+            try:
+                copy.perform(self.link)
+            except BaseException as error:  # handed to the thread that waits, which raises it
+                copy.error = error
+            finally:
+                copy.performed = (started, time.perf_counter())
+                copy.finished.set()
+            self._current = None
+            del copy
+
+    def stop_now(self) -> None:
+        """Abandon the copy that runs, and all that wait."""
+        self._is_over = True
+        copy = self._current
+        if copy is not None:
+            copy.abandon()
+        self.queue.put(None)
+
+
+def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
+    """Raises ValueError where a piece would leave the slot."""
+    needed = max((piece.slot_offset_bytes + piece.nbytes for source in sources for piece in source.pieces), default=0)
+    if not slot.is_contiguous() or slot.numel() < needed:
+        raise ValueError(f"{needed} contiguous bytes do not fit a slot of {slot.numel()}")
+
+
+# A source, an offset in it, a number of bytes, and the address in the slot that they go to.
+Slice = tuple[Source, int, int, int]
+
+
+def slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
+    """What a copy from `source` into `slot` moves, one call of `Source.copy` each, after what need not be copied."""
+    target = slot.data_ptr()
+    for piece in source.lay(slot):
+        for start in range(0, piece.nbytes, SLICE_BYTES):
+            size = min(SLICE_BYTES, piece.nbytes - start)
+            yield source, piece.source_offset_bytes + start, size, target + piece.slot_offset_bytes + start
+
+
+def slices_in_turn(sources: Sequence[Source], slot: torch.Tensor) -> Iterator[Slice]:
+    """One slice of each source, then the next of each, so that no source is read in one go while others rest."""
+    for turn in itertools.zip_longest(*[slices(source, slot) for source in sources]):
+        yield from (part for part in turn if part is not None)

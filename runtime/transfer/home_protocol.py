@@ -1,0 +1,32 @@
+"""What a ring must know of the place where banks rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moepass.passes.ir.plan import BankSpec
+from moepass.runtime.transfer.sources import Source, whole
+from moepass.runtime.transfer.transports import Transport
+
+
+class Home:
+    """Where the banks of a model rest between two stays in a slot.
+
+    This one is home `host`: complete banks in memory of this process, which nobody can take away.
+    """
+
+    transport: Transport = Transport("host")
+    # Bytes that this rank's stages take on the compute device.
+    stage_bytes: int = 0
+
+    def check(self) -> None:
+        """Raise where banks can no longer be read. Called before every run; must cost next to nothing."""
+
+    def copying(self, bank: BankSpec) -> None:
+        """A copy of `bank` starts now: time to get ready what usually comes next. Must return at once."""
+
+    def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
+        """Where `bank` is copied from, in the order in which a copy takes slices; `shards` came with the graph."""
+        return tuple(whole(shard) for shard in shards)

@@ -1,0 +1,419 @@
+"""The ring: a fixed set of slots on the compute device, and the operations that a schedule uses on them.
+
+`prefetch`, `acquire` and `release` mean what `moepass.passes.ir.plan` says. A ring serves one run at a time: `run` holds its
+lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already must not wait for
+itself, nor may it overwrite the slots of its own run; it gets an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+
+from moepass.models.errors import InputError, OptionError
+from moepass.passes.ir.plan import BankSpec, GatherPlan
+from moepass.passes.ir.timeline import COMPUTE
+from moepass.runtime.system.non_reentrant_lock import Turns
+from moepass.runtime.system.slot_pages import slot_memory
+from moepass.runtime.transfer.copying import PendingCopy
+from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.transfer.learned_order import Fetch, LearnedOrder
+from moepass.runtime.transfer.link import Link, check_link_to
+from moepass.runtime.transfer.recording import current_recording
+from moepass.runtime.transfer.sources import MemorySource
+
+# All bits set is a NaN in every floating type that experts come in: fp32, bf16, fp16, fp8 e4m3fn and e5m2.
+POISON_BYTE = 0xFF
+
+_THIS_PROCESS = Home()
+_REENTERED = (
+    "another run of this model is under way in this thread: a custom operator, a hook or a signal handler called the "
+    "model while it ran, and its experts stream through one ring, which serves one run at a time; call the model after "
+    "that run, or a second model that was offloaded by itself"
+)
+
+
+@dataclasses.dataclass
+class RingStatistics:
+    """What a ring did since it was made. `waited_seconds` is host time spent in acquire: on a CPU, the exposed time.
+
+    `copied_bytes` went into slots; `link_bytes` of them came over the link, the others from this rank's own shards.
+    With home `hybrid`, `staged_bytes` of what runs have used came from stages, `unstaged_bytes` past them from host
+    memory.
+
+    Slots that a run has done with are filled for the next run while this one ends: `ahead_used` of these copies were
+    what the next run asked for, `ahead_wasted` were not.
+    """
+
+    copies: int = 0
+    copied_bytes: int = 0
+    link_bytes: int = 0
+    waited_seconds: float = 0.0
+    ahead_used: int = 0
+    ahead_wasted: int = 0
+    staged_bytes: int = 0
+    unstaged_bytes: int = 0
+
+
+@dataclasses.dataclass
+class Ahead:
+    """A slot that is being filled, or full, before a run has asked for it."""
+
+    contents: Hashable
+    filled: object
+
+
+class Ring:
+    """`slots` buffers of `slot_bytes` on `device`; banks are copied into them by a copy thread or a copy stream.
+
+    A schedule numbers its slots 0, 1, ... in the order in which it first fills them. Which buffers these are is
+    decided run by run: slot 0 is the buffer that has been free for longest. So the buffer that falls free first at the
+    end of a run is the one that the next run needs first, and it can be filled right then, with the bank that followed
+    the last time. A guess that turns out wrong costs a copy, never a result: the run starts its own copy instead.
+    """
+
+    # The run under way: its graph, how many slots it uses, which buffers these are, and what it put into free ones.
+    _graph: Hashable
+    _used: int
+    _buffer_of: list[int]
+    _beginning: dict[int, Fetch]
+    # Buffers that no run is using, the one that has been free for longest first; and since when buffers are free.
+    _free: list[int]
+    _freed: dict[int, object]
+
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        link: Link,
+        debug: bool = False,
+        home: Home = _THIS_PROCESS,
+    ) -> None:
+        self.device = device
+        self.link = link
+        self.home = home
+        self.debug = debug
+        self._turns = Turns(_REENTERED)
+        self._is_quiet = True
+        self.statistics = RingStatistics()
+        self._buffers = _buffers(slots, slot_bytes, device)
+        self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
+        self._order = LearnedOrder()
+        self._ahead: dict[int, Ahead] = {}
+        self._forget_runs()
+
+    @property
+    def slots(self) -> int:
+        return len(self._buffers)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the ring occupies on the compute device."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def reserve(self, slots: int, slot_bytes: int) -> None:
+        """Make the ring larger where it is smaller than that: between two runs, which then begin with empty slots.
+
+        Raises InputError inside a run of the same thread.
+        """
+        with self._turns.pause():
+            largest = max((buffer.numel() for buffer in self._buffers), default=0)
+            if slots <= self.slots and slot_bytes <= largest:
+                return
+            self._turns.check()
+            slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
+            self.reset()
+            self._renew_buffers(slots, slot_bytes)
+            self._forget_runs()
+
+    def _renew_buffers(self, slots: int, slot_bytes: int) -> None:
+        # The old ones go first: for a moment both would be too much.
+        self._views.clear()
+        self._buffers.clear()
+        self._buffers = _buffers(slots, slot_bytes, self.device)
+
+    @contextlib.contextmanager
+    def run(self, graph: Hashable, plan: GatherPlan) -> Iterator[None]:
+        """A run of `graph` by `plan`, once no other thread is in one; an exception leaves a quiet ring.
+
+        Where ranks gather together, an exception ends that for all of them. Raises InputError where this thread is in a
+        run already, and what `begin_run` raises.
+        """
+        with self._turns.take():
+            try:
+                # Not quiet: after a second interrupt, or in a child that was forked while another thread was in a run.
+                if not self._is_quiet:
+                    self._give_up("a run was interrupted")
+                self._is_quiet = False
+                self.begin_run(graph, plan)
+                yield
+                self.home.transport.end_run()
+                self._is_quiet = True
+            except BaseException as error:
+                self._give_up(f"{type(error).__name__}: {error}")
+                raise
+
+    def begin_run(self, graph: Hashable, plan: GatherPlan) -> None:
+        """A run of `graph` by `plan` begins. Raises what `Home.check` of the banks' home raises."""
+        self.home.check()
+        self.home.transport.begin_run(plan)
+        self._graph, self._used = graph, plan.slots
+        self._beginning = {}
+        self._buffer_of = self._free
+        self._free = self._buffer_of[plan.slots :]
+
+    def prefetch(self, shards: Sequence[torch.Tensor], bank: BankSpec, slot: int, after: object) -> object:
+        """Start to fill `slot` once `after`, an event that `release` gave or None, has happened."""
+        buffer = self._buffer_of[slot]
+        fetch = Fetch(bank, self.home.sources(bank, shards))
+        if after is not None:
+            return self._copy(fetch, buffer, after)
+        filled = self._take_ahead(buffer, fetch) or self._copy(fetch, buffer, self._freed.get(buffer))
+        self._beginning[slot] = fetch
+        if len(self._beginning) == self._used:
+            self._order.learn((self._graph, self._beginning[0].bank.index), self._beginning)
+            for position, free in enumerate(self._free):
+                self._fill_ahead(position, free)
+        return filled
+
+    def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[torch.Tensor, ...]:
+        """The bank's tensors, as views of the slot, once it is full. Raises CopyError where the copy failed."""
+        self._wait(filled)
+        key = (self._buffer_of[slot], bank)
+        if key not in self._views:
+            memory = self._buffers[key[0]]
+            self._views[key] = tuple(tensor.view(memory) for tensor in bank.tensors)
+        return self._views[key]
+
+    def release(self, slot: int, last: bool = False) -> object:
+        """The event "everything issued so far has read the slot". `last`: this run will not use the slot again."""
+        buffer = self._buffer_of[slot]
+        if self.debug:
+            self._buffers[buffer].fill_(POISON_BYTE)
+        self._freed[buffer] = done = self._event()
+        if last:
+            self._free.append(buffer)
+            self._fill_ahead(len(self._free) - 1, buffer)
+        return done
+
+    def _give_up(self, reason: str) -> None:
+        # First, because a copy that waits for another rank ends by this alone.
+        self.home.transport.fail(reason)
+        self.reset()
+
+    def reset(self) -> None:
+        """Abandon what is under way after an exception, so that the next run finds a quiet ring."""
+        self._quiesce()
+        self._ahead.clear()
+        self._order.forget_last()
+        self._forget_runs()
+        self._is_quiet = True
+
+    def forget(self) -> None:
+        """As a run begins: drop what is remembered of banks, which keeps the memory of those that are gone.
+
+        Slots do so too, where pages of shards were laid into them.
+        """
+        for buffer in list(self._ahead):
+            self._drop_ahead(buffer)
+        self._quiesce()
+        self._order = LearnedOrder()
+        self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers))
+
+    def _forget_runs(self) -> None:
+        self._buffer_of = list(range(self.slots))
+        self._free = list(range(self.slots))
+        self._freed = {}
+        self._beginning = {}
+        self._graph, self._used = None, 0
+
+    def _fill_ahead(self, slot: int, buffer: int) -> None:
+        """Start to fill `buffer`, which will be the next run's `slot`, with what that run is expected to ask for."""
+        # A guess that other ranks do not make too is a transfer in which nobody joins.
+        fetch = self._order.next(slot) if self.home.transport.is_one_sided else None
+        if fetch is None or (contents := fetch.contents()) is None:
+            return
+        ahead = self._ahead.get(buffer)
+        if ahead is not None and ahead.contents == contents:
+            return
+        self._drop_ahead(buffer)
+        self._ahead[buffer] = Ahead(contents, self._copy(fetch, buffer, self._freed.get(buffer)))
+
+    def _take_ahead(self, buffer: int, fetch: Fetch) -> object:
+        ahead = self._ahead.get(buffer)
+        if ahead is None or ahead.contents != fetch.contents():
+            self._drop_ahead(buffer)
+            return None
+        self.statistics.ahead_used += 1
+        return self._ahead.pop(buffer).filled
+
+    def _drop_ahead(self, buffer: int) -> None:
+        ahead = self._ahead.pop(buffer, None)
+        if ahead is not None:
+            self.statistics.ahead_wasted += 1
+            self._abandon(ahead.filled)
+
+    def _copy(self, fetch: Fetch, buffer: int, after: object) -> object:
+        self.home.copying(fetch.bank)
+        self.statistics.copies += 1
+        self.statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
+        self.statistics.link_bytes += sum(source.nbytes for source in fetch.sources if source.over_link)
+        return self._start_copy(fetch, self._buffers[buffer], after)
+
+    def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> object:
+        """Bring `fetch` into `memory` once `after` has happened, later than all copies before; gives "it is full"."""
+        raise NotImplementedError
+
+    def _wait(self, filled: object) -> None:
+        """Let nothing that is issued from now on run before `filled`."""
+        raise NotImplementedError
+
+    def _event(self) -> object:
+        """ "Everything issued so far has been done." """
+        raise NotImplementedError
+
+    def _abandon(self, filled: object) -> None:
+        """Nobody will wait for this copy."""
+        raise NotImplementedError
+
+    def _quiesce(self) -> None:
+        """Return when no copy is under way any more."""
+        raise NotImplementedError
+
+
+def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:
+    with torch.inference_mode(False):  # inference tensors could not be written outside that mode
+        if device.type == "cpu":
+            return [slot_memory(slot_bytes) for _ in range(slots)]
+        return [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+
+
+class CpuRing(Ring):
+    """Slots in ordinary memory, filled by a copy thread. Computation on a CPU is over when its call returns."""
+
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        link: Link,
+        debug: bool = False,
+        home: Home = _THIS_PROCESS,
+    ) -> None:
+        super().__init__(slots, slot_bytes, device, link, debug, home)
+        self._copies = home.transport.copy_thread(link)
+        self._pending: list[PendingCopy] = []
+
+    def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> PendingCopy:
+        copy = self._copies.submit(self.home.transport.copy(fetch.bank, fetch.sources, memory))
+        self._pending.append(copy)
+        recording = current_recording()
+        if recording is not None:
+            recording.add_copy(copy, self.link.is_emulated)
+        return copy
+
+    def _wait(self, filled: object) -> None:
+        assert isinstance(filled, PendingCopy)
+        started = time.perf_counter()
+        filled.wait()
+        self.statistics.waited_seconds += time.perf_counter() - started
+        self.statistics.staged_bytes += filled.staged_bytes
+        self.statistics.unstaged_bytes += filled.unstaged_bytes
+        self._pending.remove(filled)
+        recording = current_recording()
+        if recording is not None:
+            # Also those that the run before has started.
+            recording.add_copy(filled, self.link.is_emulated)
+            recording.add("wait", filled.label, COMPUTE, started)
+
+    def _event(self) -> object:
+        return "done"
+
+    def _abandon(self, filled: object) -> None:
+        assert isinstance(filled, PendingCopy)
+        filled.abandon()
+        self._pending.remove(filled)
+
+    def _quiesce(self) -> None:
+        for copy in self._pending:
+            copy.abandon()
+        for copy in self._pending:
+            copy.end()
+        self._pending.clear()
+
+
+class CudaRing(Ring):
+    """Slots in device memory, filled on a copy stream of their own; events order it against the compute stream."""
+
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        link: Link,
+        debug: bool = False,
+        home: Home = _THIS_PROCESS,
+    ) -> None:
+        check_link_to(device, link)
+        if not home.transport.is_one_sided:
+            raise OptionError(
+                f"transport is {home.transport.name!r}, which exists for device cpu only so far; the device is {device}"
+            )
+        super().__init__(slots, slot_bytes, device, link, debug, home)
+        self._stream = torch.cuda.Stream(device)
+        # Before the first copy: the allocator may hand out memory that the current stream has not finished with.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> torch.cuda.Event:
+        with torch.cuda.stream(self._stream):
+            if isinstance(after, torch.cuda.Event):
+                self._stream.wait_event(after)
+            for source in fetch.sources:
+                assert isinstance(source, MemorySource), "what else there is does not come to CUDA yet"
+                for piece in source.pieces:
+                    part = memory.narrow(0, piece.slot_offset_bytes, piece.nbytes)
+                    part.copy_(source.memory.narrow(0, piece.source_offset_bytes, piece.nbytes), non_blocking=True)
+            filled = torch.cuda.Event()
+            filled.record(self._stream)
+        return filled
+
+    def _wait(self, filled: object) -> None:
+        assert isinstance(filled, torch.cuda.Event)
+        torch.cuda.current_stream(self.device).wait_event(filled)
+
+    def _event(self) -> torch.cuda.Event:
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        return done
+
+    def _abandon(self, filled: object) -> None:
+        """A copy on a stream cannot be stopped; the next one into the same slot runs behind it."""
+
+    def _quiesce(self) -> None:
+        self._stream.synchronize()
+        # Kernels under way may still read slots whose release the exception prevented.
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def __del__(self) -> None:
+        # The allocator must not hand the slots out again while a copy writes into them.
+        stream = getattr(self, "_stream", None)
+        if stream is not None:
+            stream.synchronize()
+
+
+def make_ring(
+    slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False, home: Home = _THIS_PROCESS
+) -> Ring:
+    """The ring for `device`, filled from banks that rest in `home`.
+
+    Raises InputError where the device is not there or no ring exists for its kind.
+    """
+    kinds: dict[str, type[Ring]] = {"cpu": CpuRing, "cuda": CudaRing}
+    if device.type not in kinds:
+        raise InputError(f"device is {device}; experts stream to {' or '.join(kinds)}")
+    return kinds[device.type](slots, slot_bytes, device, link, debug, home)
