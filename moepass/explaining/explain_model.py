@@ -1,7 +1,7 @@
 """`moepass explain`: the compiler's view of a model and the numbers of its plan on a machine, in one report.
 
-No weight is loaded and nothing is computed. Numbers come from the sizes of the model (`moepass.passes.planner.forecast`); what
-is found, rewritten and refused comes from the plans that the passes make of a graph captured on the meta device.
+No weight is loaded and nothing is computed. Numbers come from the sizes of the model (`passes/planner/forecast.py`);
+what is found, rewritten and refused comes from the plans that the passes make of a graph captured on the meta device.
 """
 
 from __future__ import annotations

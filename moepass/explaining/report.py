@@ -1,6 +1,6 @@
 """The report that `moepass explain` gives: schema `moepass.explain/1`, which docs/explain.md describes.
 
-Pure data. `moepass.explaining.explain_model` makes one; text, page and trace are made from it, so that all show the same numbers.
+Pure data. `explain_model.py` makes one; text, page and trace are made from it, so that all show the same numbers.
 """
 
 from __future__ import annotations

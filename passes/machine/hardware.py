@@ -1,7 +1,7 @@
 """What a machine can do: rates, sizes and tables of seconds, each with where it comes from. Pure data.
 
-A profile is a preset of datasheet figures, a user's file, or what `moepass calibrate` measured. `moepass.passes.machine.times`
-turns one into seconds.
+A profile is a preset of datasheet figures, a user's file, or what `moepass calibrate` measured. `times.py` turns one
+into seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seconds of a model's layers on one rank of a machine that has all experts at hand, computed from sizes alone.
 
-Products take what `moepass.passes.machine.times` says of their shapes; what reads and writes activations between them adds the
-time of its bytes. Weights are read in the products.
+Products take what `times.py` says of their shapes; what reads and writes activations between them adds the time of its
+bytes. Weights are read in the products.
 """
 
 from __future__ import annotations

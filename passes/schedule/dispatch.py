@@ -11,27 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import sympy
-import torch
 from torch.fx import GraphModule, Node
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
-from moepass.passes.graph.input_sizes import size_expression, size_sources
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.input_sizes import size_sources
+from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.plan import Dispatch, Plan, Refusal, gather
 from moepass.passes.ir.protocol import PassContext
-from moepass.passes.parallel.match.parallel_match import ParallelBlock, ancestors
+from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY
 from moepass.passes.planner.all_to_all_crossover import BorderEstimate
-
-aten = torch.ops.aten
 
 GATHERED, EXCHANGED = "gathered", "exchanged"
 
 # [Empirical] A guess, not measured: so much may a batch size vary around the border without a change of form.
 HYSTERESIS = 0.1
-
-# Written on the gather of a block that was localised: its tokens, or why they are unknown.
-TOKENS_KEY = "moepass_tokens"
 
 
 def choose_form(tokens: float, ranks: int, border_tokens: int, hysteresis: float, last: str | None) -> str:
@@ -42,21 +36,6 @@ def choose_form(tokens: float, ranks: int, border_tokens: int, hysteresis: float
     """
     towards = {None: 0.0, GATHERED: -hysteresis, EXCHANGED: hysteresis}[last]
     return EXCHANGED if tokens < border_tokens * (1 + towards) * ranks else GATHERED
-
-
-def routed_tokens(block: ParallelBlock) -> sympy.Expr | None:
-    """How many tokens of this rank the block routes, in the graph's sizes; None where nothing in the graph says so."""
-    if "ids" in block.sources:
-        return size_expression(fake_value(block.sources["ids"]).shape[0])
-    for node in ancestors(block.sources["counts"]):
-        if is_call(node, aten.topk.default):
-            *leading, top_k = (size_expression(size) for size in fake_value(node)[0].shape)
-            tokens = sympy.Mul(*leading)
-            rows = size_expression(fake_value(block.sources["rows"]).shape[0])
-            # Rows of fixed capacity are slots, of which there may be more or fewer than tokens fill.
-            is_plausible = block.form == "all_to_all_capacity" or sympy.expand(rows - tokens * top_k) == 0
-            return tokens if is_plausible else None
-    return None
 
 
 def plan_dispatch(module: GraphModule, plan: Plan, context: PassContext) -> tuple[Dispatch | None, tuple[Refusal, ...]]:

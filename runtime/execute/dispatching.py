@@ -46,7 +46,7 @@ class ExchangedForm:
     """
 
     def __init__(self, captured: GraphModule, lower: str, statistics: FormStatistics) -> None:
-        """`captured` is kept, and stays as it is. `lower` is a key of `moepass.runtime.lowering.lower_segments.LOWERINGS`."""
+        """`captured` is kept, and stays as it is. `lower` is a key of `LOWERINGS`."""
         self._captured = captured
         self._lower = lower
         self._statistics = statistics

@@ -56,7 +56,7 @@ class LateGraph:
 
 
 def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> LateGraph:
-    """Compile `captured`, which stays as it is. `how` is a key of `moepass.runtime.lowering.lower_segments.LOWERINGS`."""
+    """Compile `captured`, which stays as it is. `how` is a key of `lower_segments.LOWERINGS`."""
     if how == "eager":
         return LateGraph(captured)
     private = copy_graph_module(captured)

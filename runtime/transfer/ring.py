@@ -1,6 +1,6 @@
 """The ring: a fixed set of slots on the compute device, and the operations that a schedule uses on them.
 
-`prefetch`, `acquire` and `release` mean what `moepass.passes.ir.plan` says. A ring serves one run at a time: `run` holds its
+`prefetch`, `acquire` and `release` mean what `passes/ir/plan.py` says. A ring serves one run at a time: `run` holds its
 lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already must not wait for
 itself, nor may it overwrite the slots of its own run; it gets an error.
 """

@@ -15,8 +15,8 @@ from typing import Any
 
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.proof.mock_run import MOST_ROWS, SCENARIOS, MockBlock, concrete
-from moepass.passes.schedule.dispatch import routed_tokens
 
 # Small sizes. Of two that differ from each other one does not pass for the other.
 SMALL_TOKENS = (6, 7)
