@@ -1,18 +1,96 @@
-"""Imports point one way: moepass -> runtime -> passes -> models. The passes stay pure."""
+"""The rooms: which may import which, without circles; none holds too many files; the passes stay pure."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up: a folder may import itself and those before it.
-LAYERS = ("models", "passes", "runtime", "moepass")
-IMPURE = {"threading", "socket", "time", "subprocess", "multiprocessing", "asyncio", "concurrent", "os", "random"}
-FILES = [(layer, path) for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+FOLDERS = ("models", "passes", "runtime", "moepass")
+MOST_FILES = 15
+
+# What the rooms of a folder may import of that folder. Files beside the rooms of `models`, `passes` and `runtime` are
+# in EVERYWHERE, or import whatever they like and are imported by other folders alone.
+_BANKS = ("transfer", "system")
+_HOMES = ("banks", "ranks", *_BANKS)
+_OFFLOAD = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
+_EXECUTE = ("lowering", *_OFFLOAD)
+_GRAPH = ("graph", "ir")
+ROOMS = {
+    "models": {
+        "sizes": (),
+        "formulas": ("sizes",),
+        "demo": (),
+        "checkpoint": ("sizes", "demo"),
+        "reference": ("formulas",),
+        "testing": ("sizes", "formulas", "checkpoint", "reference"),
+    },
+    "passes": {
+        "machine": (),
+        "ir": ("machine",),
+        "graph": ("ir",),
+        "blocks": _GRAPH,
+        "cost": _GRAPH,
+        "parallel/match": ("blocks", *_GRAPH),
+        "parallel/local_form": ("parallel/match", *_GRAPH),
+        "parallel/rows": ("parallel/local_form", *_GRAPH),
+        "parallel/ranges": ("parallel/match", *_GRAPH),
+        "parallel/proof": ("parallel/ranges", "parallel/rows", "parallel/local_form", "parallel/match", *_GRAPH),
+        "parallel": (
+            *("parallel/proof", "parallel/ranges", "parallel/rows", "parallel/local_form", "parallel/match"),
+            *("blocks", *_GRAPH),
+        ),
+        "planner": ("cost", "machine", "ir"),
+        "schedule": ("planner", "parallel", "parallel/match", "blocks", *_GRAPH),
+        "segments": ("blocks", "cost", *_GRAPH),
+    },
+    "runtime": {
+        "system": (),
+        "ranks": ("system",),
+        "transfer": ("system",),
+        "banks": _BANKS,
+        "homes": _HOMES,
+        "homes/hybrid": ("homes", *_HOMES),
+        "homes/disk": ("homes", *_HOMES),
+        "offload": _OFFLOAD,
+        "kernels": ("system",),
+        "lowering": ("kernels", "system"),
+        "execute": _EXECUTE,
+        "calibrate": ("kernels", *_EXECUTE, "offload", "execute"),
+        "integrations": ("kernels", *_EXECUTE, "offload", "execute"),
+        "serving": ("execute", "offload", "ranks"),
+    },
+    "moepass": {
+        "profiles": (),
+        "explaining": ("profiles",),
+        "cli": ("profiles", "explaining", ""),
+        "": ("profiles", "explaining"),
+    },
+}
+# The version, errors, limits and the private parts of torch.
+EVERYWHERE = {
+    *("moepass.__version__", "moepass.models.errors", "moepass.models.limits", "moepass.runtime.torch_private"),
+}
+
+# What touches processes, files, memory or the clock is no business of code that maps graphs to graphs.
+IMPURE = {
+    *("asyncio", "concurrent", "ctypes", "mmap", "multiprocessing", "os", "pathlib", "random", "shutil", "socket"),
+    *("subprocess", "tempfile", "threading", "time"),
+}
+# Pure paths: `source_lines.py` compares the names of source files and opens none.
+PURE_NAMES = {"pathlib.PurePath", "pathlib.PurePosixPath"}
+
+FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+MODULES = {
+    ".".join((path.parent if path.name == "__init__.py" else path.with_suffix("")).relative_to(ROOT).parts)
+    for path in FILES
+}
 
 
 def imported_modules(source: str, package: str) -> Iterator[str]:
@@ -24,71 +102,132 @@ def imported_modules(source: str, package: str) -> Iterator[str]:
             parts = package.split(".")
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
-            yield module
             yield from (f"{module}.{name.name}" for name in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             yield from (str(value.value) for value in node.args if isinstance(value, ast.Constant))
 
 
-def layer_of(module: str) -> str | None:
-    """The folder that `module` lives in; None for what is not ours."""
+def room_of(module: str) -> tuple[str, str] | None:
+    """Folder and room that `module`, or a name in it, lives in; None for what is not ours."""
     parts = module.split(".")
     if parts[0] != "moepass":
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in LAYERS[:-1] else "moepass"
+    inside = parts[1:] if parts[1:2] and parts[1] in FOLDERS[:-1] else parts
+    rooms = ROOMS[inside[0]]
+    named = next((room for room in ("/".join(inside[1:3]), "/".join(inside[1:2])) if room in rooms), "")
+    return inside[0], named
 
 
-def violations(layer: str, source: str) -> list[str]:
-    package = "moepass" if layer == "moepass" else f"moepass.{layer}"
-    allowed = LAYERS[: LAYERS.index(layer) + 1]
-    # `from moepass import x` in a lower layer would be the face, whatever x is.
-    return [name for name in imported_modules(source, package) if layer_of(name) not in (None, *allowed)]
+def package_of(folder: str, room: str) -> str:
+    return ".".join(part for part in ("moepass", "" if folder == "moepass" else folder, *room.split("/")) if part)
 
 
-@pytest.mark.parametrize(("layer", "path"), FILES, ids=lambda value: str(getattr(value, "name", value)))
-def test_imports_point_down(layer: str, path: Path) -> None:
-    assert violations(layer, path.read_text(encoding="utf-8")) == []
+def violations(folder: str, room: str, source: str) -> list[str]:
+    """What `source`, a file of that room, imports and may not."""
+    found = []
+    for name in imported_modules(source, package_of(folder, room)):
+        target = room_of(name)
+        if target is None or any(name == one or name.startswith(f"{one}.") for one in EVERYWHERE):
+            continue
+        other, other_room = target
+        if FOLDERS.index(other) != FOLDERS.index(folder):
+            is_allowed = FOLDERS.index(other) < FOLDERS.index(folder)
+        else:
+            beside_the_rooms = not room and folder != "moepass"
+            is_allowed = other_room == room or beside_the_rooms or other_room in ROOMS[folder][room]
+        if not is_allowed:
+            found.append(name)
+    return found
+
+
+def _room_of_file(path: Path) -> tuple[str, str]:
+    folder, *rest = path.relative_to(ROOT).parent.parts
+    return folder, "/".join(rest)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_table(path: Path) -> None:
+    assert violations(*_room_of_file(path), path.read_text(encoding="utf-8")) == []
+
+
+def test_every_folder_with_code_is_a_room_of_the_table() -> None:
+    rooms = {(folder, room) for folder, found in ROOMS.items() for room in found if room}
+    assert {_room_of_file(path) for path in FILES if _room_of_file(path)[1]} == rooms
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_table_has_no_circles(folder: str) -> None:
+    graph = nx.DiGraph([(room, other) for room, others in ROOMS[folder].items() for other in others])
+    assert list(nx.simple_cycles(graph)) == []
+
+
+def test_no_room_holds_more_files_than_one_can_look_over() -> None:
+    counts = {path.parent: len(list(path.parent.glob("*.py"))) for path in FILES}
+    assert {str(room): count for room, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_every_room_says_what_it_holds() -> None:
+    packages = [path for path in FILES if path.name == "__init__.py"]
+    assert [path for path in packages if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+
+
+def test_every_room_is_installed() -> None:
+    found = re.search(r"^packages = (\[.*?^\])", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S)
+    assert found
+    assert sorted(ast.literal_eval(found[1])) == sorted(
+        package_of(*_room_of_file(path)) for path in FILES if path.name == "__init__.py"
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "passes").rglob("*.py")), ids=lambda path: path.name)
 def test_passes_know_no_clock_process_or_socket(path: Path) -> None:
-    modules = {name.split(".")[0] for name in imported_modules(path.read_text(encoding="utf-8"), "moepass.passes")}
-    assert not modules & IMPURE
+    modules = set(imported_modules(path.read_text(encoding="utf-8"), "moepass.passes")) - PURE_NAMES
+    assert not {name.split(".")[0] for name in modules} & IMPURE
 
 
 def test_nothing_unpickles_or_evaluates_what_others_brought() -> None:
-    for _, path in FILES:
+    for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert not calls & {"eval", "exec", "torch.load", "pickle.load", "pickle.loads"}, path.name
 
 
 @pytest.mark.parametrize(
-    ("layer", "source"),
+    ("folder", "room", "source"),
     [
-        ("models", "from moepass.passes.ir.plan import Plan"),
-        ("models", "import moepass"),
-        ("models", "from .. import passes"),
-        ("passes", "import moepass.runtime.transfer.ring"),
-        ("passes", "def late():\n    from moepass.runtime import banks"),
-        ("passes", "import importlib\nimportlib.import_module('moepass.backend')"),
-        ("runtime", "from moepass import Options"),
-        ("runtime", "from moepass.options import Options"),
-        ("runtime", "from ..backend import asyncep"),
+        ("models", "sizes", "from moepass.passes.ir.plan import Plan"),
+        ("models", "sizes", "import moepass"),
+        ("models", "formulas", "from ... import passes"),
+        ("models", "sizes", "from moepass.models.formulas import evaluate"),
+        ("passes", "ir", "import moepass.runtime.transfer.ring"),
+        ("passes", "graph", "def late():\n    from moepass.runtime.banks import banks"),
+        ("passes", "graph", "import importlib\nimportlib.import_module('moepass.backend')"),
+        ("passes", "ir", "from moepass.passes.graph.nodes import is_call"),
+        ("passes", "ir", "from ..graph import nodes"),
+        ("passes", "parallel/match", "from moepass.passes.parallel.proof.prove import prove"),
+        ("passes", "parallel", "from moepass.passes import pipeline"),
+        ("runtime", "banks", "from moepass import Options"),
+        ("runtime", "banks", "from moepass.options import Options"),
+        ("runtime", "transfer", "from moepass.runtime.homes import peers"),
+        ("runtime", "homes", "from moepass.runtime.homes.disk import disk_home"),
+        ("runtime", "execute", "from moepass.runtime import serving"),
+        ("moepass", "profiles", "from moepass.backend import asyncep"),
     ],
 )
-def test_the_check_sees_imports_that_point_up(layer: str, source: str) -> None:
-    assert violations(layer, source)
+def test_the_check_sees_imports_that_point_up(folder: str, room: str, source: str) -> None:
+    assert violations(folder, room, source)
 
 
 @pytest.mark.parametrize(
-    ("layer", "source"),
+    ("folder", "room", "source"),
     [
-        ("passes", "from moepass.models.errors import MoepassError"),
-        ("runtime", "from moepass.passes.ir.plan import Plan\nimport threading"),
-        ("moepass", "from moepass.runtime.offload.offload import offload_experts"),
-        ("models", "import torch, passes, runtime"),
+        ("passes", "ir", "from moepass.models.errors import MoepassError"),
+        ("passes", "parallel", "from moepass.passes.parallel.match import routed_tokens"),
+        ("runtime", "homes/disk", "from moepass.runtime.homes import peers\nimport threading"),
+        ("runtime", "ranks", "from moepass.runtime.torch_private import compiled_code"),
+        ("moepass", "cli", "from moepass.runtime.offload.offload import offload_experts"),
+        ("models", "testing", "import torch, passes, runtime"),
     ],
 )
-def test_the_check_lets_imports_that_point_down_pass(layer: str, source: str) -> None:
-    assert violations(layer, source) == []
+def test_the_check_lets_imports_that_point_down_pass(folder: str, room: str, source: str) -> None:
+    assert violations(folder, room, source) == []

@@ -1,1 +1,1 @@
-"""Checkpoint folders: their files, headers and stamps, and how weights are made of stored tensors. May import sizes."""
+"""Checkpoint folders: their files and stamps, and how weights are made of stored tensors. May import sizes, demo."""
