@@ -39,7 +39,7 @@ test-slow: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'this torch finds no GPU')"
-	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
+	$(BIN)/python -m pytest -m gpu tests/face/test_gpu.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,0 +1,64 @@
+"""Stacks that run with expert parallelism, compiled: for every test file whose ranks must stay exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+import moepass
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.graph.nodes import fake_value
+from moepass.runtime.execute.executor import Executor
+
+FORBIDDEN = ("_c10d_functional", "aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
+SMALL = StackConfig(layers=2, max_tokens=32)
+
+
+def compile_whole(model: torch.nn.Module, **options: Any) -> Callable[..., Any]:
+    torch._dynamo.config.capture_scalar_outputs = True
+    dynamic = options.pop("dynamic", None)
+    chosen = {"lower": "eager", "debug": True, "timeout_s": 50, **options}
+    compiled: Callable[..., Any] = torch.compile(
+        model, backend="asyncep", options=chosen, fullgraph=True, dynamic=dynamic
+    )
+    return compiled
+
+
+def hidden_rows(config: StackConfig, tokens: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, config.hidden, generator=generator).to(config.dtype)
+
+
+def remains(executor: Executor) -> list[str]:
+    """What ranks exchange, host syncs and sizes that only a run would tell, anywhere in the final graphs."""
+    found = []
+    for module in executor.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if str(node.target).startswith(FORBIDDEN):
+                found.append(node.name)
+            value = fake_value(node)
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                for size in item.shape if isinstance(item, torch.Tensor) else (item,):
+                    if isinstance(size, torch.SymInt):
+                        unbacked = size.node.shape_env.is_unbacked_symint
+                        found += [f"{node.name}: {size}" for symbol in size.node.expr.free_symbols if unbacked(symbol)]
+    return found
+
+
+def stays_exact(form: str, config: StackConfig, tokens: list[list[int]]) -> None:
+    """`tokens[step][rank]` tokens in each step."""
+    rank = dist.get_rank()
+    full = build_stack(config)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = compile_whole(build_stack(config, form))
+        for step, counts in enumerate(tokens):
+            hidden = hidden_rows(config, counts[rank], 100 * step + (0 if form == "all_reduce" else rank))
+            assert torch.equal(compiled(hidden), full(hidden)), f"step {step} with {counts} tokens"
+    for compilation in compilations:
+        assert not compilation.plan.refusals, compilation.plan.refusals
+        assert [block.parallel for block in compilation.plan.blocks] == [form] * config.layers
+        assert remains(compilation.executor) == []

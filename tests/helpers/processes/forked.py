@@ -1,0 +1,19 @@
+"""Run a check in a forked child of this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+
+def in_child(check: Callable[[], bool]) -> None:
+    """Run `check` in a forked child, for 20 seconds at most; it must give True."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            os._exit(0 if check() else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

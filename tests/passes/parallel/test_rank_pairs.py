@@ -1,0 +1,190 @@
+"""Ranks that do not run the same: whatever differs, results are those of the ranks as they came, or nothing is taken.
+
+The graph, the constants or the parameters of one rank are changed. Then all ranks propose what they take, decide on it
+as real ranks do, and run in lockstep (tests/helpers/graphs/simulated_ranks.py), which knows nothing of experts.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from graph_mutants import FLOAT_CHANGES, INT_CHANGES, mutate, mutate_values
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
+from torch.fx import GraphModule
+
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.models.testing.moe_stack import StackConfig
+from moepass.passes.graph.nodes import graph_inputs, is_call
+from moepass.passes.ir.plan import Plan, gather
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.proposals import Proposal, blocks_to_leave, exchanges_by_group
+from moepass.runtime.ranks.checksum import checksum
+
+CONFIG = StackConfig(layers=2, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
+TOKENS = 9
+NODES = 150
+
+
+def _localise(captured: Captured, leave: Mapping[str, str]) -> PassResult:
+    return run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups, leave=leave))
+
+
+@functools.cache
+def _captured(form: str) -> tuple[Captured, ...]:
+    return tuple(capture(CONFIG, form, rank, 2, TOKENS) for rank in range(2))
+
+
+@functools.cache
+def _unchanged(form: str, rank: int) -> PassResult:
+    return _localise(_captured(form)[rank], {})
+
+
+def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
+    """What each rank runs in the end: as `decisions.py` has it, without the messages."""
+    leave: dict[str, str] = {}
+    while True:
+        results = [
+            _unchanged(form, rank) if one is _captured(form)[rank] and not leave else _localise(one, leave)
+            for rank, one in enumerate(ranks)
+        ]
+        exchanges = [exchanges_by_group(one.module.graph) for one in ranks]
+        (group,) = {name for one in exchanges for name in one} or {""}
+        proposals = [
+            Proposal.of(result.plan, group, found.get(group, ()), "")
+            for result, found in zip(results, exchanges, strict=True)
+        ]
+        found = blocks_to_leave(proposals)
+        if not found.keys() - leave.keys():
+            return results
+        leave |= found
+
+
+def _have_equal_tokens(results: Sequence[PassResult], inputs: Sequence[Sequence[Any]]) -> bool:
+    """What ranks compare in the first run: see `replicas.py`."""
+    by_rank = []
+    for result, values in zip(results, inputs, strict=True):
+        names = {node.name: value for node, value in zip(graph_inputs(result.module.graph), values, strict=True)}
+        needed = [names[name] for name in result.plan.replicated]
+        by_rank.append([checksum(value) if isinstance(value, torch.Tensor) else value for value in needed])
+    return by_rank[0] == by_rank[1]
+
+
+def _banks(results: Sequence[PassResult], inputs: Sequence[Sequence[Any]]) -> dict[object, list[torch.Tensor]]:
+    """The complete tensors of every bank, from what each rank has of them."""
+    banks: dict[object, list[list[torch.Tensor]]] = {}
+    for result, values in zip(results, inputs, strict=True):
+        names = dict(zip(graph_inputs(result.module.graph), values, strict=True))
+        for node in result.module.graph.nodes:
+            if is_call(node, gather):
+                banks.setdefault(node.kwargs["bank"], []).append([names[shard] for shard in node.args[0]])
+    return {index: [torch.cat(parts) for parts in zip(*shards, strict=True)] for index, shards in banks.items()}
+
+
+def _run(modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], banks: Any = None) -> list[Any] | None:
+    """What the ranks compute; None where they fail or hang, or where their result is no number."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        outputs = [output for (output,) in run_ranks(modules, inputs, banks)]
+    except Exception:  # a mutant may fail in any way; then there is nothing to preserve
+        return None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None
+
+
+def _outcome(form: str, ranks: Sequence[Captured], spoil: int | None = None) -> str:
+    """What became of it. Input number `spoil` of rank 1 is another one than the model's."""
+    results = _decide(form, ranks)
+    taken = [len(result.plan.localised) for result in results]
+    if taken[0] != taken[1]:
+        return "hung: a rank takes what another leaves"
+    if not taken[0]:
+        return "refused"
+    names = [[block.name for block in result.plan.localised] for result in results]
+    if names[0] != names[1]:
+        return "hung: a rank takes another block than the other"
+    for seed in range(2):
+        hidden = [hidden_states(CONFIG, TOKENS, 0 if form == "all_reduce" else rank, seed) for rank in range(2)]
+        inputs = [with_tokens(one, values) for one, values in zip(ranks, hidden, strict=True)]
+        if spoil is not None:
+            inputs[1][spoil] = _spoiled(inputs[1][spoil])
+        expected = _run([one.module for one in ranks], inputs)
+        if expected is None:
+            return "meaningless"
+        if form == "all_reduce" and not _have_equal_tokens(results, inputs):
+            return "refused in the run"
+        outputs = _run([result.module for result in results], inputs, _banks(results, inputs))
+        if outputs is None:
+            return "hung: the graphs that were taken fail together"
+        for output, wanted in zip(outputs, expected, strict=True):
+            if not torch.allclose(output, wanted, rtol=1e-4, atol=1e-4):
+                return "wrong"
+    return "right" if taken[0] == CONFIG.layers else "right, one layer refused"
+
+
+def _spoiled(value: torch.Tensor) -> torch.Tensor:
+    return value.flip(0) + 0.25 if value.is_floating_point() else value + 1
+
+
+def _changed(form: str, rank: int, place: int, how: int | str) -> str:
+    ranks = list(_captured(form))
+    change = mutate if isinstance(how, int) else mutate_values
+    mutant = change(ranks[rank].module, place, how)  # type: ignore[operator]
+    if mutant is None:
+        return "no mutant"
+    ranks[rank] = dataclasses.replace(ranks[rank], module=mutant)
+    return _outcome(form, ranks)
+
+
+HARMLESS = {"right", "right, one layer refused", "refused", "refused in the run", "meaningless"}
+WAYS: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(list(EP_FORMS)), st.integers(0, 1), st.integers(0, NODES), st.sampled_from(WAYS))
+def test_a_rank_that_computes_otherwise_makes_nothing_wrong(form: str, rank: int, place: int, how: int | str) -> None:
+    assert _changed(form, rank, place, how) in {"no mutant", *HARMLESS}
+
+
+def _parameters(form: str) -> Iterator[int]:
+    one = _captured(form)[1]
+    for place, value in enumerate(one.inputs):
+        if isinstance(value, torch.nn.Parameter):
+            yield place
+
+
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_a_rank_with_other_parameters_makes_nothing_wrong(form: str) -> None:
+    """Routers, dense layers and the order of experts."""
+    outcomes = [_outcome(form, _captured(form), place) for place in _parameters(form)]
+    assert len(outcomes) == 10
+    assert set(outcomes) <= {"right", "refused in the run"}
+    # Whose tokens may differ may have other parameters too.
+    assert outcomes.count("right") == (4 if form == "all_reduce" else 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_every_change_of_one_rank_makes_nothing_wrong(form: str) -> None:
+    places = range(len([node for node in _captured(form)[0].module.graph.nodes if node.op == "call_function"]))
+    found = collections.Counter(
+        _changed(form, (place + number) % 2, place, how)
+        for place, (number, how) in itertools.product(places, enumerate(WAYS))
+    )
+    del found["no mutant"]
+    print(f"\n{form}: {sum(found.values())} pairs, {dict(found)}")
+    assert found.keys() <= HARMLESS
+    assert found["right"] > 20
+    assert found["refused"] + found["right, one layer refused"] > 100
+    assert sum(found.values()) >= 300

@@ -1,0 +1,248 @@
+"""Results that ranks add up are taken out only where all ranks have the same tokens, experts and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from adopted_stacks import SMALL, compile_whole, hidden_rows
+from ranks import run_ranks
+from simulated_ranks import capture
+from torch import nn
+
+import moepass
+from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
+from moepass.models.testing.moe_stack import MoELayer, build_stack
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.runtime.ranks.rendezvous import PeerError
+
+on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
+
+
+class OddLayer(MoELayer):
+    """A layer whose tokens, experts or weights on rank 1 are other ones than on rank 0, in the way that `what` says."""
+
+    def __init__(self, layer: MoELayer, what: str) -> None:
+        super().__init__(layer.router, layer.experts)
+        self.what = what
+        self.is_odd = dist.get_rank() == 1
+        self.register_buffer("bias", torch.full((SMALL.experts,), 1.0))
+        if self.is_odd and what == "buffer":
+            self.bias[2] += 3.0
+        if self.is_odd and what == "router":
+            self.router.weight = nn.Parameter(self.router.weight + 0.5, requires_grad=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.what == "scaled by rank" and self.is_odd:
+            hidden_states = hidden_states * 2.0
+        ids, weights = self.router(hidden_states)
+        if self.what == "buffer":
+            weights = weights * self.bias[ids]
+        if self.what == "weights of a rank" and self.is_odd:
+            weights = weights.clamp(min=0.2)
+        if self.what == "experts of a rank" and self.is_odd:
+            ids = SMALL.experts - 1 - ids
+        output: torch.Tensor = self.experts(hidden_states, ids, weights)
+        return output
+
+
+def _tokens_differ(what: str) -> tuple[list[str], int]:
+    hidden = hidden_rows(SMALL, 8, dist.get_rank() if what == "inputs" else 0)
+    model = build_stack(SMALL, "all_reduce")
+    model.moe[1] = OddLayer(model.moe[1], what)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(hidden)
+        compiled = compile_whole(model, debug=False)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(hidden), expected, rtol=1e-5, atol=1e-5)
+    (compilation,) = compilations
+    return [f"{refusal.where}: {refusal.reason}" for refusal in compilation.plan.refusals], len(compilation.plan.banks)
+
+
+IN_THE_GRAPH = {
+    "scaled by rank": "aten.mul.Tensor",
+    "weights of a rank": "aten.clamp",
+    "experts of a rank": "aten.rsub.Scalar",
+}
+IN_THE_VALUES = ("buffer", "router", "inputs")
+
+
+@on_ranks
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow if what[0] == "w" else ()) for what in IN_THE_GRAPH]
+)
+def test_tokens_that_are_computed_otherwise_on_a_rank_keep_their_all_reduce(what: str) -> None:
+    first, second = run_ranks(2, _tokens_differ, what)
+    assert first == second
+    (refusal,), banks = first
+    assert banks == 1, "the layer before is taken"
+    assert refusal.startswith("moe.1.experts: its results are summed over ranks, so all must have the same tokens, but")
+    assert IN_THE_GRAPH[what] in refusal
+
+
+@on_ranks
+@pytest.mark.parametrize("what", IN_THE_VALUES)
+def test_tokens_of_other_parameters_or_inputs_keep_their_all_reduce_in_the_same_run(what: str) -> None:
+    first, second = run_ranks(2, _tokens_differ, what)
+    assert first == second
+    assert len(first[0]) == 2, "one refusal for each layer of the graph"
+    assert all("the inputs that it is computed from differ between ranks: `" in refusal for refusal in first[0])
+    assert all("the graph runs as it was captured" in refusal for refusal in first[0])
+
+
+@on_ranks
+def test_equal_tokens_are_taken_whatever_else_is_special() -> None:
+    for refusals, banks in run_ranks(2, _tokens_differ, "nothing"):
+        assert not refusals
+        assert banks == 2
+
+
+def _inputs_differ_later(debug: bool) -> list[str]:
+    model = build_stack(SMALL, "all_reduce")
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = compile_whole(model, debug=debug)
+        for seed in (0, 1, 1 + dist.get_rank() if debug else 2):
+            hidden = hidden_rows(SMALL, 8, seed)
+            torch.testing.assert_close(compiled(hidden), model(hidden), rtol=1e-5, atol=1e-5)
+    return [refusal.reason for refusal in compilations[0].plan.refusals]
+
+
+@on_ranks
+def test_under_debug_every_run_is_compared() -> None:
+    first, second = run_ranks(2, _inputs_differ_later, True)
+    assert first == second
+    assert len(first) == 2
+    assert run_ranks(2, _inputs_differ_later, False) == [[], []]
+
+
+def _compiles_again_alone() -> float:
+    model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(hidden)
+        torch.testing.assert_close(
+            compile_whole(model, debug=False, timeout_s=20)(hidden), expected, rtol=1e-5, atol=1e-5
+        )
+        dist.barrier()
+        started = time.monotonic()
+        if dist.get_rank() == 1:
+            torch._dynamo.reset()
+            again = compile_whole(model, debug=False, timeout_s=20)
+            torch.testing.assert_close(again(hidden), expected, rtol=1e-5, atol=1e-5)
+            assert len(compilations) == 2
+        return time.monotonic() - started
+
+
+@on_ranks
+def test_a_rank_that_compiles_again_alone_waits_for_nobody() -> None:
+    assert max(run_ranks(2, _compiles_again_alone)) < 19
+
+
+def _one_bank_and_three_routers(is_odd: bool) -> tuple[bool, list[str]]:
+    """Layers with the same experts, compiled one by one, each with a router; rank 1 has another in the last."""
+    config = dataclasses.replace(SMALL, layers=3)
+    model, hidden = build_stack(config, "all_reduce"), hidden_rows(config, 8, 0)
+    for layer in model.moe:
+        layer.experts = model.moe[0].experts
+    if is_odd and dist.get_rank() == 1:
+        model.moe[2].router.weight.data.add_(0.5)
+    options = {"lower": "eager", "timeout_s": 20}
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(hidden)
+        for layer in model.moe:
+            layer.compile(backend="asyncep", options=options, fullgraph=True)
+        results = [model(hidden) for _ in range(2)]
+    is_right = all(torch.allclose(result, expected, rtol=1e-5, atol=1e-5) for result in results)
+    return is_right, [refusal.reason for one in compilations for refusal in one.plan.refusals]
+
+
+@on_ranks
+@pytest.mark.parametrize("is_odd", [True, False])
+def test_the_routers_of_layers_that_share_experts_are_all_compared(is_odd: bool) -> None:
+    for is_right, reasons in run_ranks(2, _one_bank_and_three_routers, is_odd):
+        assert is_right
+        assert len(reasons) == is_odd
+        assert all("router" in reason for reason in reasons)
+
+
+def _all_write_into_their_routers() -> None:
+    model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = compile_whole(model, debug=False, timeout_s=20)
+        for _ in range(3):
+            expected = model(hidden)
+            torch.testing.assert_close(compiled(hidden), expected, rtol=1e-5, atol=1e-5)
+            dist.barrier()
+            model.moe[1].router.weight.add_(0.5)
+    assert not compilations[0].plan.refusals
+
+
+@on_ranks
+def test_routers_that_are_written_in_place_are_compared_again() -> None:
+    run_ranks(2, _all_write_into_their_routers)
+
+
+def _one_writes_into_its_router() -> str:
+    model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
+    with torch.no_grad():
+        compiled = compile_whole(model, debug=False, timeout_s=4)
+        compiled(hidden)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            return ""
+        model.moe[1].router.weight.add_(0.5)
+        with pytest.raises(PeerError) as caught:
+            compiled(hidden)
+    return str(caught.value)
+
+
+@on_ranks
+def test_a_router_that_one_rank_writes_in_place_is_an_error_there() -> None:
+    _, text = run_ranks(2, _one_writes_into_its_router)
+    assert text.startswith("rank 0 did not publish a checksums of inputs within 4 s")
+
+
+class _AfterAnExchange(nn.Module):
+    """Tokens that come out of a collective: summed ones are the same on all ranks, scattered ones are not."""
+
+    def __init__(self, layer: nn.Module, group_name: str, kind: str) -> None:
+        super().__init__()
+        self.layer, self.group_name, self.kind = layer, group_name, kind
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.kind == "summed":
+            hidden_states = sum_over_ranks(hidden_states, self.group_name)
+        elif self.kind == "gathered":
+            hidden_states = gather_rows(hidden_states, 2, self.group_name)
+        else:
+            hidden_states = scatter_sums(hidden_states, 2, self.group_name)
+        output: torch.Tensor = self.layer(hidden_states)
+        return output
+
+
+@pytest.mark.parametrize(("kind", "is_taken"), [("summed", True), ("gathered", True), ("scattered", False)])
+def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import simulated_ranks
+
+    def build(config: Any, form: str) -> nn.Module:
+        stack = build_stack(config, form)
+        stack.moe[0] = _AfterAnExchange(stack.moe[0], dist.group.WORLD.group_name, kind)  # type: ignore[union-attr]
+        return stack
+
+    monkeypatch.setattr(simulated_ranks, "build_stack", build)
+    signatures = []
+    for rank in range(2):
+        captured = capture(SMALL, "all_reduce", rank, 2, 8, moe_alone=True, dynamic=False)
+        result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+        assert len(result.plan.localised) == is_taken
+        signatures.append([block.signature for block in result.plan.localised])
+        assert all("results differ by rank" in refusal.reason for refusal in result.refusals)
+        # Only the router's parameters are left to compare: the tokens are equal whatever they were made of.
+        assert len(result.plan.replicated) == (2 if is_taken else 0)
+    assert signatures[0] == signatures[1]

@@ -1,0 +1,107 @@
+"""Ranks of adopted models that are killed at any moment: one clear error on every other rank, and nothing stays."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adopted_stacks import SMALL, compile_whole, hidden_rows
+from workers import Worker, join_group, named_memory
+
+from moepass.models.testing.moe_stack import build_stack
+from moepass.runtime.homes.peer_home import PeerPacker
+from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.ranks.rendezvous import PeerError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
+
+RANKS = 3
+TIMEOUT_S = 5.0
+# Survivors that are compiling notice when they are done with that.
+COMPILE_S = 30.0
+
+
+def _run_until_an_error(connection: Connection, store: str, rank: int) -> None:
+    join_group(store, rank, RANKS)
+    hidden = hidden_rows(SMALL, 16, rank)
+    expected = build_stack(SMALL)(hidden)
+    compiled = compile_whole(build_stack(SMALL, "all_to_all"), timeout_s=TIMEOUT_S)
+    connection.send("joined")
+    try:
+        while torch.equal(compiled(hidden), expected):
+            pass
+        connection.send("wrong")
+    except PeerError as error:
+        connection.send(str(error))
+    connection.recv()  # so that no survivor sees another one end
+
+
+def _stop_at(connection: Connection, store: str, rank: int, stage: str) -> None:
+    """As `_run_until_an_error`; rank 1 says when it comes to `stage` of the meeting, and waits there to be killed."""
+    if rank == 1:
+        owner: Any = PeerPacker if stage in ("agree_on", "pack_part") else PeerGroup
+        real: Callable[..., Any] = getattr(owner, stage)
+
+        def stop(*args: Any) -> Any:
+            connection.send(stage)
+            time.sleep(60)
+            return real(*args)
+
+        setattr(owner, stage, stop)
+    _run_until_an_error(connection, store, rank)
+
+
+def _survivors_end(workers: list[Worker], killed: int) -> None:
+    """They say which rank is missing, once, within the timeout, and end by themselves."""
+    survivors = [worker for rank, worker in enumerate(workers) if rank != killed]
+    started = time.perf_counter()
+    for worker in survivors:
+        assert f"rank {killed}" in worker.hear()
+    assert time.perf_counter() - started < TIMEOUT_S + COMPILE_S
+    for worker in survivors:
+        worker.tell("end")
+        worker.process.join(20)
+        assert worker.process.exitcode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(20))
+def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> None:
+    named = named_memory()
+    choice = random.Random(attempt)
+    killed, moment = choice.randrange(RANKS), choice.uniform(0.0, 4.0)
+    with ExitStack() as stack:
+        store = str(tmp_path / "store")
+        workers = [stack.enter_context(Worker(_run_until_an_error, store, rank)) for rank in range(RANKS)]
+        for worker in workers:
+            assert worker.hear() == "joined"
+        time.sleep(moment)  # not to wait for anything: the moment is what is tested
+        workers[killed].kill()
+        _survivors_end(workers, killed)
+    assert named_memory() <= named
+
+
+STAGES = ("agree_on", "make_segment", "pack_part", "share", "settle")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_may_be_killed_in_the_meeting(stage: str, tmp_path: Path) -> None:
+    named = named_memory()
+    with ExitStack() as stack:
+        store = str(tmp_path / "store")
+        workers = [stack.enter_context(Worker(_stop_at, store, rank, stage)) for rank in range(RANKS)]
+        for worker in workers:
+            assert worker.hear() == "joined"
+        assert workers[1].hear() == stage
+        workers[1].kill()
+        _survivors_end(workers, 1)
+    assert named_memory() <= named

@@ -1,0 +1,188 @@
+"""Expert parallelism taken out of graphs where shards lie in device memory, which other memory stands for here."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from adopted_stacks import SMALL, compile_whole, hidden_rows, stays_exact
+from rank_memory import Seen, Segments
+from ranks import run_ranks
+
+import moepass
+from moepass.models.testing.moe_stack import build_stack
+from moepass.runtime.homes import adopted_banks
+from moepass.runtime.homes.adopted_banks import AdoptedHome
+from moepass.runtime.homes.device_home import DevicePacker
+from moepass.runtime.homes.peer_home import PeerPacker
+from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.transfer.transports import Transport
+
+
+@contextmanager
+def _in_device_memory() -> Iterator[list[Seen]]:
+    """Meetings put shards there; gives the memory of each of them."""
+    made: list[Seen] = []
+
+    def packer(device: torch.device, process_group: Any, group: PeerGroup, transport: Transport) -> PeerPacker:
+        memory = Segments()
+        made.append(memory.seen)
+        return DevicePacker(group, transport, memory)
+
+    with mock.patch.object(adopted_banks, "packer_on", packer):
+        yield made
+
+
+def _home() -> AdoptedHome:
+    (group,) = dist.distributed_c10d._world.pg_map
+    return adopted_banks.adopted_banks(group, torch.device("cpu")).home
+
+
+def _forms_stay_exact(form: str) -> None:
+    with _in_device_memory() as made:
+        stays_exact(form, SMALL, [[16, 16], [7, 20], [0, 5]] if form != "all_reduce" else [[16, 16], [5, 5]])
+        assert len(made) == 1
+
+
+@pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
+def test_ranks_stay_exact(form: str) -> None:
+    run_ranks(2, _forms_stay_exact, form)
+
+
+def _moves_and_goes() -> None:
+    model: Any = build_stack(SMALL, "all_to_all")
+    before = [parameter.clone() for parameter in model.moe.parameters()]
+    with _in_device_memory() as made, torch.no_grad():
+        compiled: Any = compile_whole(model)
+        for step in range(2):
+            hidden = hidden_rows(SMALL, 16, step)
+            assert torch.equal(compiled(hidden), build_stack(SMALL)(hidden))
+        (memory,) = made
+        assert memory.handle is not None
+        assert memory.handle() is not None
+        experts = [parameter for layer in model.moe for parameter in layer.experts.parameters()]
+        for parameter in experts:
+            assert memory.begin <= parameter.data_ptr() < memory.end
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert all(map(torch.equal, model.moe.parameters(), before))
+        assert _home().held_twice_bytes == 0
+        assert _home().shard_bytes == sum(parameter.nbytes for parameter in experts)
+        del model, compiled, parameter, experts
+        gc.collect()
+        assert memory.handle() is None
+        assert _home().shard_bytes == 0
+        assert _home().ring is not None
+        assert _home().ring() is None
+
+
+def test_parameters_lie_in_the_shard_and_go_with_the_model() -> None:
+    run_ranks(2, _moves_and_goes)
+
+
+def _is_written_to() -> None:
+    model, hidden = build_stack(SMALL, "all_to_all"), hidden_rows(SMALL, 16, 0)
+    with _in_device_memory(), torch.no_grad():
+        compiled = compile_whole(model)
+        expected = compiled(hidden)
+        assert torch.equal(compiled(hidden), expected)
+        model.moe[1].experts.down_proj.mul_(2)
+        for _ in range(2):
+            with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+                compiled(hidden)
+        # As the error advises.
+        model.load_state_dict(build_stack(SMALL, "all_to_all").state_dict(), assign=True)
+        assert torch.equal(compiled(hidden), expected)
+
+
+def test_what_is_written_into_the_parameters_later_is_an_error() -> None:
+    run_ranks(2, _is_written_to)
+
+
+def _is_written_past_the_count() -> None:
+    """One rank writes as a weight sync does: it gets the error, whatever the others have read by then."""
+    model, hidden = build_stack(SMALL, "all_to_all"), hidden_rows(SMALL, 16, 0)
+    with _in_device_memory(), torch.no_grad():
+        compiled = compile_whole(model)
+        expected = compiled(hidden)
+        assert torch.equal(compiled(hidden), expected)
+        if dist.get_rank() == 1:
+            down = model.moe[1].experts.down_proj
+            down.data.copy_(down * 2)
+            for _ in range(2):
+                with pytest.raises(
+                    moepass.InputError, match=r"moe\.1\.experts were changed after their first compiled"
+                ):
+                    compiled(hidden)
+
+
+def test_what_is_written_past_torchs_count_is_an_error() -> None:
+    run_ranks(2, _is_written_past_the_count)
+
+
+def _other_rank_fails() -> None:
+    """The parameters have moved when the meeting fails: they keep the memory that they lie in."""
+    model: Any = build_stack(SMALL, "all_to_all")
+    before = [parameter.clone() for parameter in model.moe.parameters()]
+
+    def share(group: PeerGroup) -> None:
+        raise PeerError("a rank is gone")
+
+    with _in_device_memory() as made, torch.no_grad():
+        compiled: Any = compile_whole(model)
+        with mock.patch.object(PeerGroup, "share", share), pytest.raises(PeerError, match="a rank is gone"):
+            compiled(hidden_rows(SMALL, 16, 0))
+        del compiled
+        torch._dynamo.reset()
+        gc.collect()
+        assert made[0].handle is not None
+        assert made[0].handle() is None
+        assert all(map(torch.equal, model.moe.parameters(), before))
+
+
+def test_a_meeting_that_fails_leaves_the_parameters_whole() -> None:
+    run_ranks(2, _other_rank_fails)
+
+
+def _is_replaced_in_part() -> None:
+    model: Any = build_stack(SMALL, "all_to_all")
+    downs = [layer.experts.down_proj for layer in model.moe]
+    before = [down.clone() for down in downs]
+    with _in_device_memory() as made, torch.no_grad():
+        compiled, hidden = compile_whole(model), hidden_rows(SMALL, 16, 0)
+        expected = compiled(hidden)
+        for layer in model.moe:
+            layer.experts.gate_up_proj = torch.nn.Parameter(layer.experts.gate_up_proj.clone(), requires_grad=False)
+        gc.collect()
+        for _ in range(2):
+            assert torch.equal(compiled(hidden), expected)
+        assert len(made) == 2
+        assert all(map(torch.equal, downs, before))
+
+
+def test_replacing_some_of_the_experts_leaves_the_others_whole() -> None:
+    run_ranks(2, _is_replaced_in_part)
+
+
+def _is_kept_elsewhere() -> None:
+    """A parameter of which something else has the memory cannot move: it is copied, and watched as such."""
+    model, hidden = build_stack(SMALL, "all_to_all"), hidden_rows(SMALL, 16, 0)
+    view = model.moe[0].experts.down_proj.detach()
+    with _in_device_memory(), torch.no_grad():
+        compiled = compile_whole(model)
+        expected = compiled(hidden)
+        assert _home().held_twice_bytes == view.nbytes
+        assert torch.equal(compiled(hidden), expected)
+        view.numpy()[:] *= 2  # past the version counter
+        with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+            compiled(hidden)
+
+
+def test_what_cannot_move_is_watched_by_its_numbers() -> None:
+    run_ranks(2, _is_kept_elsewhere)

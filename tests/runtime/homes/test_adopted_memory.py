@@ -1,0 +1,241 @@
+"""Experts of adopted models are held once, in shared memory that goes with the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from adopted_stacks import SMALL, compile_whole, hidden_rows
+from ranks import run_ranks
+
+import moepass
+from moepass.models.testing.moe_stack import MoEStack, build_stack
+from moepass.runtime.homes.adopted_banks import AdoptedHome, adopted_banks
+from moepass.runtime.homes.shared_parameters import is_movable
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
+
+
+def _shared_ranges() -> list[tuple[int, int]]:
+    """Addresses of this process that are memory of some rank's shards."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    found = re.findall(r"^(\w+)-(\w+) .*memfd:moepass", maps, re.MULTILINE)
+    return [(int(start, 16), int(stop, 16)) for start, stop in found]
+
+
+def _shared_segments() -> set[str]:
+    """Device and inode of each rank's shards that this process has mapped, however often."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return set(re.findall(r"^\S+ \S+ \S+ (\S+ \d+) .*memfd:moepass", maps, re.MULTILINE))
+
+
+def _home() -> AdoptedHome:
+    (group,) = dist.distributed_c10d._world.pg_map
+    return adopted_banks(group, torch.device("cpu")).home
+
+
+def _experts(model: MoEStack) -> list[torch.nn.Parameter]:
+    return [parameter for layer in model.moe for parameter in layer.experts.parameters()]
+
+
+def _moves() -> None:
+    model, full = build_stack(SMALL, "all_to_all"), build_stack(SMALL)
+    before = [parameter.clone() for parameter in _experts(model)]
+    identities = [(id(parameter), parameter.shape, parameter.stride()) for parameter in _experts(model)]
+    compiled = compile_whole(model)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        for step in range(3):
+            hidden = hidden_rows(SMALL, 16, step)
+            assert torch.equal(compiled(hidden), full(hidden))
+    assert len(compilations) == 1  # no guard saw that the parameters moved
+    assert [(id(parameter), parameter.shape, parameter.stride()) for parameter in _experts(model)] == identities
+    for parameter, value in zip(_experts(model), before, strict=True):
+        assert torch.equal(parameter, value)
+        assert any(start <= parameter.data_ptr() < stop for start, stop in _shared_ranges())
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert _home().held_twice_bytes == 0
+    assert _home().shard_bytes == sum(parameter.nbytes for parameter in _experts(model))
+
+
+def test_experts_move_into_the_shards_and_no_guard_notices() -> None:
+    run_ranks(2, _moves)
+
+
+def _writes_too_late() -> None:
+    """What one rank writes into its parameters, the others must never read."""
+    model, full = build_stack(SMALL, "all_to_all"), build_stack(SMALL)
+    compiled, hidden = compile_whole(model), hidden_rows(SMALL, 16, 0)
+    with torch.no_grad():
+        expected = full(hidden)
+        assert torch.equal(compiled(hidden), expected)
+        if dist.get_rank() == 1:
+            for parameter in _experts(model):
+                parameter.fill_(torch.nan)
+            with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+                compiled(hidden)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            assert torch.equal(compiled(hidden), expected)
+
+
+def test_other_ranks_never_see_what_is_written_into_the_parameters_later() -> None:
+    run_ranks(2, _writes_too_late)
+
+
+def _with_view(parameter: torch.nn.Parameter) -> object:
+    return parameter.detach()
+
+
+def _with_numpy(parameter: torch.nn.Parameter) -> object:
+    return parameter.numpy()
+
+
+def _with_storage(parameter: torch.nn.Parameter) -> object:
+    return parameter.untyped_storage()
+
+
+def _with_dlpack(parameter: torch.nn.Parameter) -> object:
+    return torch.utils.dlpack.to_dlpack(parameter)
+
+
+def _shared_with_processes(parameter: torch.nn.Parameter) -> object:
+    return parameter.data.share_memory_()
+
+
+def _transposed(parameter: torch.nn.Parameter) -> object:
+    parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+    return None
+
+
+KEPT: list[Callable[[torch.nn.Parameter], object]] = [
+    _with_view, _with_numpy, _with_storage, _with_dlpack, _shared_with_processes, _transposed,
+]  # fmt: skip
+
+
+def test_a_parameter_moves_only_where_nothing_else_reaches_its_memory() -> None:
+    def parameter() -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.randn(2, 3, 4), requires_grad=False)
+
+    assert is_movable(parameter())
+    for keep in KEPT:
+        kept = parameter()
+        holder = keep(kept)
+        assert not is_movable(kept), keep.__name__
+        if keep in (_with_view, _with_storage, _with_dlpack):
+            del holder
+            assert is_movable(kept), keep.__name__
+    with torch.inference_mode():
+        assert not is_movable(torch.randn(2, 3, 4))
+    assert not is_movable(torch.nn.Parameter(torch.empty(2, 3, 4, device="meta")))
+    assert not is_movable(torch.randn(4, 3, 4)[1:])
+
+
+def _stays(number: int) -> None:
+    model, full = build_stack(SMALL, "all_to_all"), build_stack(SMALL)
+    kept = model.moe[1].experts.down_proj
+    holder = KEPT[number](kept)
+    address = kept.data_ptr()
+    compiled, hidden = compile_whole(model), hidden_rows(SMALL, 16, 0)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(compiled(hidden), full(hidden))
+        assert kept.data_ptr() == address
+        assert _home().held_twice_bytes == kept.nbytes
+        if isinstance(holder, torch.Tensor):
+            holder.mul_(2.0)
+            with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+                compiled(hidden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_what_cannot_move_is_copied_and_counted(number: int) -> None:
+    run_ranks(2, _stays, number)
+
+
+def _models_come_and_go(models: int) -> None:
+    hidden = hidden_rows(SMALL, 8, 0)
+    descriptors = None
+    for seed in range(models):
+        config = dataclasses.replace(SMALL, seed=seed)
+        model: Any = build_stack(config, "all_to_all")
+        compiled: Any = compile_whole(model)
+        with torch.no_grad():
+            assert torch.equal(compiled(hidden), build_stack(config)(hidden)), f"seed {seed}"
+        assert _shared_ranges()
+        del model, compiled
+        gc.collect()
+        assert _shared_ranges() == []
+        assert _home().ring is not None
+        assert _home().ring() is None
+        count = len(os.listdir("/proc/self/fd"))
+        assert descriptors in (None, count)
+        descriptors = count
+        dist.barrier()
+
+
+@pytest.mark.parametrize("models", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_models_that_are_gone_give_their_shared_memory_back(models: int) -> None:
+    run_ranks(2, _models_come_and_go, models)
+
+
+def _one_stays() -> None:
+    """A model that stays shares the ring with some that go; their shards go with its next run.
+
+    Where parameters could not move, the next meeting finds out that they are gone.
+    """
+    hidden = hidden_rows(SMALL, 8, 0)
+    stays = build_stack(SMALL, "all_to_all")
+    compiled = compile_whole(stays)
+    with torch.no_grad():
+        expected = build_stack(SMALL)(hidden)
+        assert torch.equal(compiled(hidden), expected)
+        segments = _shared_segments()
+        assert segments
+        for seed in range(1, 4):
+            config = dataclasses.replace(SMALL, seed=seed)
+            other: Any = build_stack(config, "all_to_all")
+            kept = [parameter.numpy() for parameter in _experts(other)] if seed == 2 else None
+            for _ in range(2):
+                assert torch.equal(compile_whole(other)(hidden), build_stack(config)(hidden))
+                assert torch.equal(compiled(hidden), expected)
+            assert _shared_segments() > segments
+            del other, kept
+            gc.collect()
+            for _ in range(2):
+                assert torch.equal(compiled(hidden), expected)
+            if seed != 2:
+                assert _shared_segments() == segments
+
+
+@pytest.mark.slow
+def test_shards_of_one_model_go_while_another_one_runs() -> None:
+    run_ranks(2, _one_stays)
+
+
+def _other_options() -> None:
+    hidden = hidden_rows(SMALL, 8, 0)
+    model: Any = build_stack(SMALL, "all_to_all")
+    other = dataclasses.replace(SMALL, seed=1)
+    with torch.no_grad():
+        compile_whole(model)(hidden)
+        with pytest.raises(moepass.InputError, match="share one ring; compile every model of that group with the same"):
+            compile_whole(build_stack(other, "all_to_all"), slots=3)(hidden)
+        del model
+        gc.collect()
+        model = build_stack(other, "all_to_all")
+        assert torch.equal(compile_whole(model, slots=3)(hidden), build_stack(other)(hidden))
+
+
+@pytest.mark.slow
+def test_other_options_are_refused_while_a_model_lives_and_taken_afterwards() -> None:
+    run_ranks(2, _other_options)

@@ -1,0 +1,327 @@
+"""Transport `collective` where something fails: one clear error on every rank, in time, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from backend_helper import tokens
+from collective_helper import SMALL, adopted_model, bias_stack, compiled_model, hidden_states, offload_collective
+from ranks import run_ranks
+from torch import nn
+from workers import Worker, join_group
+
+import moepass
+from moepass.models.testing.moe_stack import build_stack
+from moepass.runtime.execute.executor import SegmentError
+from moepass.runtime.homes import peer_home
+from moepass.runtime.ranks.rendezvous import PeerError
+
+
+def _errors(*attempts: Callable[[], object]) -> list[str]:
+    """What each of them raises, one after the other."""
+    errors = []
+    with torch.no_grad():
+        for attempt in attempts:
+            with pytest.raises(PeerError) as caught:
+                attempt()
+            errors.append(str(caught.value))
+    return errors
+
+
+def _order_differs() -> list[str]:
+    rank = dist.get_rank()
+    model = bias_stack(depth=2)
+    offload_collective(model)
+    return _errors(
+        lambda: model.blocks[rank].up,
+        lambda: model(tokens()),
+        lambda: compiled_model(model)(tokens()),
+    )
+
+
+def test_another_order_is_one_error_on_all_ranks_and_never_other_weights() -> None:
+    first, second = run_ranks(2, _order_differs)
+    assert first == second
+    assert len(set(first)) == 1
+    assert first[0].startswith(
+        "ranks gather different things at the same time: bank blocks.0 on rank 0, bank blocks.1 on rank 1. "
+    )
+
+
+def _plans_differ() -> list[str]:
+    model = bias_stack(depth=3)
+    offload_collective(model, slots=2 + dist.get_rank())
+    with torch.no_grad():
+        if dist.get_rank() == 0:
+            moepass.gather_only_step(model)  # follows no plan, so it goes with any
+        else:
+            compiled_model(model)(tokens())
+    return _errors(lambda: compiled_model(model)(tokens()), lambda: model(tokens()))
+
+
+def test_another_plan_is_one_error_on_all_ranks_before_the_first_bank_comes() -> None:
+    first, second = run_ranks(2, _plans_differ)
+    assert first == second
+    assert len(set(first)) == 1
+    assert first[0].startswith(
+        "ranks gather bank blocks.0 by different plans: 3 gathers through 2 slots on rank 0, 3 gathers through 3 slots "
+    )
+
+
+def _a_rank_runs_fewer_steps() -> str:
+    model = bias_stack(depth=2)
+    offload_collective(model, timeout_s=1.0)
+    with torch.no_grad():
+        model(tokens())
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(1.8)  # longer than the others wait
+        started = time.perf_counter()
+        with pytest.raises(PeerError) as caught:
+            model(tokens())
+        assert time.perf_counter() - started < 2.0
+    return str(caught.value)
+
+
+def test_a_rank_that_runs_fewer_steps_is_named_within_the_timeout() -> None:
+    first, second = run_ranks(2, _a_rank_runs_fewer_steps)
+    assert first == second
+    assert first.startswith("rank 1 did not come to gather bank blocks.0 within 1 s. With transport 'collective' all")
+    assert "call moepass.gather_only_step(model) on a rank that has no work" in first
+
+
+def _one_drops_its_model() -> str:
+    model = bias_stack()
+    threads = threading.active_count()
+    offload_collective(model)
+    with torch.no_grad():
+        compiled = compiled_model(model)
+        compiled(tokens())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            started = time.perf_counter()
+            with pytest.raises(PeerError) as caught:
+                _run_on_and_on(compiled)
+            assert time.perf_counter() - started < 30
+            return str(caught.value)
+    del model, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads:  # the copy thread ends soon
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return ""
+
+
+def test_a_model_that_is_dropped_leaves_nothing_and_is_missed() -> None:
+    text, _ = run_ranks(2, _one_drops_its_model)
+    assert text.startswith("rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost")
+
+
+def _run_on_and_on(run: Callable[..., Any]) -> None:
+    """Where another rank fails at the end of a step, this one still finishes it."""
+    while True:
+        run(tokens())
+
+
+class _Broken(nn.Module):
+    def forward(self, *inputs: Any) -> Any:
+        raise ZeroDivisionError("by hand")
+
+
+def _one_fails_in_the_middle(number: int) -> list[str]:
+    """Errors of three calls, and that they come at once; rank 1 fails in segment `number` of its second run."""
+    rank = dist.get_rank()
+    model = bias_stack(depth=4)
+    with torch.no_grad():
+        expected = model(tokens())
+        offload_collective(model)
+        with moepass.record_compilations() as compilations:
+            compiled = compiled_model(model)
+            assert torch.equal(compiled(tokens()), expected)
+        modules = compilations[0].executor.graph_module.modules()
+        located: Any = [module for module in modules if type(module).__name__ == "Located"][number]
+        dist.barrier()
+        started = time.perf_counter()
+        errors = []
+        if rank == 1:
+            original, located.segment = located.segment, _Broken()
+            with pytest.raises(SegmentError, match="by hand"):
+                compiled(tokens())
+            located.segment = original
+        for run in (compiled, compiled, model):
+            with pytest.raises(PeerError) as caught:
+                _run_on_and_on(run)
+            errors.append(str(caught.value))
+        assert time.perf_counter() - started < 30
+    return errors
+
+
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 2, -1])
+def test_an_exception_on_one_rank_is_one_error_on_the_others_for_good(number: int) -> None:
+    outcomes = run_ranks(3, _one_fails_in_the_middle, number)
+    (text,) = {error for errors in outcomes for error in errors}
+    assert text.startswith("rank 1 left a run in the middle, so that no rank can gather: SegmentError: in segment_")
+
+
+def _one_fails_half_way() -> None:
+    model = bias_stack()
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(peer_home, "write_parts", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+            with pytest.raises(MemoryError):
+                offload_collective(model)
+        return
+    with pytest.raises(PeerError, match=r"^rank 1 failed: MemoryError: no room$"):
+        offload_collective(model)
+    with torch.no_grad(), pytest.raises(PeerError, match=r"blocks\.0 is not complete, because offload_experts failed"):
+        compiled_model(model)(tokens())
+
+
+def test_a_rank_that_fails_while_it_packs_is_one_error_on_the_others() -> None:
+    run_ranks(2, _one_fails_half_way)
+
+
+def _transports_differ() -> str:
+    with pytest.raises(PeerError) as caught:
+        moepass.offload_experts(
+            bias_stack(), home="peer", transport=["pull", "collective"][dist.get_rank()], timeout_s=50
+        )
+    return str(caught.value)
+
+
+def test_ranks_with_different_transports_are_told() -> None:
+    assert set(run_ranks(2, _transports_differ)) == {
+        "ranks disagree on the transport: pull on rank 0, collective on rank 1; give every rank the same model and "
+        "checkpoint, in one group on one machine"
+    }
+
+
+def _forked_child() -> str:
+    model = bias_stack(depth=1)
+    offload_collective(model)
+    with torch.no_grad():
+        model(tokens())
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                model(tokens())
+                text = "nothing was wrong"
+            except PeerError as error:
+                text = str(error)
+            os.write(write, text.encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = os.read(read, 10_000).decode()
+        model(tokens())  # the parent goes on
+    return told
+
+
+def test_a_forked_child_is_told_that_it_cannot_gather() -> None:
+    for rank, text in enumerate(run_ranks(2, _forked_child)):
+        assert text.startswith(f"this process was forked from rank {rank} and has no part in its gathers")
+
+
+def _serve(connection: Connection, store: str, rank: int, size: int, mode: str) -> None:
+    """A rank that runs a step whenever it is told to, and says what came of it."""
+    join_group(store, rank, size)
+    step: Callable[..., Any]
+    if mode == "adopted":
+        inputs, expected = hidden_states(SMALL, 8, rank), build_stack(SMALL)(hidden_states(SMALL, 8, rank))
+        step = adopted_model(SMALL)
+    else:
+        model = bias_stack()
+        inputs, expected = tokens(), model(tokens())
+        offload_collective(model)
+        step = compiled_model(model) if mode == "compiled" else model
+    connection.send("ready")
+    while connection.recv() == "run":
+        try:
+            connection.send("exact" if torch.equal(step(inputs), expected) else "wrong")
+        except PeerError as error:
+            connection.send(str(error))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["eager", pytest.param("compiled", marks=pytest.mark.slow), pytest.param("adopted", marks=pytest.mark.slow)],
+)
+def test_a_killed_rank_is_one_error_on_the_others_at_once(mode: str, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    with (
+        Worker(_serve, store, 0, 3, mode) as first,
+        Worker(_serve, store, 1, 3, mode) as killed,
+        Worker(_serve, store, 2, 3, mode) as last,
+    ):
+        everybody, survivors = (first, killed, last), (first, last)
+        assert {worker.hear() for worker in everybody} == {"ready"}
+        for worker in everybody:
+            worker.tell("run")
+        assert {worker.hear() for worker in everybody} == {"exact"}
+        killed.kill()
+        started = time.perf_counter()
+        texts = set()
+        for _ in range(2):
+            for worker in survivors:
+                worker.tell("run")
+            texts |= {worker.hear() for worker in survivors}
+        assert time.perf_counter() - started < 5
+        (text,) = texts
+        assert text.startswith(
+            "rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost"
+        )
+        for worker in survivors:
+            worker.tell("end")
+            worker.process.join(20)
+            assert worker.process.exitcode == 0
+
+
+def _run_until_an_error(connection: Connection, store: str, rank: int, size: int, mode: str) -> None:
+    join_group(store, rank, size)
+    model = bias_stack()
+    expected = model(tokens())
+    connection.send("joined")
+    try:
+        offload_collective(model, timeout_s=5)
+        step = compiled_model(model) if mode == "compiled" else model
+        while torch.equal(step(tokens()), expected):
+            pass
+        connection.send("wrong")
+    except PeerError as error:
+        connection.send(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(20))
+def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> None:
+    store, mode = str(tmp_path / "store"), ["eager", "compiled"][attempt % 2]
+    moment = random.Random(attempt).uniform(0.0, 0.3 if mode == "eager" else 3.0)
+    with (
+        Worker(_run_until_an_error, store, 0, 3, mode) as first,
+        Worker(_run_until_an_error, store, 1, 3, mode) as killed,
+        Worker(_run_until_an_error, store, 2, 3, mode) as last,
+    ):
+        for worker in (first, killed, last):
+            assert worker.hear() == "joined"
+        time.sleep(moment)  # not to wait for anything: the moment is what is tested
+        killed.kill()
+        started = time.perf_counter()
+        for worker in (first, last):
+            text = worker.hear()
+            assert "rank 1" in text or "could not connect to all" in text
+            worker.process.join(20)
+            assert worker.process.exitcode == 0
+        assert time.perf_counter() - started < 30  # an overloaded machine has taken 25 s

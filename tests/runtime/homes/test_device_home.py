@@ -1,0 +1,196 @@
+"""Home `peer` with shards in device memory, which other memory stands for here, as there is no GPU."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from backend_helper import Stack, tokens
+from rank_memory import Segments
+from ranks import run_ranks
+from torch.distributed import distributed_c10d as c10d
+
+import moepass
+from moepass.runtime.homes.device_home import DevicePacker, SymmetricMemory
+from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.offload import offload
+from moepass.runtime.offload.offload import expert_parameters, find_expert_modules
+from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.system.shared_memory import SharedMemoryError
+from moepass.runtime.transfer.sources import read_range
+from moepass.runtime.transfer.transports import PULL, Transport
+
+
+class _Unreadable(Segments):
+    def exchange(self) -> tuple[list[torch.Tensor], object]:
+        raise SharedMemoryError("no peer access")
+
+
+class _OnGpu(Segments):
+    device_type = "cuda"
+
+
+def _offload(model: torch.nn.Module, memory: Segments) -> moepass.OffloadReport:
+    def packer(*args: Any) -> DevicePacker:
+        return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), memory)
+
+    with mock.patch.object(offload, "_packer", packer):
+        return moepass.offload_experts(model, home="peer")
+
+
+def _stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack("dense_bmm", depth=3, bias=True)
+
+
+def _stays_exact() -> int:
+    model = _stack()
+    with torch.no_grad():
+        expected = model(tokens())
+        report = _offload(model, Segments())
+        assert torch.equal(model(tokens()), expected)
+        compiled: Callable[..., Any] = torch.compile(
+            model, backend="asyncep", options={"lower": "eager", "debug": True}
+        )
+        for _ in range(3):
+            assert torch.equal(compiled(tokens()), expected)
+    statistics = report.store.ring().statistics
+    assert 0 < statistics.link_bytes < statistics.copied_bytes or dist.get_world_size() == 1
+    return report.home_bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_model_stays_exact(ranks: int) -> None:
+    """Four experts on three ranks: parts of different sizes, in memory of one size."""
+    assert len(set(run_ranks(ranks, _stays_exact))) == (2 if ranks == 3 else 1)
+
+
+def _cannot_read() -> None:
+    model = _stack()
+    with torch.no_grad():
+        expected = model(tokens())
+        with pytest.raises(SharedMemoryError, match="no peer access"):
+            _offload(model, _Unreadable())
+        assert torch.equal(model(tokens()), expected)
+        assert moepass.offload_experts(model).home == "host"
+
+
+def test_memory_that_cannot_be_read_leaves_the_model_as_it_was() -> None:
+    run_ranks(2, _cannot_read)
+
+
+def _sources_are_all_that_is_kept() -> None:
+    model = _stack()
+    (first, *_) = find_expert_modules(model).values()
+    expected = [parameter.detach().clone() for parameter in expert_parameters(first).values()]
+    report = _offload(model, Segments())
+    bank = report.store.banks[0].spec
+    sources = report.store.home.sources(bank, ())
+    del model, report
+    gc.collect()
+    whole = read_range(sources, 0, bank.nbytes, torch.device("cpu"))
+    for tensor, value in zip(bank.tensors, expected, strict=True):
+        assert torch.equal(tensor.view(whole), value)
+
+
+def test_what_is_read_later_keeps_the_memory_of_other_ranks() -> None:
+    run_ranks(2, _sources_are_all_that_is_kept)
+
+
+def _one_is_on_a_gpu() -> str:
+    with pytest.raises(PeerError) as caught:
+        _offload(_stack(), _OnGpu() if dist.get_rank() == 1 else Segments())
+    return str(caught.value)
+
+
+def test_ranks_on_different_devices_are_one_error() -> None:
+    (text,) = set(run_ranks(2, _one_is_on_a_gpu))
+    assert text.startswith("ranks disagree on the kind of device: cpu on rank 0, cuda on rank 1")
+
+
+def _exchange(
+    memory: SymmetricMemory, rendezvous: Callable[..., Any], backend: str = "CUDA"
+) -> tuple[torch.Tensor, list[torch.Tensor], object]:
+    """Exchange `memory` with a torch that does that when ranks meet for it; also gives what was allocated."""
+    allocator = mock.Mock()
+    allocator.get_backend.return_value = backend
+    allocator.empty_strided_p2p.return_value = torch.full((4,), 7, dtype=torch.uint8)
+    with (
+        mock.patch("torch._C._distributed_c10d._SymmetricMemory", allocator),
+        mock.patch.object(symmetric_memory, "rendezvous", rendezvous),
+    ):
+        own = memory.allocate(4)
+        return own, *memory.exchange()
+
+
+def _memory(timeout_s: float) -> SymmetricMemory:
+    return SymmetricMemory(c10d._get_default_group(), torch.device("cuda", 0), timeout_s)
+
+
+class _Handle:
+    """As torch's: what it shows of other ranks keeps nothing."""
+
+    def get_remote_tensor(self, rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, rank, dtype=dtype)
+
+
+def _keeps_others() -> None:
+    memory = _memory(timeout_s=50)
+    own, tensors, keeps = _exchange(memory, lambda memory, group: _Handle())
+    rank = dist.get_rank()
+    assert tensors[rank] is own
+    assert tensors[1 - rank].tolist() == [1 - rank] * 4
+    assert isinstance(keeps, _Handle)
+    # No path leads from memory to the group, which may go.
+    assert c10d._get_default_group() not in vars(memory).values()
+
+
+def test_memory_of_other_ranks_comes_with_what_keeps_it() -> None:
+    run_ranks(2, _keeps_others)
+
+
+def _exchanges() -> None:
+    store = c10d._get_process_group_store(c10d._get_default_group())
+    before = store.timeout
+    seen: list[str | None] = []
+
+    def wait_in_vain(memory: torch.Tensor, group: object) -> None:
+        seen.append(os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST"))
+        store.get("what no rank says")
+
+    def refuse(memory: torch.Tensor, group: object) -> None:
+        raise RuntimeError("detected allocations from overlapping devices from different ranks")
+
+    started = time.perf_counter()
+    with pytest.raises(PeerError, match="a rank did not come to share its GPU's memory"):
+        _exchange(_memory(timeout_s=0.5), wait_in_vain)
+    assert time.perf_counter() - started < 20
+    assert seen == ["1"]
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
+    with pytest.raises(SharedMemoryError, match=r"overlapping devices .*each rank needs a GPU of its own"):
+        _exchange(_memory(timeout_s=0.5), refuse)
+    assert store.timeout == before
+    with pytest.raises(SharedMemoryError, match=r"that of NVSHMEM.*unset TORCH_SYMMMEM"):
+        _exchange(_memory(timeout_s=0.5), refuse, backend="NVSHMEM")
+
+
+def test_the_exchange_of_gpu_memory_ends_with_an_error_that_says_why() -> None:
+    run_ranks(1, _exchanges)
+
+
+def _chooses() -> str:
+    packer = offload._packer("peer", torch.device("cuda", 0), None, 50, None, "keep", Transport(PULL), 2)
+    assert packer.home.transport.name == PULL
+    return type(packer).__name__
+
+
+def test_shards_lie_on_the_gpu_where_a_gpu_computes() -> None:
+    assert run_ranks(1, _chooses) == ["DevicePacker"]

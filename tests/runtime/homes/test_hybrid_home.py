@@ -1,0 +1,290 @@
+"""Home `hybrid` on real ranks: exact whatever is staged, and never waiting for a rank that rests."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import itertools
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from backend_helper import BLOCKS, Stack, tokens
+from forked import in_child
+from ranks import run_ranks
+from tiny_checkpoint import save_tiny_checkpoint
+from torch import nn
+
+import moepass
+from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.testing.tiny import tiny_inputs, tiny_model
+from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.homes.hybrid import stage_board, stager
+from moepass.runtime.homes.hybrid.staging_order import StageState
+from moepass.runtime.ranks.rendezvous import PeerError
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in stage_board._ORDERED_MACHINES,
+    reason="shared shards need memfd_create, and stages x86-64",
+)
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+
+
+def _stack(form: str = "dense_bmm", depth: int = 3) -> Stack:
+    torch.manual_seed(0)
+    return Stack(form, depth=depth, bias=True)
+
+
+def _check_figures(store: BankStore) -> None:
+    """All that runs have used came from stages or past them; what was fetched ahead for a next run is not counted."""
+    statistics = store.ring().statistics
+    used = statistics.staged_bytes + statistics.unstaged_bytes
+    assert 0 < used <= statistics.copied_bytes
+
+
+def _model_stays_exact(family: str, overrides: dict[str, Any], stages: int) -> None:
+    model: nn.Module = _stack(family) if family in BLOCKS else tiny_model(family, **overrides)
+    inputs = {"x": tokens()} if family in BLOCKS else tiny_inputs(model)  # type: ignore[arg-type]
+
+    def run(model: Callable[..., Any]) -> torch.Tensor:
+        output = model(**inputs)
+        return output if isinstance(output, torch.Tensor) else output.logits  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        expected = run(model)
+        report = moepass.offload_experts(model, home="hybrid", stages=stages, timeout_s=50)
+        assert (report.home, report.transport) == ("hybrid", "pull")
+        assert report.stage_bytes == stages * max(bank.shard.numel() for bank in report.store.banks)
+        assert torch.equal(run(model), expected)
+        with moepass.record_compilations() as compilations:
+            compiled = _compiled(model)
+            for _ in range(6):
+                assert torch.equal(run(compiled), expected)
+    (compilation,) = compilations
+    assert not compilation.plan.refusals
+    assert {bank.home for bank in compilation.plan.banks} == {"hybrid"}
+    assert "lie in shards in host memory, staged on all ranks" in compilation.plan.reason
+    _check_figures(report.store)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "family", "overrides", "stages"),
+    [
+        pytest.param(1, "dense_bmm", {}, 2, marks=pytest.mark.slow),
+        (2, "dense_bmm", {}, 1),
+        (3, "grouped_mm", {}, 2),  # 4 experts on 3 ranks
+        pytest.param(2, "qwen3_moe", {"num_hidden_layers": 3}, 3, marks=pytest.mark.slow),
+        pytest.param(3, "qwen3_moe", {}, 2, marks=pytest.mark.slow),  # 8 experts on 3 ranks
+        (
+            3,
+            "qwen3_moe",
+            {"num_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 2},
+            2,
+        ),  # a rank without experts
+    ],
+)
+def test_models_stay_exact_on_every_rank(ranks: int, family: str, overrides: dict[str, Any], stages: int) -> None:
+    run_ranks(ranks, _model_stays_exact, family, overrides, stages)
+
+
+def _one_runs_and_one_rests() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    with torch.no_grad():
+        model = _stack(depth=4)
+        expected = model(tokens())
+        # Slower than this machine, so that what is staged is there before it is asked for.
+        banks = moepass.offload_experts(model, home="hybrid", link="emulate:1e7", host_link="emulate:2e7", timeout_s=50)
+        compiled = _compiled(model)
+        if dist.get_rank() == 0:
+            for _ in range(10):
+                assert torch.equal(compiled(tokens()), expected)
+            # From the stages of a rank that rests, too.
+            statistics = banks.store.ring().statistics
+            assert statistics.staged_bytes > statistics.unstaged_bytes
+            store.set("ten steps", "done")
+            # Its shards stay readable even when the model is gone.
+            del model, compiled, banks
+            torch._dynamo.reset()
+            gc.collect()
+            deadline = time.monotonic() + 10
+            while "moepass-stager" in [thread.name for thread in threading.enumerate()]:
+                assert time.monotonic() < deadline, "the stager's thread does not end with the model"
+                time.sleep(0.001)
+            store.set("model", "gone")
+            store.wait(["the other"], timedelta(seconds=50))
+        else:
+            store.wait(["ten steps", "model"], timedelta(seconds=50))
+            for _ in range(2):
+                assert torch.equal(compiled(tokens()), expected)
+            assert torch.equal(model(tokens()), expected)
+            store.set("the other", "done")
+
+
+def test_a_rank_that_rests_neither_waits_nor_is_waited_for_and_its_stages_serve_the_others() -> None:
+    run_ranks(2, _one_runs_and_one_rests)
+
+
+def _at_different_layers() -> None:
+    """Ranks drift apart, because one of them computes for longer between its steps."""
+    with torch.no_grad():
+        model = _stack(depth=5)
+        expected = model(tokens())
+        report = moepass.offload_experts(model, home="hybrid", stages=2, slots=1, timeout_s=50)
+        compiled = _compiled(model)
+        for step in range(30):
+            assert torch.equal(compiled(tokens()), expected)
+            if step % 3 == dist.get_rank():
+                time.sleep(0.003)
+    _check_figures(report.store)
+
+
+def test_ranks_that_drift_apart_stay_exact() -> None:
+    run_ranks(3, _at_different_layers)
+
+
+def _all_is_overwritten_while_it_is_copied() -> None:
+    """Whoever copies from a stage finds, when he is done, that it was given away; its bytes were another bank's."""
+    with torch.no_grad():
+        model = _stack()
+        expected = model(tokens())
+        report = moepass.offload_experts(model, home="hybrid", timeout_s=50)
+        states = stage_board.StageBoard.state
+        generations = itertools.count()
+
+        def never_the_same(board: stage_board.StageBoard, stage: int) -> StageState:
+            return dataclasses.replace(states(board, stage), generation=next(generations))
+
+        def poisoning(address: int, source: int, nbytes: int) -> None:
+            ctypes.memset(address, 0xFF, nbytes)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(stage_board.StageBoard, "state", never_the_same)
+            patched.setattr(stager, "ctypes", SimpleNamespace(memmove=poisoning))
+            compiled = _compiled(model)
+            for _ in range(3):
+                assert torch.equal(compiled(tokens()), expected)
+        statistics = report.store.ring().statistics
+        assert statistics.staged_bytes == 0 < statistics.unstaged_bytes
+
+
+def test_what_is_overwritten_while_it_is_copied_is_fetched_again() -> None:
+    run_ranks(2, _all_is_overwritten_while_it_is_copied)
+
+
+def _differs() -> str:
+    model = _stack(depth=2)
+    before = model(tokens())
+    with pytest.raises(PeerError) as caught:
+        moepass.offload_experts(model, home="hybrid", stages=2 + dist.get_rank(), timeout_s=50)
+    assert torch.equal(model(tokens()), before)
+    return str(caught.value)
+
+
+def test_ranks_with_different_numbers_of_stages_get_one_error() -> None:
+    (text,) = set(run_ranks(2, _differs))
+    assert text.startswith("ranks disagree on the number of stages of home='hybrid': 2 on rank 0, 3 on rank 1")
+
+
+def _a_forked_child_is_exact() -> None:
+    with torch.no_grad():
+        model = _stack()
+        expected = model(tokens())
+        moepass.offload_experts(model, home="hybrid", link="emulate:1e6", host_link="emulate:2e6", timeout_s=50)
+        compiled = _compiled(model)
+        for _ in range(2):
+            assert torch.equal(compiled(tokens()), expected)
+
+        def check() -> bool:
+            return all(torch.equal(compiled(tokens()), expected) for _ in range(2))
+
+        in_child(check)
+        assert check()
+
+
+def test_a_forked_child_runs_exactly() -> None:
+    run_ranks(1, _a_forked_child_is_exact)
+
+
+def _states_are_refused() -> None:
+    model = _stack(depth=2)
+    moepass.offload_experts(model, home="hybrid", timeout_s=50)
+    with pytest.raises(moepass.InputError, match="staged from shards that must not change: take or load a state_dict"):
+        model.state_dict()
+    with pytest.raises(moepass.InputError, match="staged from shards that must not change"):
+        model.load_state_dict({"blocks.0.up": torch.zeros(1)}, strict=False)
+
+
+def test_shards_cannot_be_loaded_into_because_stages_would_not_see_it() -> None:
+    run_ranks(1, _states_are_refused)
+
+
+def _load(folder: Path) -> tuple[int, tuple[int, int]]:
+    told: list[tuple[int, int]] = []
+    model = moepass.load_pretrained(folder, home="hybrid", timeout_s=50, progress=lambda *now: told.append(now))
+    reference = load_model(folder)
+    moepass.offload_experts(reference)
+    inputs = tiny_inputs(model)
+    with torch.no_grad():
+        expected = reference(**inputs).logits
+        assert torch.equal(model(**inputs).logits, expected)
+        compiled = _compiled(model)
+        for _ in range(2):
+            assert torch.equal(compiled(**inputs).logits, expected)
+    report = moepass.offload_report(model)
+    assert report.home == "hybrid"
+    assert report.stage_bytes == 2 * max(bank.shard.numel() for bank in report.store.banks)
+    return report.home_bytes, told[-1]
+
+
+def test_a_checkpoint_is_loaded_rank_by_rank(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, _load, save_tiny_checkpoint(tmp_path / "whole"))
+    assert all(home_bytes < read == in_all for home_bytes, (read, in_all) in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({}, moepass.InputError, r"home='hybrid' spread experts over the ranks of torch\.distributed, which is not"),
+        ({"device": "meta"}, moepass.InputError, r"device is meta; home='hybrid' works on cpu only so far"),
+        ({"transport": "collective"}, moepass.OptionError, r"use transport='pull', or home='peer'"),
+        ({"stages": 0}, moepass.OptionError, r"stages is 0; a rank needs at least 1"),
+        ({"stages": True}, moepass.OptionError, r"stages is True"),
+        ({"host_link": "5e9"}, moepass.OptionError, r"host_link is '5e9'; it must be `real` or `emulate:BYTES_PER_S`"),
+        (
+            {"home": "peer", "stages": 3},
+            moepass.OptionError,
+            r"stages is 3, but home is 'peer'; it goes with home='hyb",
+        ),
+        ({"home": "host", "host_link": "emulate:1e9"}, moepass.OptionError, r"host_link is 'emulate:1e9', but home is"),
+    ],
+)
+def test_wrong_arguments_leave_the_model_alone(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    model = _stack()
+    before = model(tokens())
+    with pytest.raises(kind, match=message):
+        moepass.offload_experts(model, **{"home": "hybrid", **arguments})
+    assert torch.equal(model(tokens()), before)
+
+
+def _on_another_machine() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(platform, "machine", lambda: "aarch64")
+        with pytest.raises(moepass.InputError, match=r"this machine is 'aarch64'; home='hybrid' works on x86-64 only"):
+            moepass.offload_experts(_stack(), home="hybrid", timeout_s=50)
+
+
+def test_a_machine_that_reorders_memory_is_refused() -> None:
+    run_ranks(1, _on_another_machine)

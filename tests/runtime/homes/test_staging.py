@@ -1,0 +1,487 @@
+"""Stages without processes: what they hold, who is waited for, and that no bank is ever taken for another."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.passes.ir.plan import BankSpec
+from moepass.passes.ir.shards import Piece
+from moepass.runtime.homes.hybrid import stage_board, stager
+from moepass.runtime.homes.hybrid.stage_board import StageBoard, board_bytes, pack_state, unpack_state
+from moepass.runtime.homes.hybrid.staged_pull import Patience, StagedCopy, StagedPull, StagedSource
+from moepass.runtime.homes.hybrid.stager import Found, Stager, StagerError, Stages, _Work
+from moepass.runtime.homes.hybrid.staging_order import StagePlan, StageState, Wants, choose_banks
+from moepass.runtime.transfer import copying
+from moepass.runtime.transfer.copying import CopyThread
+from moepass.runtime.transfer.link import BusyLink, Link
+from moepass.runtime.transfer.sources import MemorySource, whole
+
+SLICE = 16
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "SLICE_BYTES", SLICE)
+
+
+def _board(stages: int) -> StageBoard:
+    return StageBoard(torch.zeros(board_bytes(stages), dtype=torch.uint8), stages)
+
+
+def _stages(count: int, nbytes: int) -> Stages:
+    return Stages(_board(count), [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)], SLICE)
+
+
+def _shard(bank: int, nbytes: int) -> torch.Tensor:
+    """Bytes that no other bank has."""
+    return torch.full((nbytes,), bank + 1, dtype=torch.uint8)
+
+
+banks = st.integers(0, 5)
+wants = st.builds(Wants, st.lists(banks, max_size=4, unique=True).map(tuple), st.booleans())
+
+
+@given(st.lists(wants, min_size=1, max_size=4), st.integers(1, 4))
+def test_the_nearest_needs_come_first_and_those_of_running_ranks_before_others(
+    of_ranks: list[Wants], count: int
+) -> None:
+    chosen = choose_banks(of_ranks, count)
+    wanted = {bank for want in of_ranks for bank in want.banks}
+    assert len(chosen) == len(set(chosen)) == min(count, len(wanted))
+
+    def rank_of(bank: int) -> tuple[bool, int]:
+        """How urgent a bank is, by the rank that needs it most; smaller is more urgent."""
+        return min((not want.is_running, want.banks.index(bank)) for want in of_ranks if bank in want.banks)
+
+    assert [rank_of(bank) for bank in chosen] == sorted(rank_of(bank) for bank in wanted)[: len(chosen)]
+
+
+def test_a_rank_that_runs_ahead_keeps_what_a_later_one_reads() -> None:
+    ahead, behind, resting = Wants((3, 4), True), Wants((2, 3), True), Wants((0, 1), False)
+    assert choose_banks([ahead, behind, resting], 2) == (3, 2)
+    assert choose_banks([ahead, behind, resting], 3) == (3, 2, 4)
+    assert choose_banks([resting, behind], 2) == (2, 3)
+    assert choose_banks([resting], 2) == (0, 1)
+
+
+@given(
+    st.lists(st.one_of(st.lists(banks, max_size=3, unique=True), st.integers(1, 5)), max_size=30),
+    st.lists(st.integers(0, 3), min_size=6, max_size=6),
+)
+def test_chosen_banks_get_stages_and_are_filled_in_order(actions: list[list[int] | int], slices: list[int]) -> None:
+    plan = StagePlan(3, slices)
+    chosen: list[int] = []
+    for action in actions:
+        before = list(plan.states)
+        if isinstance(action, list):
+            chosen = action
+            taken = plan.choose(chosen)
+            assert set(chosen) <= {state.bank for state in plan.states}
+            for stage, (old, new) in enumerate(zip(before, plan.states, strict=True)):
+                if stage in taken:
+                    assert old.bank not in chosen
+                    assert new == StageState(new.bank, old.generation + 1, 0)
+                else:
+                    assert new == old
+            continue
+        for _ in range(action):
+            fill = plan.next_fill()
+            held = {state.bank: state for state in plan.states}
+            missing = [bank for bank in chosen if held[bank].filled_slices < slices[bank]]
+            assert (fill is None) == (not missing)
+            if fill is not None:
+                assert fill.bank == missing[0] == plan.states[fill.stage].bank
+                assert fill.slice_number == held[fill.bank].filled_slices
+                plan.filled(fill.stage)
+    held_banks = [state.bank for state in plan.states if state.bank is not None]
+    assert len(held_banks) == len(set(held_banks))
+
+
+@given(
+    st.one_of(st.none(), st.integers(0, stage_board.MOST_BANKS - 1)),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, stage_board.MOST_SLICES),
+)
+def test_a_word_says_all_of_a_state(bank: int | None, generation: int, filled: int) -> None:
+    state = StageState(bank, generation, filled)
+    assert 0 <= pack_state(state) < 2**64
+    assert unpack_state(pack_state(state)) == state
+
+
+def test_a_fresh_board_says_nothing_and_keeps_what_is_shown() -> None:
+    board = _board(3)
+    assert board.wants() == Wants((), False)
+    assert [board.state(stage) for stage in range(3)] == [StageState()] * 3
+    board.show_wants((4, 0, 2, 9))
+    board.show_running(True)
+    board.show_state(1, StageState(7, 2**32 + 5, 3))
+    board.show_progress()
+    assert board.wants() == Wants((4, 0, 2), True)
+    assert [board.state(stage) for stage in range(3)] == [StageState(), StageState(7, 5, 3), StageState()]
+    assert board.progress() == 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _HalfwaySource(MemorySource):
+    """Calls `halfway` when half of what is copied is there."""
+
+    halfway: Callable[[], None] = lambda: None
+
+    def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
+        half = nbytes // 2
+        super().copy(offset_bytes, half, address)
+        self.halfway()
+        super().copy(offset_bytes + half, nbytes - half, address + half)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile(data: st.DataObject) -> None:
+    """The stager works on while somebody has read half of what he reads, and is itself interrupted by readers."""
+    sizes = data.draw(st.lists(st.integers(1, 3 * SLICE), min_size=2, max_size=3), label="bytes of the shards")
+    numbers = st.integers(0, len(sizes) - 1)
+    stages = _stages(data.draw(st.integers(1, 2), label="stages"), max(sizes))
+
+    def read(meanwhile: Callable[[], None]) -> None:
+        bank = data.draw(numbers, label="bank")
+        start = data.draw(st.integers(0, sizes[bank] - 1), label="from")
+        nbytes = data.draw(st.integers(1, sizes[bank] - start), label="bytes")
+        place = torch.zeros(nbytes, dtype=torch.uint8)
+
+        def halfway(target: int, source: int, nbytes: int) -> None:
+            half = nbytes // 2
+            ctypes.memmove(target, source, half)
+            meanwhile()
+            ctypes.memmove(target + half, source + half, nbytes - half)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(stager, "ctypes", SimpleNamespace(memmove=halfway))
+            found = stages.copy(bank, start, nbytes, place.data_ptr())
+        if found is Found.COPIED:
+            assert set(place.tolist()) == {bank + 1}
+
+    def read_between() -> None:
+        if data.draw(st.booleans(), label="somebody reads"):
+            read(meanwhile=lambda: None)
+
+    def work_on() -> None:
+        for wanted, steps in data.draw(st.lists(st.tuples(numbers, st.integers(1, 3)), max_size=3), label="work"):
+            stages.board.show_wants((wanted,))
+            for _ in range(steps):
+                work.step()
+
+    shards = [
+        _HalfwaySource(_shard(bank, size), (Piece(0, 0, size),), halfway=read_between)
+        for bank, size in enumerate(sizes)
+    ]
+    work = _Work(stages, [], shards, BusyLink(Link()))
+    for _ in range(data.draw(st.integers(1, 6), label="rounds")):
+        work_on()
+        read(meanwhile=work_on)
+
+
+def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, small_slices: None
+) -> None:
+    stages = _stages(1, 2 * SLICE)
+    work = _Work(stages, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
+    place = torch.zeros(SLICE, dtype=torch.uint8)
+
+    def fill(bank: int, steps: int = 3) -> None:
+        stages.board.show_wants((bank,))
+        for _ in range(steps):
+            work.step()
+
+    fill(0)
+    assert stages.copy(0, 0, SLICE, place.data_ptr()) is Found.COPIED
+    assert place.tolist() == [1] * SLICE
+    assert stages.copy(1, 0, SLICE, place.data_ptr()) is Found.ABSENT
+    real = ctypes.memmove
+
+    def overwritten(target: int, source: int, nbytes: int) -> None:
+        monkeypatch.setattr(ctypes, "memmove", real)
+        fill(1, steps=1)
+        real(target, source, nbytes)
+
+    monkeypatch.setattr(ctypes, "memmove", overwritten)
+    assert stages.copy(0, 0, SLICE, place.data_ptr()) is Found.ABSENT
+    assert place.tolist() == [2] * SLICE  # the other bank's bytes, which nobody must use
+    assert stages.copy(1, 0, SLICE, place.data_ptr()) is Found.COPIED
+    assert stages.copy(1, SLICE, SLICE, place.data_ptr()) is Found.COMING
+
+
+def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stages = _stages(1, 2 * SLICE)
+    work = _Work(stages, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
+    place = torch.zeros(SLICE, dtype=torch.uint8)
+
+    def leave_and_come_back(target: int, source: int, nbytes: int) -> None:
+        for bank, steps in ((1, 2), (0, 1)):
+            stages.board.show_wants((bank,))
+            for _ in range(steps):
+                work.step()
+        ctypes.memmove(target, source, nbytes)
+
+    stages.board.show_wants((0,))
+    work.step()
+    work.step()
+    monkeypatch.setattr(stager, "ctypes", SimpleNamespace(memmove=leave_and_come_back))
+    assert stages.copy(0, SLICE, SLICE, place.data_ptr()) is Found.ABSENT
+    assert place.tolist() == [2] * SLICE
+
+
+def test_nobody_is_waited_for_who_does_not_move_or_for_longer_than_fetching_takes() -> None:
+    stalled: dict[object, int] = {}
+    patience = Patience(1.0, 0.1, stalled)
+    assert patience.waits_for("a", 5, 10.0)
+    assert patience.waits_for("a", 5, 10.09)
+    assert patience.waits_for("a", 6, 10.15)
+    assert patience.waits_for("a", 6, 10.24)
+    assert not patience.waits_for("a", 6, 10.26)
+    assert stalled == {"a": 6}
+    assert patience.waits_for("b", 1, 10.3)
+    # Others do not wait for it either, until it moves.
+    later = Patience(1.0, 0.1, stalled)
+    assert not later.waits_for("a", 6, 20.0)
+    assert later.waits_for("a", 7, 20.0)
+    later.waited(0.6)
+    assert later.waits_for("a", 8, 20.05)
+    later.waited(0.5)
+    assert not later.waits_for("a", 9, 20.1)
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, "it does not become true"
+        time.sleep(0.001)
+
+
+def _stagers() -> int:
+    return sum(thread.name == "moepass-stager" for thread in threading.enumerate())
+
+
+def test_a_stager_fills_what_is_wanted_here_and_elsewhere_and_ends_with_its_owner(small_slices: None) -> None:
+    own, other = _stages(2, 3 * SLICE), _board(2)
+    shards = [whole(_shard(bank, 2 * SLICE + 5)) for bank in range(5)]
+    before = _stagers()
+    filler = Stager(own, [other], shards, BusyLink(Link()))
+
+    def complete() -> set[int | None]:
+        states = [own.board.state(stage) for stage in range(2)]
+        return {state.bank for state in states if state.filled_slices == 3}
+
+    filler.reading(2)
+    _wait_until(lambda: complete() == {2, 3})
+    filler.has_read(2)
+    _wait_until(lambda: complete() == {3, 4})
+    # Another rank is in a run, and this one rests.
+    other.show_wants((1, 0))
+    other.show_running(True)
+    _wait_until(lambda: complete() == {1, 0})
+    # The last bank is followed by the first; after a run in another order, by what it was followed by.
+    filler.show_running(True)
+    filler.reading(4)
+    _wait_until(lambda: complete() == {4, 1})
+    assert own.board.wants().banks == (4, 0)
+    for bank in (4, 2, 4):
+        filler.learn(bank)
+    filler.has_read(4)
+    assert own.board.wants().banks == (2, 4)
+    filler.check()
+    reference = weakref.ref(filler)
+    del filler
+    gc.collect()
+    assert reference() is None
+    _wait_until(lambda: _stagers() == before)
+    assert own.board.wants() == Wants((), False)
+
+
+def test_a_stager_that_fails_says_so_in_the_next_run(small_slices: None) -> None:
+    class Broken(MemorySource):
+        def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
+            raise OSError("no such memory")
+
+    stages = _stages(1, SLICE)
+    transport = StagedPull(Link())
+    transport.connect(Stager(stages, [], [Broken(_shard(0, SLICE), (Piece(0, 0, SLICE),))], transport.host_link))
+    transport.begin_run()
+    failing = transport._stager
+    assert failing is not None
+    failing.reading(0)
+    _wait_until(lambda: failing._work.error is not None)
+    transport.end_run()
+    with pytest.raises(StagerError, match="the stages of this rank are filled no more: no such memory"):
+        transport.begin_run()
+
+
+class _Ranks:
+    """Two ranks in one process: this one, with a stager, and another whose stages a test fills by hand."""
+
+    def __init__(self, nbytes: int = 3 * SLICE, host_link: Link = Link()) -> None:  # noqa: B008
+        self.transport = StagedPull(host_link)
+        self.own, self.other = _stages(2, nbytes), _stages(2, nbytes)
+        self.shards = [[_shard(2 * bank + rank, nbytes) for bank in range(3)] for rank in range(2)]
+        self.stager = Stager(
+            self.own, [self.other.board], [whole(shard) for shard in self.shards[0]], self.transport.host_link
+        )
+        self.transport.connect(self.stager)
+        self.work = _Work(self.other, [], [whole(shard) for shard in self.shards[1]], BusyLink(Link()))
+
+    def fill_other(self, bank: int, steps: int = 4) -> None:
+        self.other.board.show_wants((bank,))
+        for _ in range(steps):
+            self.work.step()
+
+    def copy(self, bank: int, slot: torch.Tensor) -> StagedCopy:
+        own, other = (shards[bank] for shards in self.shards)
+        size = own.numel()
+        copy = self.transport.copy(
+            BankSpec(bank, f"layers.{bank}", "hybrid", 2 * size, ()),
+            [
+                StagedSource(other, (Piece(0, size, size),), True, bank, self.other),
+                StagedSource(own, (Piece(0, 0, size),), False, bank, self.own),
+            ],
+            slot,
+        )
+        assert isinstance(copy, StagedCopy)
+        return copy
+
+    def expected(self, bank: int) -> torch.Tensor:
+        return torch.cat([shards[bank] for shards in self.shards])
+
+
+def test_a_copy_takes_what_is_staged_and_the_rest_from_host_memory(small_slices: None) -> None:
+    ranks = _Ranks()
+    slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
+    for bank, staged in ((1, 1), (2, 0), (0, 1)):
+        if staged:
+            ranks.fill_other(bank)
+        ranks.stager.reading(bank)
+        _wait_until(lambda bank=bank: ranks.own.copy(bank, 0, 3 * SLICE, slot.data_ptr()) is Found.COPIED)
+        slot.fill_(0xFF)
+        copy = ranks.copy(bank, slot)
+        copy.perform(Link())
+        assert torch.equal(slot, ranks.expected(bank))
+        assert copy.staged_bytes == (3 + 3 * staged) * SLICE
+        assert copy.unstaged_bytes == (3 - 3 * staged) * SLICE
+
+
+def test_a_copy_follows_a_stage_that_is_being_filled(small_slices: None) -> None:
+    ranks = _Ranks()
+    ranks.fill_other(1, steps=0)
+    ranks.work.step()  # one slice of three
+    slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
+    thread = CopyThread(Link())
+    # What waiting may cost here is nothing that this test is about.
+    ranks.transport.patience = lambda nbytes: Patience(10.0, 10.0, {})  # type: ignore[method-assign]
+    copy = thread.submit(ranks.copy(1, slot))
+    time.sleep(0.01)
+    assert not copy.finished.is_set()
+    ranks.fill_other(1)
+    copy.wait()
+    assert torch.equal(slot, ranks.expected(1))
+    assert copy.unstaged_bytes <= 3 * SLICE  # of this rank's own shard
+
+
+def test_a_stage_that_stops_half_way_delays_a_copy_once(small_slices: None) -> None:
+    ranks = _Ranks()
+    ranks.fill_other(1, steps=1)
+    slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
+    for _ in range(2):
+        slot.fill_(0)
+        copy = ranks.copy(1, slot)
+        copy.perform(Link())
+        assert torch.equal(slot, ranks.expected(1))
+        assert copy.unstaged_bytes >= 2 * SLICE
+    assert ranks.transport._stalled == {ranks.other: 1}
+
+
+def test_a_stage_that_is_overwritten_while_it_is_copied_costs_time_alone(
+    monkeypatch: pytest.MonkeyPatch, small_slices: None
+) -> None:
+    ranks = _Ranks()
+    ranks.fill_other(1)
+    real = ctypes.memmove
+    stage = next(memory for memory in ranks.other.memories if int(memory[0]) == 4)
+    begins = itertools.count()
+
+    def overwritten(target: int, source: int, nbytes: int) -> None:
+        if source == stage.data_ptr() + SLICE and next(begins) == 0:
+            ranks.fill_other(0)
+            ranks.fill_other(2)  # in the stage that holds bank 1
+        real(target, source, nbytes)
+
+    monkeypatch.setattr(ctypes, "memmove", overwritten)
+    slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
+    copy = ranks.copy(1, slot)
+    copy.perform(Link())
+    assert next(begins) == 1
+    assert int(stage[0]) == 6
+    assert torch.equal(slot, ranks.expected(1))
+    assert copy.unstaged_bytes >= 2 * SLICE
+
+
+def test_links_take_their_time_one_thing_after_the_other() -> None:
+    link, never = BusyLink(Link(1000.0)), threading.Event()
+    started = time.perf_counter()
+    threads = [threading.Thread(target=link.moved, args=(50, started, never)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0.1 <= time.perf_counter() - started < 0.2
+    assert link.expected_seconds(1000) >= 1.0
+    never.set()
+    started = time.perf_counter()
+    link.moved(10_000, started, never)
+    assert time.perf_counter() - started < 1.0
+
+
+def test_only_bytes_past_a_stage_take_time_on_the_host_link(small_slices: None) -> None:
+    ranks = _Ranks(nbytes=3 * SLICE, host_link=Link(1e9))
+    ranks.fill_other(1)
+    ranks.stager.reading(1)
+    slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
+    _wait_until(lambda: ranks.own.copy(1, 0, 3 * SLICE, slot.data_ptr()) is Found.COPIED)
+    ranks.transport.host_link = BusyLink(Link(1.0))  # a second for each byte
+    started = time.perf_counter()
+    copy = ranks.copy(1, slot)
+    copy.perform(Link(3 * SLICE / 0.1))  # for this rank's own shard none
+    assert 0.1 <= time.perf_counter() - started < 0.2
+    assert copy.unstaged_bytes == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_leaves_stages_and_boards_alone(small_slices: None) -> None:
+    ranks = _Ranks()
+    slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
+    child = os.fork()
+    if child == 0:
+        try:
+            ranks.transport.begin_run()
+            spec = BankSpec(1, "layers.1", "hybrid", 6 * SLICE, ())
+            sources = [StagedSource(ranks.shards[1][1], (Piece(0, 0, 3 * SLICE),), True, 1, ranks.other)]
+            copy = ranks.transport.copy(spec, sources, slot)
+            copy.perform(Link())
+            right = not isinstance(copy, StagedCopy) and torch.equal(slot[: 3 * SLICE], ranks.shards[1][1])
+            os._exit(0 if right and ranks.own.board.wants() == Wants((), False) else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

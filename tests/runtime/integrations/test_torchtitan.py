@@ -1,0 +1,113 @@
+"""torchtitan's expert parallel layers, compiled: their AllToAlls leave the graph, and results are those of one process.
+
+Not a dependency: `pip install torchtitan` runs these tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from adopted_stacks import remains
+from ranks import run_ranks
+
+import moepass
+
+pytest.importorskip("torchtitan", reason="torchtitan, whose layers are tested here, is not installed")
+
+EXPERTS, TOP_K, HIDDEN, WIDTH, RANKS = 8, 2, 64, 32, 2
+
+
+def _without_triton() -> None:
+    """torchtitan imports triton in one module that its MoE layer imports and does not use here."""
+    if importlib.util.find_spec("triton") is None:
+        stub: Any = types.ModuleType("torchtitan.distributed.minimal_async_ep")
+        stub.__path__ = []
+        for name in ("combine_op", "dispatch_op", "init_buffer", "MinimalAsyncEPDispatchMetadata"):
+            setattr(stub, name, type(name, (), {}))
+        sys.modules[stub.__name__] = stub
+
+
+def _build(dtype: torch.dtype) -> Any:
+    from torchtitan.models.common import config_utils
+
+    init = torch.nn.init.normal_
+    config = config_utils.make_moe_config(
+        num_experts=EXPERTS,
+        load_balance_coeff=None,
+        router=config_utils.make_router_config(
+            dim=HIDDEN,
+            num_experts=EXPERTS,
+            gate_param_init={"weight": init},
+            top_k=TOP_K,
+            score_func="softmax",
+            route_norm=True,
+        ),
+        routed_experts=config_utils.make_routed_experts_config(
+            dim=HIDDEN,
+            hidden_dim=WIDTH,
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            param_init={"w1_EFD": init, "w2_EDF": init, "w3_EFD": init},
+            comm_backend="standard",
+        ),
+    )
+    layer = config.build().to(dtype).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for _, parameter in sorted(layer.named_parameters()):
+        parameter.copy_((torch.randn(parameter.shape, generator=generator) * 0.08).to(dtype))
+    return layer
+
+
+def _spread(layer: Any) -> Any:
+    """The layer with this rank's experts, and an AllToAll of tokens."""
+    experts = layer.routed_experts.inner_experts
+    for name, parameter in list(experts._parameters.items()):
+        part = parameter.chunk(RANKS)[dist.get_rank()].clone()
+        experts._parameters[name] = torch.nn.Parameter(part, requires_grad=False)
+    mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
+    return layer
+
+
+def _run(dtype: torch.dtype, lower: str) -> tuple[list[str], list[str], list[str]]:
+    """Blocks, reasons of refusals, and what is left of the exchange in the graphs, of three exact steps."""
+    _without_triton()
+    from torchtitan.distributed import parallel_dims, utils
+
+    parallel_dims.device_type = "cpu"
+    utils.set_spmd_backend("partial_dtensor")
+    torch._dynamo.config.capture_scalar_outputs = True
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        complete, layer = _build(dtype), _spread(_build(dtype))
+        options = {"lower": lower, "debug": True, "timeout_s": 50}
+        compiled = torch.compile(layer, backend="asyncep", fullgraph=True, dynamic=False, options=options)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(20 + 10 * step + dist.get_rank())
+            hidden = torch.randn(2, 12, HIDDEN, generator=generator).to(dtype)
+            assert torch.equal(compiled(hidden), complete(hidden)), f"step {step}"
+    (compilation,) = compilations
+    blocks = [block.parallel for block in compilation.plan.blocks]
+    reasons = [refusal.reason for refusal in compilation.plan.refusals]
+    return blocks, reasons, remains(compilation.executor)
+
+
+def test_experts_in_bfloat16_are_gathered_and_stay_exact() -> None:
+    for blocks, reasons, remain in run_ranks(RANKS, _run, torch.bfloat16, "eager", timeout=120):
+        assert not reasons, reasons
+        assert blocks == ["all_to_all"]
+        assert remain == []
+
+
+def test_experts_that_every_run_converts_stay_as_they_came() -> None:
+    """In float32 the layer makes bfloat16 weights of its parameters in every run."""
+    for blocks, reasons, remain in run_ranks(RANKS, _run, torch.float32, "eager", timeout=120):
+        assert blocks == []
+        assert reasons
+        assert all("the weights are computed in the graph" in reason for reason in reasons)
+        assert remain

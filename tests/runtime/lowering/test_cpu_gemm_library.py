@@ -1,0 +1,165 @@
+"""Products of an expert's rows on a CPU: the same numbers from either library, and the right library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moepass.runtime.kernels import cpu_gemm_library
+from moepass.runtime.kernels.cpu_gemm_library import cpu_info, multiply
+from moepass.runtime.lowering import lower_experts
+
+if not torch.backends.mkldnn.is_available():
+    pytest.skip("this torch comes without oneDNN", allow_module_level=True)
+
+aten = torch.ops.aten
+WITH_ONEDNN = torch.ops.mkldnn._linear_pointwise.default
+
+
+class _Calls(TorchDispatchMode):
+    """Every operator called in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+        self.rows_for_onednn: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(func)
+        if func is WITH_ONEDNN:
+            self.rows_for_onednn.add(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
+def held_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether MKL counts as held back, whatever machine this is."""
+    is_it = bool(request.param)
+    monkeypatch.setattr(cpu_gemm_library, "is_mkl_held_back", lambda: is_it)
+    return is_it
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+LAYOUTS = {
+    "[out, in]": lambda inner, out: drawn(out, inner).t(),
+    "[in, out]": lambda inner, out: drawn(inner, out),
+    "columns of [out, in]": lambda inner, out: drawn(out, 2 * inner)[:, :inner].t(),
+    "columns of [in, out]": lambda inner, out: drawn(inner, 2 * out)[:, out:],
+    "one column for all": lambda inner, out: drawn(inner, 1).expand(inner, out),
+    "one row for all": lambda inner, out: drawn(out).expand(inner, out),
+}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(0, 40),
+    inner=st.integers(0, 40),
+    out=st.integers(1, 40),
+    layout=st.sampled_from(list(LAYOUTS)),
+    has_gaps=st.booleans(),
+    is_given=st.booleans(),
+    is_held_back=st.booleans(),
+)
+def test_every_product_is_right(
+    rows: int, inner: int, out: int, layout: str, has_gaps: bool, is_given: bool, is_held_back: bool
+) -> None:
+    left = drawn(rows, 2 * inner)[:, :inner] if has_gaps else drawn(rows, inner)
+    weights = LAYOUTS[layout](inner, out)
+    into = torch.full((rows, out), torch.nan) if is_given else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_gemm_library, "is_mkl_held_back", lambda: is_held_back)
+        patch.setattr(cpu_gemm_library, "_LEAST_MULTIPLICATIONS", 1)
+        found = multiply(left, weights, into)
+    assert into is None or found is into
+    assert found.is_contiguous()
+    expected = (left.double() @ weights.double()).float()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "layout", "is_for_onednn"),
+    [
+        (64, torch.float32, "[out, in]", True),
+        (64, torch.float32, "[in, out]", True),
+        (63, torch.float32, "[out, in]", False),
+        (64, torch.float32, "columns of [out, in]", False),
+        (64, torch.bfloat16, "[out, in]", False),
+        (64, torch.float64, "[out, in]", False),
+    ],
+)
+def test_the_library(rows: int, dtype: torch.dtype, layout: str, is_for_onednn: bool, held_back: bool) -> None:
+    left, weights = drawn(rows, 128, dtype=dtype), LAYOUTS[layout](128, 256).to(dtype)
+    with _Calls() as calls:
+        multiply(left, weights, torch.empty(rows, 256, dtype=dtype))
+    assert (WITH_ONEDNN in calls.seen) == (is_for_onednn and held_back)
+    assert (aten.mm.out in calls.seen) != (is_for_onednn and held_back)
+
+
+@pytest.mark.parametrize("held_back", [True], indirect=True)
+def test_the_switch_of_torch_for_onednn(held_back: bool) -> None:
+    left, weights = drawn(64, 128), drawn(128, 256)
+    with torch.backends.mkldnn.flags(enabled=False), _Calls() as calls:
+        multiply(left, weights)
+    assert WITH_ONEDNN not in calls.seen
+
+
+@pytest.mark.parametrize("held_back", [True], indirect=True)
+def test_onednn_meets_few_numbers_of_rows(held_back: bool) -> None:
+    """It generates code for each, and routers give every number."""
+    weights = drawn(512, 512)
+    left = drawn(lower_experts.CHUNK_ROWS, 512)
+    with _Calls() as calls:
+        for rows in range(1, len(left) + 1):
+            before = len(calls.seen)
+            assert multiply(left[:rows], weights).shape == (rows, 512)
+            assert rows < 8 or WITH_ONEDNN in calls.seen[before:]
+    assert all(count % 4 == 0 for count in calls.rows_for_onednn)
+    assert len(calls.rows_for_onednn) == 39
+    assert calls.seen.count(WITH_ONEDNN) == len(left) - 7
+
+
+def test_experts_use_it(held_back: bool) -> None:
+    """Rows of no expert are zeros with either library."""
+    left, weights = drawn(40, 512), drawn(3, 512, 512)
+    loop = lower_experts.product_loop(left, weights)
+    ends = torch.tensor([10, 12, 30])
+    with _Calls() as calls:
+        (found,) = loop([left, weights, ends])
+    expected = torch.cat([left[:10] @ weights[0].t(), left[10:12] @ weights[1].t(), left[12:30] @ weights[2].t()])
+    torch.testing.assert_close(found[:30], expected, rtol=1e-4, atol=1e-4)
+    assert not found[30:].any()
+    assert calls.seen.count(WITH_ONEDNN) == (2 if held_back else 0)
+    assert calls.seen.count(aten.mm.out) == (1 if held_back else 3)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "libraries", "expected"),
+    [
+        ("AuthenticAMD", "AVX512", {"mkl", "mkldnn"}, True),
+        ("HygonGenuine", "AVX512", {"mkl", "mkldnn"}, True),
+        ("AuthenticAMD", "AVX512", {"mkl"}, False),
+        ("AuthenticAMD", "AVX512", {"mkldnn"}, False),
+        ("GenuineIntel", "AVX512", {"mkl", "mkldnn"}, False),
+        ("AuthenticAMD", "AVX2", {"mkl", "mkldnn"}, False),
+        (None, "AVX512", {"mkl", "mkldnn"}, False),
+    ],
+)
+def test_where_mkl_is_held_back(
+    vendor: str | None, capability: str, libraries: set[str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: "mkl" in libraries)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: "mkldnn" in libraries)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(cpu_gemm_library, "cpu_info", lambda field: vendor)
+    assert cpu_gemm_library.is_mkl_held_back.__wrapped__() is expected
+
+
+def test_what_is_known_of_the_cpu() -> None:
+    assert cpu_info("no such field") is None
+    assert cpu_info("processor") in ("0", None)

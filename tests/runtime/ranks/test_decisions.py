@@ -1,0 +1,279 @@
+"""Ranks decide together which blocks of expert parallelism they take: all of them the same, and in the same run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from adopted_stacks import SMALL, compile_whole, hidden_rows
+from ranks import run_ranks
+from torch.nn import functional as F
+
+import moepass
+from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
+from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.testing.moe_stack import build_stack
+from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.parallel import eliminate_expert_parallelism as localise
+from moepass.passes.parallel.proof.mock_run import ContractBroken
+from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
+from moepass.runtime.ranks.rendezvous import PeerError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
+
+
+def _proposal(
+    *names: str, leaves: tuple[str, ...] = (), experts: str = "1", exchanges: tuple[str, ...] = ()
+) -> Proposal:
+    takes = tuple(LocalisedBlock(name, "all_to_all", "0", experts) for name in names)
+    return Proposal(takes, tuple(RefusedBlock(name, "it is odd") for name in leaves), exchanges)
+
+
+def test_only_what_all_ranks_take_alike_is_taken() -> None:
+    both = _proposal("a", "b")
+    assert blocks_to_leave([both, both, both]) == {}
+    assert blocks_to_leave([_proposal(leaves=("a",)), _proposal(leaves=("a",)), _proposal()]) == {}
+    assert blocks_to_leave([both, _proposal("a", leaves=("b",))]) == {"b": "rank 1 cannot take it: it is odd"}
+    assert blocks_to_leave([_proposal("a"), both]) == {"b": "rank 0 does not see it in the graph that it runs here"}
+    assert blocks_to_leave([both, _proposal("a", experts="2")]).keys() == {"a", "b"}
+    assert blocks_to_leave([both, _proposal("a", "b", experts="2")]) == {"a": UNEXPLAINED, "b": UNEXPLAINED}
+    # A layer that is applied twice is taken twice or not at all.
+    assert blocks_to_leave([_proposal("a", "a"), _proposal("a")]) == {"a": UNEXPLAINED}
+    (reason,) = blocks_to_leave([_proposal("a", exchanges=("x", "y")), _proposal("a", exchanges=("y", "x"))]).values()
+    assert reason == "ranks talk to each other in different orders: `x` on rank 0, `y` on rank 1"
+
+
+def test_the_first_difference_of_texts_is_named() -> None:
+    assert explain_difference([["x", "y"], ["x", "y"]], "they") is None
+    assert explain_difference([["x", "y"], ["x", "y"], ["x", "z"]], "they") == (
+        "they differ between ranks: `y` on rank 0, `z` on rank 2"
+    )
+    assert "`nothing more` on rank 0, `y` on rank 1" in str(explain_difference([["x"], ["x", "y"]], "they"))
+
+
+@contextmanager
+def _refusing(*names: str) -> Iterator[None]:
+    """The blocks with these names fail the proof of their local form on this rank, which each block gets."""
+    real, real_text = localise.check_local_form, localise.block_text
+
+    def check(block: Any, *args: Any) -> None:
+        if block.name in names:
+            raise ContractBroken("it fails by hand")
+        real(block, *args)
+
+    localise.check_local_form, localise.block_text = check, lambda *parts: object()
+    try:
+        yield
+    finally:
+        localise.check_local_form, localise.block_text = real, real_text
+
+
+BLOCKS = ("moe.0.experts", "moe.1.experts")
+
+
+def _refusals(compilations: list[moepass.Compilation]) -> dict[str, str]:
+    return {refusal.where: refusal.reason for one in compilations for refusal in one.plan.refusals}
+
+
+def _one_refuses(names: tuple[str, ...]) -> dict[str, str]:
+    hidden, full = hidden_rows(SMALL, 8, dist.get_rank()), build_stack(SMALL)
+    refused = names if dist.get_rank() == 1 else ()
+    with torch.no_grad(), _refusing(*refused), moepass.record_compilations() as compilations:
+        compiled = compile_whole(build_stack(SMALL, "all_to_all"))
+        for _ in range(2):
+            torch.testing.assert_close(compiled(hidden), full(hidden))
+    assert len(compilations[0].plan.banks) == len(BLOCKS) - len(names)
+    return _refusals(compilations)
+
+
+@pytest.mark.parametrize("names", [BLOCKS[1:], pytest.param(BLOCKS, marks=pytest.mark.slow)])
+def test_a_block_that_one_rank_refuses_is_left_by_all_in_the_same_run(names: tuple[str, ...]) -> None:
+    other, own = run_ranks(2, _one_refuses, names)
+    assert own.keys() == other.keys() == set(names)
+    for name in names:
+        assert own[name].startswith("with tokens anywhere, it fails by hand") or own[name].startswith(
+            "it fails by hand"
+        )
+        assert other[name].startswith("rank 1 cannot take it: ")
+        assert "it fails by hand" in other[name]
+
+
+def _one_disables_the_pass() -> dict[str, str]:
+    hidden, full = hidden_rows(SMALL, 8, dist.get_rank()), build_stack(SMALL)
+    disable = ["localise"] if dist.get_rank() == 1 else []
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = compile_whole(build_stack(SMALL, "all_to_all"), disable=disable)
+        torch.testing.assert_close(compiled(hidden), full(hidden))
+    return _refusals(compilations)
+
+
+def test_a_rank_that_found_no_block_is_heard_too() -> None:
+    refusals, _ = run_ranks(2, _one_disables_the_pass)
+    assert refusals.keys() == set(BLOCKS)
+    assert all(reason.startswith("rank 1 does not see it in the graph") for reason in refusals.values())
+
+
+def _activate(what: str, rank: int, rows: torch.Tensor) -> torch.Tensor:
+    """An activation function that rank 1 has otherwise, in the way that `what` says."""
+    if rank == 1 and what == "function":
+        return F.gelu(rows).clamp(max=7.0)
+    limit = 0.5 if rank == 1 and what == "limit" else 7.0
+    active = F.silu(rows).clamp(max=limit)
+    if rank == 1 and what == "factor":
+        return 1.5 * active
+    return active + torch.tensor([0.25 if rank == 1 and what == "constant" else 0.0])
+
+
+def _with_own_activation(form: str, what: str) -> type[ShardedExperts]:
+    class Experts(EP_FORMS[form]):  # type: ignore[misc]
+        def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+            active = _activate(what, self.placement.rank, gate) * up
+            return grouped_product(active, self.down_proj.transpose(1, 2), ends)
+
+    return Experts
+
+
+def _activations_differ(form: str, what: str) -> dict[str, str]:
+    hidden = hidden_rows(SMALL, 8, 0 if form == "all_reduce" else dist.get_rank())
+    EP_FORMS[form], original = _with_own_activation(form, what), EP_FORMS[form]
+    try:
+        model = build_stack(SMALL, form)
+    finally:
+        EP_FORMS[form] = original
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(hidden)
+        torch.testing.assert_close(compile_whole(model)(hidden), expected)
+    assert bool(compilations[0].plan.banks) == (what == "nothing")
+    return _refusals(compilations)
+
+
+QUICK = {("all_to_all", "function"), ("all_gather", "constant"), ("all_reduce", "nothing")}
+WHATS = {"function": "gelu", "limit": "0.5", "factor": "aten.mul.Tensor", "constant": "constant torch.float32"}
+
+
+@pytest.mark.parametrize(
+    ("form", "what"),
+    [
+        pytest.param(form, what, marks=() if (form, what) in QUICK else pytest.mark.slow)
+        for form in EP_FORMS
+        for what in (*WHATS, "nothing")
+    ],
+)
+def test_experts_that_differ_by_rank_are_refused_on_all_with_the_difference(form: str, what: str) -> None:
+    first, second = run_ranks(2, _activations_differ, form, what)
+    assert first == second
+    assert first.keys() == (set() if what == "nothing" else set(BLOCKS))
+    for reason in first.values():
+        assert "its experts compute differently: they differ between ranks: " in reason
+        assert WHATS[what] in reason
+
+
+def _recompiles_alone(form: str, what: str) -> int:
+    """Rank 0 compiles again for other shapes, rank 1 does not: what was decided stays, and nobody waits."""
+    EP_FORMS[form], original = _with_own_activation(form, what), EP_FORMS[form]
+    try:
+        model = build_stack(SMALL, form)
+    finally:
+        EP_FORMS[form] = original
+    started = time.perf_counter()
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = compile_whole(model, dynamic=False)
+        for step, tokens in enumerate((8, 5, 0, 1) if dist.get_rank() == 0 else (8, 8, 8, 8)):
+            hidden = hidden_rows(SMALL, tokens, step)
+            expected = model(hidden)
+            torch.testing.assert_close(compiled(hidden), expected)
+    assert time.perf_counter() - started < 40  # of the 50 s that a rank may wait
+    assert len({len(one.plan.banks) for one in compilations}) == 1
+    return len(compilations)
+
+
+@pytest.mark.parametrize(
+    ("form", "what"),
+    [
+        ("all_to_all", "nothing"),
+        ("all_to_all", "limit"),
+        pytest.param("all_to_all_capacity", "nothing", marks=pytest.mark.slow),
+        pytest.param("all_to_all_capacity", "limit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_compiles_again_alone_keeps_what_was_decided(form: str, what: str) -> None:
+    assert run_ranks(2, _recompiles_alone, form, what) == [4, 1]
+
+
+def _all_refuse(counts: list[list[int]]) -> None:
+    full = build_stack(SMALL)
+    started = time.perf_counter()
+    with torch.no_grad(), _refusing(*BLOCKS), moepass.record_compilations() as compilations:
+        compiled = compile_whole(build_stack(SMALL, "all_to_all"))
+        for step, tokens in enumerate(counts):
+            hidden = hidden_rows(SMALL, tokens[dist.get_rank()], step)
+            torch.testing.assert_close(compiled(hidden), full(hidden))
+    assert len(compilations) == (2 if dist.get_rank() == 0 else 1)
+    assert not any(compilation.plan.banks for compilation in compilations)
+    assert time.perf_counter() - started < 40
+
+
+@pytest.mark.slow
+def test_what_all_ranks_refuse_one_may_compile_again_alone() -> None:
+    """With the timeout at 50 s: nobody waits for a rank whose shapes do not change."""
+    run_ranks(2, _all_refuse, [[8, 8], [9, 8], [7, 8]])
+
+
+def _refuses_later() -> str:
+    full = build_stack(SMALL)
+    with torch.no_grad():
+        compiled = compile_whole(build_stack(SMALL, "all_to_all"), timeout_s=2.0)
+        hidden = hidden_rows(SMALL, 8, 0)
+        assert torch.equal(compiled(hidden), full(hidden))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            return ""
+        with _refusing(BLOCKS[0]), pytest.raises(PeerError) as caught:
+            compiled(hidden_rows(SMALL, 9, 0))
+        return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_block_that_is_refused_later_is_an_error_within_the_timeout() -> None:
+    _, message = run_ranks(2, _refuses_later)
+    assert "rank 0 did not publish a list of blocks within 2 s" in message
+    assert "block moe.0.experts, which all ranks took before, stays as it came in this graph, because it" in message
+
+
+def _one_is_not_compiled() -> None:
+    hidden, full = hidden_rows(SMALL, 8, 0), build_stack(SMALL)
+    model = build_stack(SMALL, "all_to_all")
+    with torch.no_grad(), _refusing(*BLOCKS):
+        run = compile_whole(model, timeout_s=2.0) if dist.get_rank() == 0 else model
+        for _ in range(2):
+            torch.testing.assert_close(run(hidden), full(hidden))
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_compile_is_waited_for_once_where_nothing_was_taken() -> None:
+    run_ranks(2, _one_is_not_compiled)
+
+
+def _the_next_model_is_taken() -> None:
+    """Rank 1 runs the first model as it is, where rank 0 finds nothing to take; both compile the second one."""
+    hidden, full = hidden_rows(SMALL, 8, 0), build_stack(SMALL)
+    first, second = build_stack(SMALL, "all_to_all"), build_stack(SMALL, "all_to_all")
+    with torch.no_grad():
+        with _refusing(*BLOCKS):
+            run = compile_whole(first, timeout_s=0.5) if dist.get_rank() == 0 else first
+            torch.testing.assert_close(run(hidden), full(hidden))
+        torch._dynamo.reset()
+        assert torch.equal(compile_whole(second)(hidden), full(hidden))
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_vain_with_nothing_to_take_can_meet_the_others_later() -> None:
+    run_ranks(2, _the_next_model_is_taken)

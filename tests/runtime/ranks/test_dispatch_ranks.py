@@ -1,0 +1,375 @@
+"""Real ranks that agree, run by run, whether to gather weights or to exchange tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from adopted_stacks import SMALL, compile_whole, hidden_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from workers import Worker, join_group
+
+import moepass
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.machine.hardware import with_emulated_link
+from moepass.passes.schedule.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
+from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.execute.dispatching import FormStatistics
+from moepass.runtime.ranks.rendezvous import PeerError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
+
+BORDER = 10
+ONE = dataclasses.replace(SMALL, layers=1)
+# Tokens by step and rank: exchanged, and across the border and back, past means within the band too (9.5, 10.5), with
+# ranks that bring none, and ranks that differ in which side of the border they would be alone.
+STEPS = [(8, 8), (12, 7), (10, 11), (20, 20), (11, 8), (9, 10), (10, 7), (0, 6), (12, 9), (30, 0), (0, 0), (16, 8)]
+
+
+def _expected(steps: Sequence[Sequence[int]], border: int = BORDER) -> list[str]:
+    forms: list[str] = []
+    for counts in steps:
+        forms.append(choose_form(sum(counts), len(counts), border, HYSTERESIS, forms[-1] if forms else None))
+    return forms
+
+
+def test_the_steps_cross_the_border_and_stay_in_the_band() -> None:
+    letters = "".join(form[0] for form in _expected(STEPS))
+    assert letters == "eeegggeeegeg"
+
+
+def _forms_of_runs(compilations: Sequence[moepass.Compilation]) -> FormStatistics:
+    """Runs of all graphs together."""
+    total = FormStatistics()
+    for compilation in compilations:
+        assert not compilation.plan.refusals, compilation.plan.refusals
+        forms = compilation.executor.forms
+        assert forms is not None
+        total.gathered_runs += forms.gathered_runs
+        total.exchanged_runs += forms.exchanged_runs
+        total.exchanged_compilations += forms.exchanged_compilations
+    return total
+
+
+def _run_steps(
+    form: str, config: StackConfig, steps: Sequence[Sequence[int]], dynamic: bool | None, **options: Any
+) -> list[str]:
+    """The form that each step took; its output is that of the uncompiled model in this form, to the bit with eager."""
+    rank = dist.get_rank()
+    full, parallel = build_stack(config), build_stack(config, form)
+    torch._dynamo.config.capture_scalar_outputs = True
+    chosen = {"lower": "eager", "debug": True, "timeout_s": 50, "all_to_all_below": BORDER, **options}
+    found: list[str] = []
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled: Callable[..., Any] = torch.compile(
+            build_stack(config, form), backend="asyncep", dynamic=dynamic, fullgraph=True, options=chosen
+        )
+        before = FormStatistics()
+        for step, counts in enumerate(steps):
+            hidden = hidden_rows(config, counts[rank], 100 * step + (0 if form == "all_reduce" else rank))
+            output, exchanged = compiled(hidden), parallel(hidden)
+            now = _forms_of_runs(compilations)
+            assert now.gathered_runs + now.exchanged_runs == step + 1
+            found.append(EXCHANGED if now.exchanged_runs > before.exchanged_runs else GATHERED)
+            reference = exchanged if found[-1] == EXCHANGED else full(hidden)
+            if chosen["lower"] == "eager":
+                assert torch.equal(output, reference), f"step {step} with {counts} tokens, {found[-1]}"
+            else:
+                torch.testing.assert_close(output, reference, atol=1e-5, rtol=1e-4)
+            before = now
+    return found
+
+
+def _slow_unless(is_fast: bool, *values: Any) -> Any:
+    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("form", "dynamic"),
+    [
+        _slow_unless((form, dynamic) == ("all_to_all", None), form, dynamic)
+        for form in ("all_to_all", "all_to_all_capacity", "all_gather")
+        for dynamic in (None, False)
+    ],
+)
+def test_all_ranks_take_the_same_form_in_every_run(form: str, dynamic: bool | None) -> None:
+    # Every count of its own is a compilation where shapes are static.
+    config, steps = (SMALL, STEPS) if dynamic is None else (ONE, [(8, 8), (20, 8), (8, 8), (12, 12), (8, 12), (0, 8)])
+    assert run_ranks(2, _run_steps, form, config, steps, dynamic) == [_expected(steps)] * 2
+
+
+def _estimated(config: StackConfig, steps: Sequence[Sequence[int]], bytes_per_s: float) -> list[str]:
+    machine = with_emulated_link(load_hardware("8xh100-80g"), bytes_per_s)
+    return _run_steps("all_to_all", config, steps, False, all_to_all_below=None, hardware=machine)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "form"), [(1e6, EXCHANGED), pytest.param(1e15, GATHERED, marks=pytest.mark.slow)]
+)
+def test_a_profile_says_no_where_its_link_is_slow_whatever_shapes_ranks_compile_for(
+    bytes_per_s: float, form: str
+) -> None:
+    steps = [(8, 5), (20, 8), (5, 20)]
+    assert run_ranks(2, _estimated, ONE, steps, bytes_per_s) == [[form] * len(steps)] * 2
+
+
+@pytest.mark.slow
+def test_where_ranks_hold_the_same_tokens_they_agree_too() -> None:
+    steps = [(8, 8), (12, 12), (9, 9), (8, 8), (11, 11)]
+    assert run_ranks(2, _run_steps, "all_reduce", ONE, steps, None) == [_expected(steps)] * 2
+
+
+def _with_inductor(form: str, steps: Sequence[Sequence[int]], dynamic: bool | None) -> list[str]:
+    return _run_steps(form, ONE, steps, dynamic, lower="inductor")
+
+
+@pytest.mark.parametrize(
+    ("form", "dynamic"),
+    [
+        pytest.param(form, dynamic, marks=pytest.mark.slow)
+        for form in ("all_to_all", "all_to_all_capacity", "all_gather")
+        for dynamic in (None, False)
+    ],
+)
+def test_with_inductor_both_forms_stay_close(form: str, dynamic: bool | None) -> None:
+    steps = STEPS if dynamic is None else STEPS[:5]
+    assert run_ranks(2, _with_inductor, form, steps, dynamic, timeout=400) == [_expected(steps)] * 2
+
+
+def _exchanged_segments(form: str) -> list[int | None]:
+    found = []
+    for layers in (2, 4):
+        torch._dynamo.reset()
+        config = dataclasses.replace(SMALL, layers=layers)
+        with torch.no_grad(), moepass.record_compilations() as compilations:
+            compiled = compile_whole(build_stack(config, form), lower="inductor", all_to_all_below=BORDER)
+            hidden = hidden_rows(config, 8, dist.get_rank())
+            torch.testing.assert_close(compiled(hidden), build_stack(config)(hidden), atol=1e-5, rtol=1e-4)
+        forms = compilations[0].executor.forms
+        assert forms is not None
+        assert forms.exchanged_runs == 1
+        found.append(forms.exchanged_segments)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["all_to_all", "all_gather"])
+def test_a_deep_model_is_no_more_to_compile_in_either_form(form: str) -> None:
+    for few, more in run_ranks(2, _exchanged_segments, form, timeout=280):
+        assert few == more <= 8
+
+
+@pytest.mark.slow
+def test_four_ranks_agree() -> None:
+    steps = [(3, 9, 0, 20), (40, 0, 0, 0), (1, 2, 3, 4), (10, 10, 11, 12), (12, 12, 12, 12), (0, 0, 0, 0)]
+    config = dataclasses.replace(SMALL, experts=6, max_tokens=64)
+    assert run_ranks(4, _run_steps, "all_to_all", config, steps, None) == [_expected(steps)] * 4
+
+
+Sequences = list[list[tuple[int, int]]]
+_counts = st.sampled_from((0, 5, 8, 9, 11, 12, 30))
+_sequences = st.lists(st.lists(st.tuples(_counts, _counts), min_size=6, max_size=12), min_size=2, max_size=2)
+
+
+def _one_model_after_the_other(sequences: Sequences, transport: str) -> list[str]:
+    found = []
+    for seed, steps in enumerate(sequences):
+        torch._dynamo.reset()
+        config = dataclasses.replace(SMALL, seed=seed)
+        found += _run_steps("all_to_all", config, steps, None, transport=transport)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["pull", "collective"])
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(sequences=_sequences)
+def test_any_sequence_of_token_counts_stays_exact(transport: str, sequences: Sequences) -> None:
+    """The group goes on from model to model: what one begins with depends on how the other ended."""
+    expected = _expected([counts for steps in sequences for counts in steps])
+    assert run_ranks(2, _one_model_after_the_other, sequences, transport, timeout=200) == [expected] * 2
+
+
+def _what_the_log_says() -> list[str]:
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    lines: list[str] = []
+    logger, handler = logging.getLogger("moepass"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        _run_steps("all_to_all", ONE, [(8, 7), (9, 9), (9, 14), (12, 12), (10, 9)], None)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [line for line in lines if "from now on" in line]
+
+
+def test_a_change_of_form_is_logged_once() -> None:
+    said = [
+        "runs are exchanged from now on: 7.5 tokens per rank, the border is 10",
+        "runs are gathered from now on: 11.5 tokens per rank, the border is 10",
+    ]
+    assert run_ranks(2, _what_the_log_says) == [said, said]
+
+
+def _nothing_is_gathered_or_held_twice() -> tuple[int, int]:
+    """Ranks whose runs are all exchanged never meet for their experts, and never make a ring."""
+    parameters = build_stack(ONE, "all_to_all")
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = compile_whole(parameters, all_to_all_below=100)
+        for step in range(3):
+            compiled(hidden_rows(SMALL, 8, step))
+        first = compilations[0].executor
+        assert first.ring is None
+        memory = [value.untyped_storage().data_ptr() for value in parameters.parameters()]
+        compiled(hidden_rows(SMALL, 300, 0))
+        rings = {id(compilation.executor.ring) for compilation in compilations} - {id(None)}
+        compiled(hidden_rows(SMALL, 8, 0))
+    assert len(memory) == len(set(memory))
+    return len(rings), _forms_of_runs(compilations).exchanged_runs
+
+
+def test_experts_are_adopted_in_the_first_run_that_gathers() -> None:
+    assert run_ranks(2, _nothing_is_gathered_or_held_twice) == [(1, 4)] * 2
+
+
+def _options_differ(borders: tuple[int | None, int | None]) -> tuple[str, float]:
+    below = borders[dist.get_rank()]
+    compiled = compile_whole(build_stack(ONE, "all_to_all"), all_to_all_below=below, timeout_s=20)
+    started = time.perf_counter()
+    with torch.no_grad(), pytest.raises(PeerError) as caught:
+        compiled(hidden_rows(SMALL, 8, 0))
+    return str(caught.value), time.perf_counter() - started
+
+
+@pytest.mark.parametrize("borders", [(10, 20), (None, 20), pytest.param((20, None), marks=pytest.mark.slow)])
+def test_ranks_with_other_options_get_the_same_error_at_once(borders: tuple[int | None, int | None]) -> None:
+    (first, some), (second, others) = run_ranks(2, _options_differ, borders)
+    assert first == second
+    assert first.startswith("ranks disagree on the tokens per rank below which runs are exchanged: ")
+    assert all(f"{border or 'none'} on rank {rank}" in first for rank, border in enumerate(borders))
+    assert first.endswith("give all ranks the same hardware or all_to_all_below")
+    assert max(some, others) < 15
+
+
+def _borders_differ_later() -> str:
+    """The same model compiled again with another border, on one rank: its banks are known, so only runs tell."""
+    model = build_stack(ONE, "all_to_all")
+    hidden = hidden_rows(SMALL, 8, 0)
+    with torch.no_grad():
+        compile_whole(model, all_to_all_below=10)(hidden)
+        torch._dynamo.reset()
+        compiled = compile_whole(model, all_to_all_below=10 + dist.get_rank())
+        with pytest.raises(PeerError) as caught:
+            compiled(hidden)
+        with pytest.raises(PeerError, match="ranks disagree"):
+            compiled(hidden)
+    return str(caught.value)
+
+
+def test_borders_that_differ_later_are_one_error_on_all() -> None:
+    first, second = run_ranks(2, _borders_differ_later)
+    assert first == second
+    assert "10 (hysteresis 0.1) on rank 0, 11 (hysteresis 0.1) on rank 1; give all ranks the same" in first
+
+
+def _other_layers() -> str:
+    shallow, deep = (build_stack(dataclasses.replace(SMALL, layers=layers), "all_to_all") for layers in (1, 2))
+    with torch.no_grad():
+        compiled = [compile_whole(model, all_to_all_below=10) for model in (shallow, deep)]
+        for run in compiled:
+            run(hidden_rows(SMALL, 8, 0))
+        with pytest.raises(PeerError) as caught:
+            compiled[dist.get_rank()](hidden_rows(SMALL, 8, 0))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_ranks_that_run_different_layers_are_told_so() -> None:
+    first, second = run_ranks(2, _other_layers)
+    assert first == second
+    assert first.startswith("rank 1 is about to run other layers than rank 0")
+
+
+def _one_stays_away() -> tuple[str, str, float]:
+    compiled = compile_whole(build_stack(ONE, "all_to_all"), all_to_all_below=10, timeout_s=3.0)
+    hidden, store = hidden_rows(SMALL, 8, 0), dist.distributed_c10d._get_default_store()
+    texts = []
+    with torch.no_grad():
+        compiled(hidden)
+        compiled(hidden)
+        if dist.get_rank() == 1:
+            store.wait(["gave up"])
+        started = time.perf_counter()
+        for _ in range(2):
+            with pytest.raises(PeerError) as caught:
+                compiled(hidden)
+            texts.append(str(caught.value))
+        store.set("gave up", "")
+    return texts[0], texts[1], time.perf_counter() - started
+
+
+def test_a_rank_that_does_not_come_is_an_error_within_the_timeout_on_all() -> None:
+    (first, again, waited), (late, later, _) = run_ranks(2, _one_stays_away)
+    assert first == again == late == later
+    assert first.startswith("rank 1 did not come to agree on a run within 3 s. With all_to_all_below,")
+    assert 3.0 <= waited < 10
+
+
+def _no_work() -> str:
+    model = build_stack(ONE, "all_to_all")
+    with torch.no_grad():
+        compile_whole(model, all_to_all_below=10)(hidden_rows(SMALL, 8, 0))
+        with pytest.raises(moepass.InputError) as caught:
+            moepass.gather_only_step(model)
+    return str(caught.value)
+
+
+def test_a_rank_without_work_runs_the_model() -> None:
+    for text in run_ranks(2, _no_work):
+        assert text.startswith("MoEStack is compiled with all_to_all_below, where all ranks agree on each run")
+
+
+def _work(connection: Connection, store: str, rank: int) -> None:
+    join_group(store, rank, 2)
+    torch._dynamo.config.capture_scalar_outputs = True
+    compiled = compile_whole(build_stack(ONE, "all_to_all"), all_to_all_below=10, timeout_s=20)
+    while True:
+        tokens = connection.recv()
+        try:
+            compiled(hidden_rows(SMALL, tokens, 0))
+            connection.send("done")
+        except PeerError as error:
+            connection.send(str(error))
+
+
+@pytest.mark.parametrize("tokens", [pytest.param(8, marks=pytest.mark.slow), 20])
+def test_a_rank_that_died_is_named_in_the_next_run(tokens: int, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    with Worker(_work, store, 0) as first, Worker(_work, store, 1) as second:
+        for worker in (first, second):
+            worker.tell(tokens)
+        assert [first.hear(), second.hear()] == ["done", "done"]
+        second.kill()
+        started = time.perf_counter()
+        first.tell(tokens)
+        text = first.hear()
+    assert text.startswith(
+        "rank 1 is gone, or its model is: the connection to it (agreements on runs) was lost while ranks"
+    )
+    assert time.perf_counter() - started < 10

@@ -1,0 +1,132 @@
+"""A rank that Dynamo would run in eager mode gets an error, and so do the others: no rank waits for an exchange."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from adopted_stacks import SMALL, hidden_rows
+from ranks import run_ranks
+from torch import nn
+
+from moepass.models.errors import InputError
+from moepass.models.testing.moe_stack import build_stack
+from moepass.runtime.ranks import eager_watch
+from moepass.runtime.ranks.rendezvous import PeerError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
+
+
+def _compiled(model: nn.Module, timeout_s: float = 30.0, **more: object) -> nn.Module:
+    torch._dynamo.config.capture_scalar_outputs = True
+    options = {"lower": "eager", "timeout_s": timeout_s}
+    compiled: nn.Module = torch.compile(model, backend="asyncep", options=options, **more)  # type: ignore[arg-type, call-overload]
+    return compiled
+
+
+def _one_has_many_shapes() -> tuple[str, float]:
+    """Rank 1 compiles for a shape of its own in every run, until Dynamo has enough of it."""
+    eager_watch.LOOK_SECONDS = 0.0
+    full, model = build_stack(SMALL), build_stack(SMALL, "all_to_all")
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=3):
+        compiled = _compiled(model, dynamic=False)
+        shapes = [8, 9, 10, 11] if dist.get_rank() == 1 else [8, 8, 8]
+        for tokens in shapes[:3]:
+            torch.testing.assert_close(compiled(hidden_rows(SMALL, tokens, 0)), full(hidden_rows(SMALL, tokens, 0)))
+        dist.barrier()
+        started = time.perf_counter()
+        if dist.get_rank() == 1:
+            with pytest.raises(PeerError) as caught:
+                compiled(hidden_rows(SMALL, 11, 0))
+            # Shapes that were compiled would run on, but the others gave up.
+            dist.barrier()
+            return str(caught.value), time.perf_counter() - started
+        dist.barrier()
+        with pytest.raises(PeerError) as caught:
+            compiled(hidden_rows(SMALL, 8, 0))
+        return str(caught.value), time.perf_counter() - started
+
+
+def test_a_rank_beyond_the_recompile_limit_is_one_error_on_all() -> None:
+    (others, waited), (own, took) = run_ranks(2, _one_has_many_shapes)
+    assert others == own
+    assert "would run it in eager mode, where it waits at an exchange that no other rank joins" in own
+    assert "on rank 1" in own
+    assert "torch._dynamo.config.recompile_limit=3" in own
+    assert "mark_dynamic" in own
+    assert max(waited, took) < 20
+
+
+class _BreaksForOddShapes(nn.Module):
+    """One graph for most shapes, several for one: its blocks are other ones then."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.shape[0] == 9:
+            torch._dynamo.graph_break()
+        output: torch.Tensor = self.layer(hidden_states)
+        return output
+
+
+def _one_breaks_its_graph() -> None:
+    """The second rank compiles parts of the model anew, alone; blocks that all ranks took before are known to it."""
+    full, model = build_stack(SMALL), _BreaksForOddShapes(build_stack(SMALL, "all_to_all"))
+    with torch.no_grad():
+        compiled = _compiled(model, dynamic=False, timeout_s=3.0)
+        torch.testing.assert_close(compiled(hidden_rows(SMALL, 8, 0)), full(hidden_rows(SMALL, 8, 0)))
+        dist.barrier()
+        started = time.perf_counter()
+        if dist.get_rank() == 1:
+            torch.testing.assert_close(compiled(hidden_rows(SMALL, 9, 0)), full(hidden_rows(SMALL, 9, 0)))
+            assert time.perf_counter() - started < 30
+        dist.barrier()
+
+
+def test_a_rank_that_cuts_its_graph_otherwise_for_a_shape_waits_for_nobody() -> None:
+    run_ranks(2, _one_breaks_its_graph)
+
+
+def _stances() -> list[str]:
+    full, model = build_stack(SMALL), build_stack(SMALL, "all_to_all")
+    with torch.no_grad():
+        compiled, hidden = _compiled(model, dynamic=False), hidden_rows(SMALL, 8, 0)
+        expected = full(hidden)
+        torch.testing.assert_close(compiled(hidden), expected)
+        with torch.compiler.set_stance("eager_on_recompile"), pytest.raises(InputError) as eager:
+            compiled(hidden)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            torch.testing.assert_close(compiled(hidden), expected)
+            with pytest.raises(RuntimeError) as failed:
+                compiled(hidden_rows(SMALL, 9, 0))
+        torch.testing.assert_close(compiled(hidden), expected)
+    return [str(eager.value), str(failed.value)]
+
+
+def test_a_stance_that_sends_new_shapes_to_eager_mode_is_refused_before_one_comes() -> None:
+    for eager, failed in run_ranks(2, _stances):
+        assert eager.startswith("torch.compiler.set_stance('eager_on_recompile') would run the model in eager mode")
+        assert eager.endswith("use set_stance('fail_on_recompile')")
+        assert "Detected recompile" in failed
+
+
+def _models_that_keep_their_exchanges() -> None:
+    """Nothing was taken, so a rank in eager mode joins the others."""
+    model = build_stack(SMALL, "all_to_all")
+    full = build_stack(SMALL)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        torch._dynamo.config.capture_scalar_outputs = True
+        compiled = torch.compile(
+            model, backend="asyncep", options={"lower": "eager", "disable": ["localise"]}, dynamic=False
+        )
+        for tokens in (8, 9, 10):
+            torch.testing.assert_close(compiled(hidden_rows(SMALL, tokens, 0)), full(hidden_rows(SMALL, tokens, 0)))
+
+
+def test_where_exchanges_stay_eager_mode_is_no_error() -> None:
+    run_ranks(2, _models_that_keep_their_exchanges)

@@ -1,0 +1,186 @@
+"""Layers of one name that compute differently: ranks compare each run, so none runs other experts than the others."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from adopted_stacks import compile_whole, hidden_rows
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+import moepass
+from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
+from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.parallel.proposals import Proposal, RefusedBlock
+from moepass.runtime.ranks.decisions import BlockDecisions
+from moepass.runtime.ranks.rendezvous import PeerError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
+
+FORM = "all_to_all"
+# An activation function that cannot be taken: what comes of a row depends on the rows before it.
+SILU, TANH, MIXES_ROWS = "silu", "tanh", "mixes rows"
+THREE = StackConfig(layers=3, max_tokens=32)
+TIMEOUT_S = 12
+
+
+def _own_experts() -> type[ShardedExperts]:
+    class Experts(EP_FORMS[FORM]):  # type: ignore[misc]
+        kind = SILU
+
+        def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+            active = (3 * torch.tanh(gate) if self.kind == TANH else F.silu(gate)) * up
+            active = active.cumsum(0) if self.kind == MIXES_ROWS else active
+            return grouped_product(active, self.down_proj.transpose(1, 2), ends)
+
+    return Experts
+
+
+def _stack(config: StackConfig) -> tuple[nn.Module, list[Any]]:
+    """A model whose experts have a `kind`, and these experts, by layer."""
+    EP_FORMS[FORM], original = _own_experts(), EP_FORMS[FORM]
+    try:
+        model = build_stack(config, FORM)
+    finally:
+        EP_FORMS[FORM] = original
+    return model, [module for module in model.modules() if isinstance(module, ShardedExperts)]
+
+
+def _runs(function: Any, expected: Any, hidden: torch.Tensor) -> str:
+    try:
+        torch.testing.assert_close(function(hidden), expected)
+    except PeerError as error:
+        return str(error)
+    return "right"
+
+
+def _compiled_one_by_one(kinds: Sequence[Sequence[str]], runs: int) -> tuple[list[str], list[str]]:
+    model, experts = _stack(THREE)
+    for module, kind in zip(experts, kinds[dist.get_rank()], strict=True):
+        module.kind = kind
+    hidden = hidden_rows(THREE, 8, dist.get_rank())
+    torch._dynamo.config.capture_scalar_outputs = True
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(hidden)
+        for layer in model.moe:  # type: ignore[union-attr]
+            options = {"lower": "eager", "debug": True, "timeout_s": TIMEOUT_S}
+            layer.compile(backend="asyncep", options=options, fullgraph=True)
+        outcomes = [_runs(model, expected, hidden) for _ in range(runs)]
+    return outcomes, [block.name for one in compilations for block in one.plan.localised]
+
+
+@pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
+def test_layers_of_one_name_may_compute_differently(kind: str) -> None:
+    """One of them may even keep its exchanges, which the others have lost."""
+    kinds = [SILU, kind, SILU]
+    for outcomes, taken in run_ranks(2, _compiled_one_by_one, [kinds, kinds], 3):
+        assert outcomes == ["right"] * 3
+        assert taken == ["experts"] * (2 if kind == TANH else 1)
+
+
+@pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
+def test_ranks_that_run_known_layers_in_another_order_are_an_error(kind: str) -> None:
+    """Each of the graphs was decided on before: nobody compiles any more when ranks go apart."""
+    started = time.monotonic()
+    kinds = [[SILU, kind, SILU], [SILU, kind, kind]]
+    for (outcome,), _ in run_ranks(2, _compiled_one_by_one, kinds, 1):
+        assert "rank 1 is about to run other layers than rank 0, or the same with other experts" in outcome
+    assert time.monotonic() - started < TIMEOUT_S + 30
+
+
+def _switched_by_a_flag(kinds: Sequence[Sequence[str]], **options: Any) -> list[str]:
+    config = StackConfig(layers=2, max_tokens=32)
+    model, experts = _stack(config)
+    compiled, hidden = compile_whole(model, timeout_s=TIMEOUT_S, **options), hidden_rows(config, 8, dist.get_rank())
+    outcomes = []
+    with torch.no_grad():
+        for kind in kinds[dist.get_rank()]:
+            for module in experts:
+                module.kind = kind
+            outcomes.append(_runs(compiled, model(hidden), hidden))
+    return outcomes
+
+
+def test_a_flag_may_choose_what_experts_compute_where_all_ranks_have_the_same() -> None:
+    kinds = [SILU, TANH, SILU, MIXES_ROWS, TANH, MIXES_ROWS, SILU]
+    assert run_ranks(2, _switched_by_a_flag, [kinds, kinds]) == [["right"] * len(kinds)] * 2
+
+
+@pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
+def test_a_flag_that_ranks_set_differently_is_an_error_in_that_run(kind: str) -> None:
+    kinds = [[SILU, kind, SILU], [SILU, kind, kind]]
+    for first, second, third in run_ranks(2, _switched_by_a_flag, kinds):
+        assert (first, second) == ("right", "right")
+        assert "about to run other layers than rank 0" in third
+
+
+def _switched_where_runs_are_agreed_on(kinds: Sequence[Sequence[str]]) -> list[str]:
+    return _switched_by_a_flag(kinds, all_to_all_below=2)
+
+
+def test_runs_that_ranks_agree_on_anyway_are_compared_too() -> None:
+    kinds = [[SILU, TANH, SILU], [SILU, TANH, TANH]]
+    for *before, last in run_ranks(2, _switched_where_runs_are_agreed_on, kinds):
+        assert before == ["right", "right"]
+        assert "about to run other layers than rank 0" in last
+
+
+def _one_suppresses_errors() -> tuple[str, dict[str, str]]:
+    config = StackConfig(layers=2, max_tokens=32)
+    model, hidden = build_stack(config, FORM), hidden_rows(config, 8, dist.get_rank())
+    with (
+        torch.no_grad(),
+        torch._dynamo.config.patch(suppress_errors=dist.get_rank() == 1),
+        moepass.record_compilations() as compilations,
+    ):
+        outcome = _runs(compile_whole(model), model(hidden), hidden)
+    return outcome, {refusal.where: refusal.reason for one in compilations for refusal in one.plan.refusals}
+
+
+def test_a_rank_that_suppresses_errors_takes_nothing_and_so_do_all() -> None:
+    """An error would send it to eager mode, where it waits for ranks that exchange nothing."""
+    (first, others), (second, own) = run_ranks(2, _one_suppresses_errors)
+    assert (first, second) == ("right", "right")
+    assert own.keys() == others.keys() == {"moe.0.experts", "moe.1.experts"}
+    for name, reason in own.items():
+        assert reason.startswith("torch._dynamo.config.suppress_errors is on")
+        assert others[name].startswith("rank 1 cannot take it: torch._dynamo.config.suppress_errors is on")
+
+
+def _decided(*proposals: Proposal) -> BlockDecisions:
+    decisions = BlockDecisions()
+    for proposal in proposals:
+        decisions._remember([proposal, proposal], {block.name: block.reason for block in proposal.leaves})
+    return decisions
+
+
+def _takes(name: str, experts: str = "1") -> Proposal:
+    return Proposal(takes=(LocalisedBlock(name, FORM, "0", experts),))
+
+
+def test_runs_are_compared_only_where_ranks_may_run_different_experts() -> None:
+    left = Proposal(leaves=(RefusedBlock("c", "it is odd"),))
+    dense = Proposal(exchanges=("all_reduce at attention",))
+    assert not _decided(_takes("a"), _takes("b")).must_agree(_takes("a"))
+    assert not _decided(left, dense).must_agree(left)
+    two = _decided(_takes("a"), _takes("a", "2"), _takes("b"))
+    assert two.must_agree(_takes("a"))
+    assert two.must_agree(_takes("a", "2"))
+    assert not two.must_agree(_takes("b"))
+    # Not compared with the others when it was compiled: they may not run it at all.
+    assert not two.must_agree(_takes("a", "3"))
+    for other in (left, dense):
+        mixed = _decided(_takes("a"), other)
+        assert mixed.must_agree(_takes("a"))
+        assert mixed.must_agree(other)
