@@ -209,7 +209,7 @@ class CrossoverModels:
                 module.bytes_per_s = link_bytes_per_s
         self._sequence = sequence
         # The exchange stays, and experts run on the same kernels as those that are gathered.
-        options: dict[str, Any] = {"disable": ["localise", "complete_shards"]}
+        options: dict[str, Any] = {"disable": ["eliminate_expert_parallelism", "lower_complete_experts"]}
         self._exchanged = torch.compile(exchanging, backend="asyncep", dynamic=True, options=options)
         options = {"link": f"emulate:{link_bytes_per_s}", "timeout_s": 300.0}
         self._gathered = torch.compile(gathering, backend="asyncep", dynamic=True, options=options)

@@ -76,7 +76,7 @@ def main(
         [_row(result) for result in results],
         f"Tokens per rank; load: the busier rank's share of expert parallelism's work, 1 if both have half of it; "
         f"seconds: median of {repeats} forwards, each after one of its own kind, and the largest distance from it; "
-        f"ratios: median of those forward by forward. {_border(results)}",
+        f"ratios: median of those forward by forward. {_crossover(results)}",
     )
     missed = [] if is_emulated else list(_missed(results))
     for line in missed:
@@ -115,7 +115,7 @@ def _missed(results: list[dict[str, Any]]) -> Iterator[str]:
                 yield f"{case[0]} tokens, skew {case[1]:g}: {name} / pull is {reached:.2f}, asked for is {least}"
 
 
-def _border(results: list[dict[str, Any]]) -> str:
+def _crossover(results: list[dict[str, Any]]) -> str:
     """Up to how many tokens expert parallelism is the faster form, by a straight line between measured counts."""
     texts = []
     for skew in dict.fromkeys(result["skew"] for result in results):

@@ -23,7 +23,7 @@ from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_c
 from moepass.passes.ir.plan import BANK_TENSOR, Plan
 from moepass.passes.ir.protocol import CaptureNotes, PassContext
 from moepass.passes.machine.hardware import Hardware, with_emulated_link
-from moepass.passes.parallel.proposals import NO_BORDER
+from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
 from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.execute.adoption import (
@@ -136,7 +136,7 @@ def _compile(
         capture=notes,
     )
     dump = GraphDump(options.dump) if options.dump else None
-    agree = agreement_on_blocks(captured, groups, _border(options), options.adoption().timeout_s)
+    agree = agreement_on_blocks(captured, groups, _crossover(options), options.adoption().timeout_s)
     try:
         result = compile_graph(captured, context, dump, agree)
     except PeerError as error:
@@ -147,7 +147,7 @@ def _compile(
         before_lowering()
     lowered = lower_segments(result.module, options.lower)
     ring = None
-    if store and result.plan.residencies:
+    if store and result.plan.slot_stays:
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
             ring = store.ring(options.debug)
     device = _ring_device(captured)
@@ -180,11 +180,11 @@ class _Raises:
         raise self._error
 
 
-def _border(options: Options) -> str:
+def _crossover(options: Options) -> str:
     """Below how many tokens per rank runs are to be exchanged, in words that ranks compare."""
     if options.all_to_all_below is not None:
         return str(options.all_to_all_below)
-    return NO_BORDER if options.hardware is None else "estimated from a profile"
+    return NO_CROSSOVER if options.hardware is None else "estimated from a profile"
 
 
 def _as_linked(options: Options) -> Hardware | None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from moepass.passes.blocks.detect import detect
-from moepass.passes.blocks.lower_complete_experts import complete_shards
+from moepass.passes.blocks.lower_complete_experts import lower_complete_experts
 from moepass.passes.blocks.rewrite import rewrite
-from moepass.passes.blocks.sink_token_gather import sink_lookups
+from moepass.passes.blocks.sink_token_gather import sink_token_gather
 from moepass.passes.cost.graph_cost import cost
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.schedule.assign_slots import plan
 from moepass.passes.schedule.schedule_slots import schedule
 from moepass.passes.schedule.verify import verify
 from moepass.passes.segments.partition import partition
 
 PASSES: tuple[Pass, ...] = (
-    localise,  # first: what crosses ranks becomes local, and everything after it sees local blocks only
-    complete_shards,  # beside localise, for models that ask for complete experts: detect must see their gathers
+    eliminate_expert_parallelism,  # first: everything after it sees local blocks only
+    lower_complete_experts,  # beside it, for models that ask for complete experts: detect must see their gathers
     detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
-    sink_lookups,  # before anything refers to a place in the graph
+    sink_token_gather,  # before anything refers to a place in the graph
     cost,  # the nodes are those that will run, and every decision after it may look at what they cost
     plan,  # needs the gathers in their final number and order
     schedule,  # carries out the plan

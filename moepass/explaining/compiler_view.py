@@ -209,7 +209,7 @@ def print_explanation(
         title = f"graph {number} of {len(explanation.plans)}: " if several else ""
         console.print(f"{title}[bold green]{plan.strategy}[/bold green]: {plan.reason}", highlight=False)
         console.print(_summary(explanation, plan))
-        if schedule and plan.residencies:
+        if schedule and plan.slot_stays:
             console.print(schedule_table(plan, every_row))
     if explanation.stopped:
         console.print(f"\nCapture ended early: {explanation.stopped}", highlight=False, markup=False)
@@ -222,7 +222,7 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
-    streamed = {stay.block for stay in plan.residencies}
+    streamed = {stay.block for stay in plan.slot_stays}
     table.add_row("found", Text(found_text(plan)))
     if plan.blocks:
         names = [block.name for block in plan.blocks if block.name in streamed]
@@ -230,7 +230,7 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
         table.add_row("rewritten", Text(f"{len(names)} of {len(plan.blocks)} to gathers{span}"))
     refusals = [str(refusal) for refusal in plan.refusals]
     table.add_row("refused", Text("\n".join(refusals) or "nothing"))
-    if plan.residencies:
+    if plan.slot_stays:
         ring = f"{_bytes(plan.device_bank_bytes)} = {_count(plan.slots, 'slot')} x {_bytes(plan.slot_bytes)}"
         table.add_row(
             "memory",

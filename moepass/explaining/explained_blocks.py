@@ -33,7 +33,7 @@ def explained_blocks(
 
 
 def _blocks_of(plan: Plan) -> list[Block]:
-    streamed = {stay.block for stay in plan.residencies}
+    streamed = {stay.block for stay in plan.slot_stays}
     reasons: dict[str, str] = {}
     for one in plan.refusals:
         line = f"{one.source_line}: " if one.source_line else ""

@@ -43,7 +43,7 @@ def print_report(console: Console, report: Report, every_row: bool = False) -> N
     console.print(_notes(report), highlight=False)
     if every_row:
         for plan in report.compiler.explanation.plans:
-            if plan.residencies:
+            if plan.slot_stays:
                 console.print(schedule_table(plan, True))
 
 

@@ -71,7 +71,7 @@ class Detection:
 def detect(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Fill `plan.blocks`, `plan.banks` and the refusals from what `find_blocks` finds."""
     found = find_blocks(module.graph)
-    # Banks of blocks that pass localise took are in the plan already.
+    # Banks of blocks that pass eliminate_expert_parallelism took are in the plan already.
     banks = plan.banks + tuple(_bank_specs(list(graphs_within(module))))
     plan = dataclasses.replace(
         plan,
@@ -323,7 +323,7 @@ def _bank_of(source: Node) -> int | None:
 
 
 def _gather_of(node: Node) -> Node | None:
-    """The gather that `node` is a tensor of: blocks that pass localise took have one already."""
+    """The gather that `node` is a tensor of: blocks that pass eliminate_expert_parallelism took have one already."""
     return node.args[0] if is_call(node, operator.getitem) and is_call(node.args[0], gather) else None  # type: ignore[return-value]
 
 

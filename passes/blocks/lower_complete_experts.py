@@ -92,7 +92,7 @@ class Completion:
 
 
 @graph_pass(provides={"complete"}, conflicts={"blocks"})
-def complete_shards(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+def lower_complete_experts(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every `complete_experts` that a block reads by a gather."""
     found = _completions(module)
     if not found:

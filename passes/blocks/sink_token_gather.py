@@ -22,7 +22,7 @@ from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 
 
 @graph_pass(requires={"blocks"}, provides={"late_lookups"}, conflicts={"planned", "scheduled"})
-def sink_lookups(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+def sink_token_gather(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Move the lookups."""
     changed = copy_graph_module(module)
     moved: list[str] = []

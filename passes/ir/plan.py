@@ -252,10 +252,10 @@ class LocalisedBlock:
 
 
 @dataclasses.dataclass(frozen=True)
-class Residency:
+class SlotStay:
     """One stay of a bank in a slot.
 
-    `after` is the position in `Plan.residencies` of the stay whose release must precede this prefetch; None where the
+    `after` is the position in `Plan.slot_stays` of the stay whose release must precede this prefetch; None where the
     slot is fresh. `shards` are the graph inputs that the bank is copied from.
     """
 
@@ -281,13 +281,14 @@ class Step:
 class Dispatch:
     """When a run exchanges tokens, as the captured graph does, instead of gathering weights.
 
-    It does below `border_tokens` tokens per rank, in the mean over ranks; once a form runs, it stays until the mean is
-    further from the border than the fraction `hysteresis` of it. `tokens` is this rank's number of tokens in a block,
-    an expression in the graph's sizes. `reason` says in one sentence where the border comes from. Where it
-    `is_estimated` from this graph, ranks and shapes may have borders of their own: the mean of tokens / border decides.
+    It does below `crossover_tokens` tokens per rank, in the mean over ranks; once a form runs, it stays until the mean
+    is further from the crossover than the fraction `hysteresis` of it. `tokens` is this rank's number of tokens in a
+    block, an expression in the graph's sizes. `reason` says in one sentence where the crossover comes from. Where it
+    `is_estimated` from this graph, ranks and shapes may have crossovers of their own: the mean of tokens / crossover
+    decides.
     """
 
-    border_tokens: int
+    crossover_tokens: int
     hysteresis: float
     tokens: str
     reason: str
@@ -295,7 +296,7 @@ class Dispatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherPlan:
+class GatherSignature:
     """How often a run gathers, through how many slots, and a digest of when which bank comes into which of them."""
 
     digest: int = 0
@@ -307,7 +308,7 @@ class GatherPlan:
 
 
 # Of a rank that follows no plan, as in eager mode or in a gather-only step.
-NO_GATHER_PLAN = GatherPlan()
+NO_GATHER_SIGNATURE = GatherSignature()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +330,7 @@ class Plan:
     banks: tuple[BankSpec, ...] = ()
     slots: int = 0
     slot_bytes: int = 0
-    residencies: tuple[Residency, ...] = ()
+    slot_stays: tuple[SlotStay, ...] = ()
     steps: tuple[Step, ...] = ()
     distinct_segments: int = 0
     cost: Cost | None = None
@@ -352,15 +353,15 @@ class Plan:
         """The plan's part of a cache key: equal exactly for equal plans, whatever the process."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
-    def gathers(self) -> GatherPlan:
+    def gathers(self) -> GatherSignature:
         """What ranks that gather together compare of their plans.
 
         Banks count by their order alone, because layers that share code share a plan.
         """
-        place = {bank: number for number, bank in enumerate(dict.fromkeys(stay.bank for stay in self.residencies))}
-        stays = [(place[stay.bank], stay.slot, stay.after) for stay in self.residencies]
+        place = {bank: number for number, bank in enumerate(dict.fromkeys(stay.bank for stay in self.slot_stays))}
+        stays = [(place[stay.bank], stay.slot, stay.after) for stay in self.slot_stays]
         digest = hashlib.sha256(repr((self.strategy, self.slots, stays)).encode()).digest()
-        return GatherPlan(int.from_bytes(digest[:_DIGEST_BYTES], "big"), len(stays), self.slots)
+        return GatherSignature(int.from_bytes(digest[:_DIGEST_BYTES], "big"), len(stays), self.slots)
 
     def bank(self, index: int) -> BankSpec:
         """Raises KeyError where no bank of this graph has that index."""
@@ -377,4 +378,4 @@ class Plan:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that one run of the graph moves into slots."""
-        return sum(self.bank(stay.bank).nbytes for stay in self.residencies)
+        return sum(self.bank(stay.bank).nbytes for stay in self.slot_stays)

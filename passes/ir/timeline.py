@@ -37,7 +37,7 @@ class Timeline:
     """Events in the order of their starts. `source` is that of its times: "measured", "emulated" or "derived".
 
     Zero is where the recording began, or the step that is shown; a copy for a step may start before zero, or end behind
-    the last computation, because slots fill across the border of two runs.
+    the last computation, because slots fill across the boundary of two runs.
     """
 
     events: tuple[Event, ...]

@@ -55,7 +55,7 @@ EXPERTS_TEXT_KEY, SOURCES_KEY = "moepass_experts_text", "moepass_sources"
 
 
 @graph_pass(provides={"local"}, conflicts={"blocks"}, reorders_collectives=True, is_agreed=True)
-def localise(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every block of expert parallelism by its local form."""
     if not any(True for _ in communications_of(module.graph)):
         return PassResult(module, plan)

@@ -19,7 +19,7 @@ from moepass.passes.graph.nodes import module_path
 from moepass.passes.graph.refusals import COLLECTIVES_STAY
 from moepass.passes.ir.plan import LocalisedBlock, Plan, Refusal
 
-NO_BORDER = "none"
+NO_CROSSOVER = "none"
 # Until the texts of all ranks tell what differs.
 UNEXPLAINED = "ranks write different local forms for it, or compute its tokens differently"
 
@@ -36,21 +36,21 @@ class RefusedBlock:
 class Proposal:
     """What one rank proposes for one graph and one process group.
 
-    `exchanges` are the collectives of that group in host order, as `all_to_all at layers.0.experts`. `border` says
+    `exchanges` are the collectives of that group in host order, as `all_to_all at layers.0.experts`. `crossover` says
     below how many tokens per rank runs are to be exchanged, in words.
     """
 
     takes: tuple[LocalisedBlock, ...] = ()
     leaves: tuple[RefusedBlock, ...] = ()
     exchanges: tuple[str, ...] = ()
-    border: str = NO_BORDER
+    crossover: str = NO_CROSSOVER
 
     @staticmethod
-    def of(plan: Plan, group: str, exchanges: Sequence[str], border: str) -> Proposal:
+    def of(plan: Plan, group: str, exchanges: Sequence[str], crossover: str) -> Proposal:
         """That of the rank whose `plan` it is."""
         takes = tuple(block for block in plan.localised if block.group == group)
         leaves = tuple(RefusedBlock(item.where, _in_full(item)) for item in plan.refusals if item.group == group)
-        return Proposal(takes, leaves, tuple(exchanges), border)
+        return Proposal(takes, leaves, tuple(exchanges), crossover)
 
     def without_taking(self, reason: str) -> Proposal:
         """The same of a rank that leaves all that it could take, because of `reason`."""

@@ -4,7 +4,7 @@
     exchanged(n)  the computation, as much work on every rank, and what the blocks exchange; where all ranks have the
                   same tokens (AllReduce), gathering makes each compute what they shared out, and may never pay
 
-Both grow with n, and `exchanged` is the longer one from the border on. Computation is that of the whole graph at the
+Both grow with n, and `exchanged` is the longer one from the crossover on. Computation is that of the whole graph at the
 reached rates, products by expert at theirs.
 """
 
@@ -21,7 +21,7 @@ from moepass.passes.ir.plan import MoEBlock, Plan
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.times import collective_seconds, gather_seconds, token_exchange_seconds, work_seconds
 
-# Tokens per rank beyond which nobody asks where a border lies.
+# Tokens per rank beyond which nobody asks where a crossover lies.
 MOST_TOKENS = 1 << 24
 
 
@@ -35,7 +35,7 @@ class FormSeconds:
     exchange: float
 
 
-class BorderEstimate:
+class CrossoverEstimate:
     """Seconds of the runs of one graph, by tokens per rank.
 
     `plan` has costs, blocks with expert parallelism and their banks; `tokens` is the number of this rank's tokens in a
@@ -69,7 +69,7 @@ class BorderEstimate:
         own_experts = experts / (self.hardware.ranks if self.are_tokens_shared else 1)
         return FormSeconds(gathered, own_experts + others + exchange, self.transfer, exchange)
 
-    def border_tokens(self) -> int:
+    def crossover_tokens(self) -> int:
         """The least number of tokens per rank with which gathering takes no longer, up to `MOST_TOKENS`."""
         low, high = 0, MOST_TOKENS
         while high - low > 1:

@@ -21,7 +21,7 @@ from moepass.passes.machine.hardware import without_emulation
 from moepass.passes.machine.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds, texts_of
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS
-from moepass.passes.planner.phases import Stage, streamed_stages
+from moepass.passes.planner.phases import LayerPhase, streamed_stages
 from moepass.passes.planner.schedule_search import FoundSchedule, search_schedule
 from moepass.passes.planner.simulate import Machine, Simulation, simulate_stages
 from moepass.passes.planner.strategies import (
@@ -72,7 +72,7 @@ class Forecast:
     setting: Setting
     home: str
     transfer_seconds: float
-    stages: tuple[Stage, ...]
+    stages: tuple[LayerPhase, ...]
     schedule: FoundSchedule | None
     simulation: Simulation | None
     memory: DeviceMemory
@@ -138,17 +138,19 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     )
 
 
-def model_stages(setting: Setting, home: str) -> tuple[Stage, ...]:
+def model_stages(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
     """All layers in order; a bank is read from its router on, so mixing is a stage of its own."""
-    stages: list[Stage] = []
+    stages: list[LayerPhase] = []
     seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
     banks = {layer: _bank(setting, layer, home) for layer in seconds}
     for index, layer in enumerate(setting.architecture.layers):
         name, (nbytes, transfer) = f"layer {index}", banks[layer]
-        stages.append(Stage(f"{name} attention", name, seconds[layer].mixing))
-        stages.append(Stage(f"{name} {'experts' if nbytes else 'mlp'}", name, seconds[layer].mlp, nbytes, transfer))
+        stages.append(LayerPhase(f"{name} attention", name, seconds[layer].mixing))
+        stages.append(
+            LayerPhase(f"{name} {'experts' if nbytes else 'mlp'}", name, seconds[layer].mlp, nbytes, transfer)
+        )
     head = head_seconds(setting.hardware, setting.architecture, setting.texts, setting.dtype)
-    stages.append(Stage("head", "head", head))
+    stages.append(LayerPhase("head", "head", head))
     return tuple(stages)
 
 
@@ -243,7 +245,7 @@ def resting_memory(setting: Setting, home: str) -> DeviceMemory:
 
 
 def _asyncep(
-    setting: Setting, home: str, stages: tuple[Stage, ...], most_slots: int
+    setting: Setting, home: str, stages: tuple[LayerPhase, ...], most_slots: int
 ) -> tuple[FoundSchedule | None, Simulation | None, DeviceMemory]:
     fixed = resting_memory(setting, home)
     # With home device everything stays, whether it fits or not.
@@ -264,7 +266,7 @@ def _asyncep(
 
 
 def _with_second_slot(
-    stages: tuple[Stage, ...], found: FoundSchedule, memory_bytes: int, most_slots: int, machine: Machine
+    stages: tuple[LayerPhase, ...], found: FoundSchedule, memory_bytes: int, most_slots: int, machine: Machine
 ) -> tuple[FoundSchedule, Simulation]:
     """`found`, simulated; of one slot, a second one takes the place of a resident bank where that costs no time.
 

@@ -15,7 +15,7 @@ from moepass.passes.ir.timeline import COPY
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class LayerPhase:
     """A stretch of computation that reads at most one bank from its beginning to its end.
 
     `bank_bytes` is 0 where it reads none: attention, a dense layer. `transfer_seconds` is what it takes to bring the
@@ -69,13 +69,13 @@ def plan_steps(
     return tuple(steps)
 
 
-def streamed_stages(stages: Sequence[Stage], resident: Collection[int] = ()) -> tuple[int, ...]:
+def streamed_stages(stages: Sequence[LayerPhase], resident: Collection[int] = ()) -> tuple[int, ...]:
     """Positions of the stages whose bank passes through a slot: all with a bank, but those at positions `resident`."""
     return tuple(place for place, stage in enumerate(stages) if stage.bank_bytes > 0 and place not in resident)
 
 
 def stage_steps(
-    stages: Sequence[Stage], slots: int, resident: Collection[int] = (), order: Sequence[int] | None = None
+    stages: Sequence[LayerPhase], slots: int, resident: Collection[int] = (), order: Sequence[int] | None = None
 ) -> tuple[TimedStep, ...]:
     """The schedule of `stages` over `slots` slots, as the passes plan and schedule would make it of a graph.
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.planner.phases import Stage, streamed_stages
+from moepass.passes.planner.phases import LayerPhase, streamed_stages
 
 # Below this many schedules all are tried; above it, as many as this at most. 94 layers take about 0.3 ms each.
 MOST_TRIED = 1500
@@ -57,7 +57,7 @@ class FoundSchedule:
 
 
 def search_schedule(
-    stages: Sequence[Stage], memory_bytes: int, most_slots: int = 4, most_tried: int = MOST_TRIED
+    stages: Sequence[LayerPhase], memory_bytes: int, most_slots: int = 4, most_tried: int = MOST_TRIED
 ) -> FoundSchedule:
     """The best schedule of `stages` whose resident banks and slots take `memory_bytes` together at most.
 
@@ -81,7 +81,7 @@ def search_schedule(
 
 
 def steady_step(
-    stages: Sequence[Stage], slots: int, resident: frozenset[int], order: Sequence[int]
+    stages: Sequence[LayerPhase], slots: int, resident: frozenset[int], order: Sequence[int]
 ) -> tuple[float, list[float]]:
     """Seconds of a step in the steady state, and how long each stage waits for its bank in the last one looked at.
 
@@ -179,7 +179,7 @@ class _Tried:
 
 
 class _Search:
-    def __init__(self, stages: Sequence[Stage], memory_bytes: int, most_slots: int, most_tried: int) -> None:
+    def __init__(self, stages: Sequence[LayerPhase], memory_bytes: int, most_slots: int, most_tried: int) -> None:
         self.stages, self.memory_bytes, self.most_tried = stages, memory_bytes, most_tried
         self.counts = range(1, most_slots + 1)
         self.banks = streamed_stages(stages)
@@ -223,7 +223,7 @@ class _Search:
             for must_stay in self.largest_first()
         )
 
-    def _least(self, slots: int, must_stay: list[int], value: Callable[[Stage], float]) -> float:
+    def _least(self, slots: int, must_stay: list[int], value: Callable[[LayerPhase], float]) -> float:
         """The least sum of `value` over streamed banks, if parts of banks could stay too (a fractional knapsack)."""
         stay = frozenset(must_stay)
         room = float(self.memory_bytes - self.memory(slots, stay))

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import Event, Timeline, timeline_of
-from moepass.passes.planner.phases import Stage, TimedStep, plan_steps, stage_steps
+from moepass.passes.planner.phases import LayerPhase, TimedStep, plan_steps, stage_steps
 from moepass.passes.planner.simulation_engine import Engine, Machine, Run, never_filled, period_of
 
 # Runs nearly always repeat themselves after two or three steps. Where they do not, the mean of the last ones will do.
@@ -70,7 +70,7 @@ _PLAIN = Machine()
 
 
 def simulate_stages(
-    stages: Sequence[Stage],
+    stages: Sequence[LayerPhase],
     slots: int,
     resident: Collection[int] = (),
     order: Sequence[int] | None = None,
@@ -98,16 +98,16 @@ def simulate(runs: Sequence[Sequence[TimedStep]], ring_slots: int = 0, machine: 
         if not (math.isfinite(step.seconds) and step.seconds >= 0):
             raise ValueError(f"{step.op} {step.layer} takes {step.seconds} seconds; it must be a time from 0 on")
     engine = Engine([Run(run) for run in runs], ring_slots, machine)
-    borders = [engine.border()]
+    boundaries = [engine.boundary()]
     period = 0
-    while not period and len(borders) <= _MOST_STEPS:
+    while not period and len(boundaries) <= _MOST_STEPS:
         engine.step()
-        borders.append(engine.border())
-        period = period_of(borders)
-    first, last = borders[-1 - (period or _MOST_STEPS // 2)], borders[-1]
+        boundaries.append(engine.boundary())
+        period = period_of(boundaries)
+    first, last = boundaries[-1 - (period or _MOST_STEPS // 2)], boundaries[-1]
     steps = period or _MOST_STEPS // 2
     return Simulation(
-        timeline=_shown(engine.events, borders[-2].time, last.time),
+        timeline=_shown(engine.events, boundaries[-2].time, last.time),
         step_seconds=(last.time - first.time) / steps,
         compute_seconds=engine.compute_seconds,
         exposed_seconds=(last.waited - first.waited) / steps,

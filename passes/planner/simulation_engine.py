@@ -79,7 +79,7 @@ class _Copy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Border:
+class StepBoundary:
     """Between two steps: the clock, the totals so far, and what is still to come on each link."""
 
     time: float
@@ -88,11 +88,11 @@ class Border:
     backlog: tuple[tuple[str, float], ...]
 
 
-def period_of(borders: Sequence[Border]) -> int:
-    """After how many steps the last border repeats an earlier one; 0 where it repeats none of the last few."""
-    last = borders[-1]
-    for period in range(1, min(len(borders), 9)):
-        earlier = borders[-1 - period]
+def period_of(boundaries: Sequence[StepBoundary]) -> int:
+    """After how many steps the last boundary repeats an earlier one; 0 where it repeats none of the last few."""
+    last = boundaries[-1]
+    for period in range(1, min(len(boundaries), 9)):
+        earlier = boundaries[-1 - period]
         tolerance = 1e-9 * (last.time - earlier.time)
         if [name for name, _ in last.backlog] == [name for name, _ in earlier.backlog] and all(
             abs(now - then) <= tolerance for (_, now), (_, then) in zip(last.backlog, earlier.backlog, strict=True)
@@ -115,13 +115,13 @@ class Engine:
         self._freed: dict[int, _Release] = {}
         self._ahead: dict[int, _Copy] = {}
 
-    def border(self) -> Border:
+    def boundary(self) -> StepBoundary:
         backlog = sorted((f"{copy.step.layer} is there", 0.0) for copy in self._ahead.values() if copy.done)
         for name, queue in self._links.items():
             for copy in queue:
                 begun = copy.started <= self.now
                 backlog.append((f"{name}: {copy.step.layer}", copy.end - self.now if begun else copy.step.seconds))
-        return Border(self.now, self.waited, self.slowed, tuple(backlog))
+        return StepBoundary(self.now, self.waited, self.slowed, tuple(backlog))
 
     def step(self) -> None:
         for number, run in enumerate(self.runs):

@@ -2,7 +2,7 @@
 
 Contract
     in    canonical graph
-    out   the same graph, untouched; `plan.strategy`, `reason`, `slots`, `slot_bytes`, `residencies`, and `dispatch`,
+    out   the same graph, untouched; `plan.strategy`, `reason`, `slots`, `slot_bytes`, `slot_stays`, and `dispatch`,
           or a refusal where it was asked for and cannot be
 
 Pseudo-code
@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import is_call, is_view, mutates, positions, readers
-from moepass.passes.ir.plan import Plan, Residency, gather
+from moepass.passes.ir.plan import Plan, SlotStay, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.schedule.dispatch import plan_dispatch
 
@@ -59,8 +59,8 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
         reason = _with_what_stays(reason, module.graph, plan, context)
         decided = dataclasses.replace(plan, strategy="resident" if not plan.banks else "synchronous", reason=reason)
         return PassResult(module, decided, refusals=refusals)
-    residencies = assign_slots(stays, positions(module.graph), context.slots)
-    used = 1 + max(stay.slot for stay in residencies)
+    slot_stays = assign_slots(stays, positions(module.graph), context.slots)
+    used = 1 + max(stay.slot for stay in slot_stays)
     decided = dataclasses.replace(
         plan,
         strategy="asyncep",
@@ -69,9 +69,9 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
         ),
         slots=used,
         slot_bytes=max(plan.bank(stay.bank).nbytes for stay in stays),
-        residencies=tuple(residencies),
+        slot_stays=tuple(slot_stays),
     )
-    return PassResult(module, decided, matches=tuple(stay.block for stay in residencies), refusals=refusals)
+    return PassResult(module, decided, matches=tuple(stay.block for stay in slot_stays), refusals=refusals)
 
 
 def _reason(stays: int, slots: int, homes: set[str]) -> str:
@@ -100,8 +100,12 @@ def _with_what_stays(reason: str, graph: Graph, plan: Plan, context: PassContext
         others = f", and {len(near) - 1} more refusals" if len(near) > 1 else ""
         moved = "" if not plan.banks else f"{reason}; "
         return f"{moved}{stay}, because of {near[0].where}: {near[0].reason}{others}"
-    if "localise" in context.disabled:
-        return f"{stay}, since pass localise is disabled" if plan.blocks and not plan.banks else f"{reason}; {stay}"
+    if "eliminate_expert_parallelism" in context.disabled:
+        return (
+            f"{stay}, since pass eliminate_expert_parallelism is disabled"
+            if plan.blocks and not plan.banks
+            else f"{reason}; {stay}"
+        )
     return f"{reason}; {stay}, none of them around experts that moepass recognises"
 
 
@@ -123,10 +127,10 @@ def lifetimes(graph: Graph) -> list[Lifetime]:
     return sorted(stays, key=lambda stay: place[stay.first_reader])
 
 
-def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> list[Residency]:
+def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> list[SlotStay]:
     """Slots in the order in which they fall free. `place` gives host order, `slots` the size of the ring."""
     freed_by: list[int | None] = []
-    residencies: list[Residency] = []
+    slot_stays: list[SlotStay] = []
     for position, stay in enumerate(stays):
         needed_at = place[stay.first_reader]
         if len(freed_by) < slots:
@@ -144,8 +148,8 @@ def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> l
                 )
             freed_by[slot] = position
         shards = tuple(shard.name for shard in stay.gather.all_input_nodes)
-        residencies.append(Residency(stay.block, stay.bank, slot, after, shards))
-    return residencies
+        slot_stays.append(SlotStay(stay.block, stay.bank, slot, after, shards))
+    return slot_stays
 
 
 def _live(stays: list[Lifetime], place: dict[Node, int], moment: int) -> int:

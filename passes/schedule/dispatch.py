@@ -20,22 +20,22 @@ from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.plan import Dispatch, Plan, Refusal, gather
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY
-from moepass.passes.planner.all_to_all_crossover import BorderEstimate
+from moepass.passes.planner.all_to_all_crossover import CrossoverEstimate
 
 GATHERED, EXCHANGED = "gathered", "exchanged"
 
-# [Empirical] A guess, not measured: so much may a batch size vary around the border without a change of form.
+# [Empirical] A guess, not measured: so much may a batch size vary around the crossover without a change of form.
 HYSTERESIS = 0.1
 
 
-def choose_form(tokens: float, ranks: int, border_tokens: int, hysteresis: float, last: str | None) -> str:
+def choose_form(tokens: float, ranks: int, crossover_tokens: int, hysteresis: float, last: str | None) -> str:
     """The form of a run with `tokens` tokens on all `ranks` together; `last` is that of the run before, if any.
 
-    Exchanged below the border, gathered from it on; near it, as the last time: what changes the form is a mean beyond
-    border_tokens · (1 ± hysteresis).
+    Exchanged below the crossover, gathered from it on; near it, as the last time: what changes the form is a mean
+    beyond crossover_tokens · (1 ± hysteresis).
     """
     towards = {None: 0.0, GATHERED: -hysteresis, EXCHANGED: hysteresis}[last]
-    return EXCHANGED if tokens < border_tokens * (1 + towards) * ranks else GATHERED
+    return EXCHANGED if tokens < crossover_tokens * (1 + towards) * ranks else GATHERED
 
 
 def plan_dispatch(module: GraphModule, plan: Plan, context: PassContext) -> tuple[Dispatch | None, tuple[Refusal, ...]]:
@@ -68,15 +68,15 @@ def _estimated(plan: Plan, tokens: sympy.Expr, context: PassContext) -> Dispatch
     """By the profile: from where on gathering takes no longer."""
     assert context.hardware is not None
     ranks = context.groups[next(bank.group for bank in plan.banks if bank.group)].ranks
-    estimate = BorderEstimate(plan, tokens, context.hardware, ranks, context.slots, context.transport)
-    border = estimate.border_tokens()
-    there = estimate.seconds(border)
+    estimate = CrossoverEstimate(plan, tokens, context.hardware, ranks, context.slots, context.transport)
+    crossover = estimate.crossover_tokens()
+    there = estimate.seconds(crossover)
     reason = (
-        f"below {border} tokens per rank on average the graph runs as it was captured: by profile "
+        f"below {crossover} tokens per rank on average the graph runs as it was captured: by profile "
         f"{context.hardware.name} a gathered run takes no less than the {there.transfer:.3g} s of its transfers, and "
         f"exchanging so many tokens takes {there.exchange:.3g} s"
     )
-    return Dispatch(border, HYSTERESIS, str(tokens), reason, is_estimated=True)
+    return Dispatch(crossover, HYSTERESIS, str(tokens), reason, is_estimated=True)
 
 
 def _problem(module: GraphModule, gathers: Sequence[Node]) -> str | None:

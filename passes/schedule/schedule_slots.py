@@ -1,7 +1,7 @@
 """Split every gather into prefetch, acquire and release, in the order that the plan decided.
 
 Contract
-    in    canonical graph and a plan with residencies, one per gather in the order in which they are first read
+    in    canonical graph and a plan with slot_stays, one per gather in the order in which they are first read
     out   scheduled graph: no gather left; every prefetch names the event that it waits for
     a residency that fits no gather is an error, never a silent change of the schedule
 
@@ -29,14 +29,14 @@ def schedule(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     """Insert the slot operations. Raises PassError where plan and graph do not belong together."""
     scheduled = copy_graph_module(module)
     stays = lifetimes(scheduled.graph)
-    if [stay.bank for stay in stays] != [residency.bank for residency in plan.residencies]:
+    if [stay.bank for stay in stays] != [residency.bank for residency in plan.slot_stays]:
         raise PassError(
-            f"the plan schedules banks {[residency.bank for residency in plan.residencies]}, "
+            f"the plan schedules banks {[residency.bank for residency in plan.slot_stays]}, "
             f"the graph gathers {[stay.bank for stay in stays]}"
         )
     releases: list[Node] = []
     start = _start_of_graph(scheduled)
-    for stay, residency in zip(stays, plan.residencies, strict=True):
+    for stay, residency in zip(stays, plan.slot_stays, strict=True):
         after = None if residency.after is None else releases[residency.after]
         position = start if after is None else after
         filled = _insert_prefetch(scheduled, stay, residency.slot, after, position)
@@ -48,7 +48,7 @@ def schedule(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     for stay in stays:
         scheduled.graph.erase_node(stay.gather)
     scheduled.recompile()
-    return PassResult(scheduled, plan, matches=tuple(residency.block for residency in plan.residencies))
+    return PassResult(scheduled, plan, matches=tuple(residency.block for residency in plan.slot_stays))
 
 
 def _start_of_graph(module: GraphModule) -> Node | None:

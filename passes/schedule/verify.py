@@ -175,17 +175,17 @@ def _same_bank_and_slot(facts: ScheduleFacts) -> Iterator[str]:
 
 
 def _follows_plan(facts: ScheduleFacts) -> Iterator[str]:
-    planned = sorted((stay.bank, stay.slot) for stay in facts.plan.residencies)
+    planned = sorted((stay.bank, stay.slot) for stay in facts.plan.slot_stays)
     found = sorted((node.kwargs["bank"], node.kwargs["slot"]) for node in facts.acquires)
     if planned != found:
         yield f"the plan has (bank, slot) {planned}, the graph {found}"
-    sources = {stay.bank: stay.shards for stay in facts.plan.residencies}
+    sources = {stay.bank: stay.shards for stay in facts.plan.slot_stays}
     for filled in facts.prefetches:
         bank, shards = filled.kwargs["bank"], tuple(node.name for node in filled.args[0])  # type: ignore[union-attr]
         if shards != sources.get(bank, shards):  # type: ignore[arg-type]
             yield f"{filled.name} copies {shards}, the plan takes bank {bank} from {sources[bank]}"  # type: ignore[index]
     acquired = {tensors: str(tensors.meta.get("moepass_block")) for tensors in facts.acquires}
-    expected = {stay.block: stay.bank for stay in facts.plan.residencies}
+    expected = {stay.block: stay.bank for stay in facts.plan.slot_stays}
     for tensors, block in acquired.items():
         if block in expected and expected[block] != tensors.kwargs["bank"]:
             yield f"block {block} reads bank {tensors.kwargs['bank']}, the plan gives it bank {expected[block]}"

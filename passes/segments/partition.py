@@ -9,7 +9,7 @@ Pseudo-code
     walk the nodes in host order:
         slot operations, their elements, synchronous bank reads, updates of inputs and size arithmetic stay at the top
         level
-        a slot operation, an update, or the border of a resident block, ends the current segment
+        a slot operation, an update, or the edge of a resident block, ends the current segment
     for each segment: inputs are the values that it reads from outside, outputs those that are read after it
     segments with the same text (operations, constants, shapes of inputs) become one module
 """
@@ -66,7 +66,7 @@ class Segmented:
 
 
 def cut_into_segments(module: GraphModule) -> Segmented:
-    """`module`, which stays as it is, in segments. A captured graph is cut at the borders of its blocks alone."""
+    """`module`, which stays as it is, in segments. A captured graph is cut at the edges of its blocks alone."""
     sized = _with_symbol_nodes(module)
     builder = _TopLevel(sized)
     for run in _runs(sized.graph):
@@ -83,7 +83,7 @@ class Run:
 
 
 def _runs(graph: Graph) -> list[Run]:
-    borders = _resident_borders(graph)
+    edges = _resident_block_edges(graph)
     runs: list[Run] = []
     current: list[Node] = []
 
@@ -109,7 +109,7 @@ def _runs(graph: Graph) -> list[Run]:
             close()
             runs.append(Run((node,), is_segment=False))
         else:
-            if node in borders:
+            if node in edges:
                 close()
             current.append(node)
     return runs
@@ -124,15 +124,15 @@ def _is_size_arithmetic(node: Node) -> bool:
     return node.op == "call_function" and isinstance(fake_value(node), scalars)
 
 
-def _resident_borders(graph: Graph) -> set[Node]:
+def _resident_block_edges(graph: Graph) -> set[Node]:
     """Where blocks of resident experts begin and end: with cuts there, deep resident models compile as fast too."""
     place = positions(graph)
     order = list(graph.nodes)
-    borders: set[Node] = set()
+    edges: set[Node] = set()
     for match in find_blocks(graph).matches:
-        borders.add(with_lookup(match.products[0].node))
-        borders.add(order[place[match.products[-1].node] + 1])
-    return borders
+        edges.add(with_lookup(match.products[0].node))
+        edges.add(order[place[match.products[-1].node] + 1])
+    return edges
 
 
 class _TopLevel:

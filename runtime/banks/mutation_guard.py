@@ -24,7 +24,7 @@ SAMPLES = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class PartWatch:
+class MutationGuard:
     """Watches this rank's tensors of one bank, each [own experts, ...]."""
 
     def __init__(
@@ -93,7 +93,7 @@ class PartWatch:
         return _has_written_pages(part) is not False
 
 
-def any_is_written(watches: Sequence[PartWatch]) -> bool:
+def any_is_written(watches: Sequence[MutationGuard]) -> bool:
     """Whether somebody wrote into a part that is the shard itself; waits for its device, if there is one."""
     written = [flag for watch in watches for flag in watch.written()]
     return bool(written) and bool(torch.stack(written).any())

@@ -21,7 +21,7 @@ from moepass.passes.graph.source_lines import input_name
 from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.passes.ir.protocol import Agree, Group
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
-from moepass.passes.parallel.proposals import NO_BORDER, Proposal, exchanges_by_group
+from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_by_group
 from moepass.runtime.execute.dispatching import Dispatcher
 from moepass.runtime.execute.executor import Adopt
 from moepass.runtime.homes.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
@@ -41,10 +41,12 @@ def process_groups(names: Iterable[str]) -> dict[str, Group]:
     return {name: Group(known[name].rank(), known[name].size()) for name in names if name in known}
 
 
-def agreement_on_blocks(captured: GraphModule, groups: Collection[str], border: str, timeout_s: float) -> Agree | None:
+def agreement_on_blocks(
+    captured: GraphModule, groups: Collection[str], crossover: str, timeout_s: float
+) -> Agree | None:
     """How the ranks of `groups` agree on what is taken out of `captured`; None where no other rank has a say.
 
-    `border` says below how many tokens per rank runs are to be exchanged, in words.
+    `crossover` says below how many tokens per rank runs are to be exchanged, in words.
     """
     exchanges = _shared_exchanges(captured, groups)
     if not exchanges:
@@ -58,7 +60,7 @@ def agreement_on_blocks(captured: GraphModule, groups: Collection[str], border: 
     def agree(module: GraphModule, plan: Plan) -> dict[str, str]:
         leave: dict[str, str] = {}
         for name, found in exchanges.items():
-            own, group = Proposal.of(plan, name, found, border), _group(name)
+            own, group = Proposal.of(plan, name, found, crossover), _group(name)
             if refused is not None:
                 leave |= {block.name: refused for block in own.takes}
                 own = own.without_taking(refused)
@@ -79,7 +81,7 @@ def run_checks(
     checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.localised else []
     if plan.dispatch is None:
         checks += [
-            RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_BORDER), timeout_s)
+            RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_CROSSOVER), timeout_s)
             for name, found in exchanges.items()
         ]
     return checks

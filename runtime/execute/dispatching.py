@@ -22,7 +22,7 @@ from moepass.passes.graph.input_sizes import read_sizes, size_sources
 from moepass.passes.ir.plan import BankSpec, Dispatch
 from moepass.passes.schedule.dispatch import EXCHANGED
 from moepass.runtime.lowering.lower_later import LateGraph, lower_later
-from moepass.runtime.ranks.agreement import Presence, agreement_of
+from moepass.runtime.ranks.agreement import RunVote, agreement_of
 from moepass.runtime.ranks.replicas import ReplicaCheck
 from moepass.runtime.system.forking import renew_after_fork
 
@@ -142,7 +142,7 @@ class Dispatcher:
             storages = tuple(StorageWeakRef(part.untyped_storage()) for of_bank in parts for part in of_bank)
             self._registered = {**self._living(), key: storages}
         tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
-        presence = Presence.of(self._dispatch, tokens, self._blocks)
+        presence = RunVote.of(self._dispatch, tokens, self._blocks)
         return agreement_of(self._group()).agree(presence, self._timeout_s) == EXCHANGED
 
     def run_exchanged(self, *arguments: Any) -> Any:

@@ -79,7 +79,7 @@ class ReadTensor(torch.nn.Module):
         return alive(self.weak_store).read_tensor(bank, index)
 
 
-class Located(torch.nn.Module):
+class SegmentCall(torch.nn.Module):
     """A segment at one place of the graph: an exception in it names that place."""
 
     def __init__(self, segment: Callable[..., Any], name: str, layers: str) -> None:
@@ -189,17 +189,19 @@ class Executor:
         self._lock = threading.Lock()
         self._adopt = adopt
         self._dispatcher = dispatcher
-        self._exchanged = None if dispatcher is None else Located(dispatcher.run_exchanged, "the captured graph", "")
+        self._exchanged = (
+            None if dispatcher is None else SegmentCall(dispatcher.run_exchanged, "the captured graph", "")
+        )
         self._fallback = fallback
-        self._captured = None if fallback is None else Located(fallback.run, "the captured graph", "")
+        self._captured = None if fallback is None else SegmentCall(fallback.run, "the captured graph", "")
         self._top = top
         self._checks = tuple(checks)
         self._is_debug = ring is not None and ring.debug
         names = [node.name for node in graph_inputs(top.graph)]
-        streamed = {stay.bank: stay.shards[0] for stay in plan.residencies if stay.shards and not adopt}
+        streamed = {stay.bank: stay.shards[0] for stay in plan.slot_stays if stay.shards and not adopt}
         self._streamed = tuple(streamed)
         self._shards = tuple(names.index(name) for name in streamed.values())
-        parts = {stay.bank: tuple(names.index(name) for name in stay.shards) for stay in plan.residencies if adopt}
+        parts = {stay.bank: tuple(names.index(name) for name in stay.shards) for stay in plan.slot_stays if adopt}
         self._parts = parts
         self._banks = [plan.bank(index) for index in parts]
         bound = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring)
@@ -374,7 +376,7 @@ def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None, rem
         elif node.op == "call_module":
             layers = "; ".join(filter(None, (str(node.meta.get("moepass_layers", "")), remark)))
             located = f"{node.target}_at_{position}"
-            bound.add_module(located, Located(bound.get_submodule(node.target), node.target, layers))
+            bound.add_module(located, SegmentCall(bound.get_submodule(node.target), node.target, layers))
             node.target = located
     bound.graph.lint()
     bound.recompile()

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import shard_layout
-from moepass.runtime.banks.mutation_guard import PartWatch, any_is_written
+from moepass.runtime.banks.mutation_guard import MutationGuard, any_is_written
 from moepass.runtime.homes.collective import make_transport
 from moepass.runtime.homes.device_home import packer_on
 from moepass.runtime.homes.peer_home import PeerPacker
@@ -67,7 +67,7 @@ class AdoptedBank:
     sources: tuple[Source, ...]
     group: PeerGroup
     storages: tuple[StorageWeakRef, ...]
-    watch: PartWatch
+    watch: MutationGuard
     held_twice_bytes: int
 
     @property
@@ -129,7 +129,7 @@ class AdoptedHome(Home):
         self._has_lost_banks = True
 
 
-class AdoptedBanks:
+class ParameterBanks:
     """The adopted banks of one process group on one device, and the ring that all of them stream through.
 
     When the last bank is gone, so is the ring, and other options may be used.
@@ -247,7 +247,7 @@ class AdoptedBanks:
                 continue
             # Bank by bank, so that no more than one is there twice. (On CUDA memory for all was taken at once.)
             with peers.rendezvous.telling_failures():
-                moved.append(share_parts(packer, number, tensors, self._weakly(AdoptedBanks._drop_soon)))
+                moved.append(share_parts(packer, number, tensors, self._weakly(ParameterBanks._drop_soon)))
         spread = packer.spread(shards)
         # Not before: a meeting that failed has not been, on any rank.
         self._next_index += len(banks)
@@ -291,7 +291,7 @@ class AdoptedBanks:
             of_memory = {parts[0]: bank.spec for (_, parts), bank in self._known.items()}
         return [of_memory[memory] for memory in memories if memory in of_memory]
 
-    def _weakly(self, method: Callable[[AdoptedBanks], None]) -> Callable[[], None]:
+    def _weakly(self, method: Callable[[ParameterBanks], None]) -> Callable[[], None]:
         """Calls `method` of this object if it is there still."""
         reference = weakref.ref(self)
 
@@ -327,11 +327,11 @@ class AdoptedBanks:
 
 def _watch(
     packer: PeerPacker, shard: torch.Tensor, number: int, parts: Sequence[torch.Tensor], lie_there: Sequence[bool]
-) -> PartWatch:
+) -> MutationGuard:
     kept = [place.view(shard) for place in packer.layout(number).tensors]
     if packer.is_copied_on_write:
-        return PartWatch(parts, kept, lie_there)
-    return PartWatch(parts, kept, are_shard=lie_there)
+        return MutationGuard(parts, kept, lie_there)
+    return MutationGuard(parts, kept, are_shard=lie_there)
 
 
 def _changed(name: str) -> str:
@@ -348,16 +348,16 @@ def _name(name: str, uses_of_name: dict[str, int]) -> str:
     return name if uses == 1 else f"{name} ({uses})"
 
 
-_adopted: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, AdoptedBanks]] = weakref.WeakKeyDictionary()
+_adopted: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.device, ParameterBanks]] = weakref.WeakKeyDictionary()
 _adopted_lock = threading.Lock()
 
 
-def adopted_banks(group: ProcessGroup, device: torch.device) -> AdoptedBanks:
+def adopted_banks(group: ProcessGroup, device: torch.device) -> ParameterBanks:
     """Those of `group` on `device`, which live as long as the group."""
     with _adopted_lock:
         of_group = _adopted.setdefault(group, {})
         if device not in of_group:
-            of_group[device] = AdoptedBanks(device, FailureLook(group))
+            of_group[device] = ParameterBanks(device, FailureLook(group))
         return of_group[device]
 
 

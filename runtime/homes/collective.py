@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from moepass.models.errors import InputError
-from moepass.passes.ir.plan import NO_GATHER_PLAN, BankSpec, GatherPlan
+from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.passes.ir.shards import clip_pieces
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
@@ -38,7 +38,7 @@ class PendingGather(PendingCopy):
         sources: Sequence[Source],
         slot: torch.Tensor | None,
         label: str,
-        plan: GatherPlan = NO_GATHER_PLAN,
+        plan: GatherSignature = NO_GATHER_SIGNATURE,
     ) -> None:
         super().__init__(sources, torch.empty(0, dtype=torch.uint8) if slot is None else slot, label)
         self.group = group
@@ -105,7 +105,7 @@ class Collective(Transport):
         # An eager forward of the whole model is under way: what runs within it is a part of that run.
         self._in_forward = False
         # That of the compiled run that is under way.
-        self._plan = NO_GATHER_PLAN
+        self._plan = NO_GATHER_SIGNATURE
 
     def connect(self, rendezvous: Rendezvous) -> None:
         """Make the connections, where that is still to be done. Raises as `GatherGroup`."""
@@ -142,7 +142,7 @@ class Collective(Transport):
         self._in_forward = False
         self._run = None
 
-    def begin_run(self, plan: GatherPlan = NO_GATHER_PLAN) -> None:
+    def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
         self._plan = plan
         if self._group is not None:
             self._group.check()
@@ -150,12 +150,12 @@ class Collective(Transport):
             self._run = []
 
     def end_run(self) -> None:
-        self._plan = NO_GATHER_PLAN
+        self._plan = NO_GATHER_SIGNATURE
         if not self._in_forward:
             self._run = None
 
     def fail(self, reason: str) -> None:
-        self._plan = NO_GATHER_PLAN
+        self._plan = NO_GATHER_SIGNATURE
         self.end_forward()
         if self._group is not None:
             self._group.fail(f"rank {self._group.rank} left a run in the middle, so that no rank can gather: {reason}")

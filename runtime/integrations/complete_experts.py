@@ -20,7 +20,7 @@ from moepass.passes.blocks.lower_complete_experts import COMPLETE_EXPERTS
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import pack_layout
 from moepass.runtime.banks.banks import Bank
-from moepass.runtime.banks.mutation_guard import PartWatch
+from moepass.runtime.banks.mutation_guard import MutationGuard
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.transfer.sources import read_range
@@ -51,7 +51,7 @@ class ShardedExperts:
         self._bank: Bank | None = None
         self._packer: PeerPacker | None = None
         self._shapes: object = None
-        self._watch: PartWatch | None = None
+        self._watch: MutationGuard | None = None
         self._memory: list[torch.UntypedStorage] = []
         _layers[number] = self
 
@@ -88,7 +88,7 @@ class ShardedExperts:
         packer.connect([bank])
         self._packer, self._shapes, self._bank = packer, _shapes(parts), bank
         if stay:
-            self._watch = PartWatch(parts, [place.view(bank.shard) for place in packer.layout(0).tensors])
+            self._watch = MutationGuard(parts, [place.view(bank.shard) for place in packer.layout(0).tensors])
             # They are known by their addresses, so compiled code must not move them into shards of its own.
             self._memory = [part.untyped_storage() for part in parts]
 

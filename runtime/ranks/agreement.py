@@ -4,7 +4,7 @@ An exchange needs all ranks, and each knows its own tokens only. So where a plan
 a few bytes from every rank to every other, over gloo connections of the group's own: no device waits for them, and
 every wait ends. So does every run where ranks may otherwise run different experts at a time (`RunCheck`). What follows
 is computed alike on all ranks, from what was agreed alone; the last form of the group's runs, by which a form stays
-near the border, is a part of that.
+near the crossover, is a part of that.
 
 Which of a rank's graphs takes part does not matter: ranks compile for different shapes.
 """
@@ -41,33 +41,33 @@ _DIGITS = 12
 
 
 # In the place of the tokens below which runs are exchanged, where none are.
-_NO_BORDER = -1
+_NO_CROSSOVER = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Presence:
-    """What a rank comes with: its tokens in a block, the border of its graph, and the blocks that are about to run.
+class RunVote:
+    """What a rank comes with: its tokens in a block, the crossover of its graph, and the blocks that are about to run.
 
-    `blocks` are these in words that ranks which run the same have in common. Where the border `is_estimated`, both are
-    in units of it, so that it is 1.
+    `blocks` are these in words that ranks which run the same have in common. Where the crossover `is_estimated`, both
+    are in units of it, so that it is 1.
     """
 
     tokens: float
-    border_tokens: int
+    crossover_tokens: int
     hysteresis: float
     blocks: tuple[str, ...]
     is_estimated: bool = False
 
     @staticmethod
-    def of(dispatch: Dispatch, tokens: float, blocks: tuple[str, ...]) -> Presence:
-        """Estimated borders differ between ranks and shapes: their tokens count in parts of the border."""
+    def of(dispatch: Dispatch, tokens: float, blocks: tuple[str, ...]) -> RunVote:
+        """Estimated crossovers differ between ranks and shapes: their tokens count in parts of the crossover."""
         if dispatch.is_estimated:
-            return Presence(tokens / dispatch.border_tokens, 1, dispatch.hysteresis, blocks, is_estimated=True)
-        return Presence(tokens, dispatch.border_tokens, dispatch.hysteresis, blocks)
+            return RunVote(tokens / dispatch.crossover_tokens, 1, dispatch.hysteresis, blocks, is_estimated=True)
+        return RunVote(tokens, dispatch.crossover_tokens, dispatch.hysteresis, blocks)
 
     def encode(self) -> torch.Tensor:
         digest = hashlib.sha256("\n".join(self.blocks).encode()).digest()[:6]
-        numbers = [self.tokens, self.border_tokens, self.hysteresis, int.from_bytes(digest, "big")]
+        numbers = [self.tokens, self.crossover_tokens, self.hysteresis, int.from_bytes(digest, "big")]
         return torch.tensor(numbers, dtype=torch.float64)
 
 
@@ -78,7 +78,7 @@ class Agreement:
         self.rank, self.size = group.rank(), group.size()
         self._store = c10d._get_process_group_store(group)
         self._connections: Connections | None = None
-        # The last form, by border and hysteresis: graphs with another border have their own.
+        # The last form, by crossover and hysteresis: graphs with another crossover have their own.
         self._last: dict[tuple[int, float], str] = {}
         self._lock = threading.Lock()
         renew_after_fork(self)
@@ -89,30 +89,30 @@ class Agreement:
     def compare(self, blocks: tuple[str, ...], timeout_s: float) -> None:
         """Let ranks see that all of them are about to run the same blocks. Raises PeerError as `agree` does."""
         with self._lock:
-            self._exchange(Presence(0.0, _NO_BORDER, 0.0, blocks), timeout_s)
+            self._exchange(RunVote(0.0, _NO_CROSSOVER, 0.0, blocks), timeout_s)
 
-    def agree(self, own: Presence, timeout_s: float) -> str:
+    def agree(self, own: RunVote, timeout_s: float) -> str:
         """The form of the next run, the same on all ranks.
 
-        Raises PeerError: the same text on all ranks where their borders differ, or the layers that they are about to
+        Raises PeerError: the same text on all ranks where their crossovers differ, or the layers that they are about to
         run; one that names a rank which is gone, or did not come within `timeout_s`. Then no rank agrees any more.
         """
         with self._lock:
             present = self._exchange(own, timeout_s)
             tokens = sum(numbers[0] for numbers in present)
-            border = own.border_tokens, own.hysteresis
-            last = self._last.get(border)
-            self._last[border] = form = choose_form(tokens, self.size, *border, last)
+            crossover = own.crossover_tokens, own.hysteresis
+            last = self._last.get(crossover)
+            self._last[crossover] = form = choose_form(tokens, self.size, *crossover, last)
         if form != last:
             mean = tokens / self.size
             if own.is_estimated:
-                logger.info("runs are %s from now on: %.6g of the estimated border", form, mean)
+                logger.info("runs are %s from now on: %.6g of the estimated crossover", form, mean)
             else:
-                text = "runs are %s from now on: %.6g tokens per rank, the border is %d"
-                logger.info(text, form, mean, own.border_tokens)
+                text = "runs are %s from now on: %.6g tokens per rank, the crossover is %d"
+                logger.info(text, form, mean, own.crossover_tokens)
         return form
 
-    def _exchange(self, own: Presence, timeout_s: float) -> list[list[float]]:
+    def _exchange(self, own: RunVote, timeout_s: float) -> list[list[float]]:
         """The numbers of all ranks, by rank."""
         sent = own.encode()
         if self.size == 1:
@@ -165,8 +165,8 @@ class Agreement:
 
 def _difference(present: Sequence[Sequence[float]], own_rank: int, own_blocks: Sequence[str]) -> str | None:
     """What ranks do not have in common; where it is the blocks, with those of this rank."""
-    for rank, (_, border, hysteresis, blocks) in enumerate(present):
-        _, first_border, first_hysteresis, first_blocks = present[0]
+    for rank, (_, crossover, hysteresis, blocks) in enumerate(present):
+        _, first_crossover, first_hysteresis, first_blocks = present[0]
         if blocks != first_blocks:
             return (
                 f"rank {rank} is about to run other layers than rank 0, or the same with other experts, or cuts the "
@@ -174,11 +174,11 @@ def _difference(present: Sequence[Sequence[float]], own_rank: int, own_blocks: S
                 "all ranks must run the same layers, with the same activation functions, in the same order, equally "
                 "often"
             )
-        if (border, hysteresis) != (first_border, first_hysteresis):
+        if (crossover, hysteresis) != (first_crossover, first_hysteresis):
             return (
-                f"ranks disagree on the tokens per rank below which runs are exchanged: {first_border:g} (hysteresis "
-                f"{first_hysteresis:g}) on rank 0, {border:g} (hysteresis {hysteresis:g}) on rank {rank}; give all "
-                "ranks the same all_to_all_below"
+                "ranks disagree on the tokens per rank below which runs are exchanged: "
+                f"{first_crossover:g} (hysteresis {first_hysteresis:g}) on rank 0, "
+                f"{crossover:g} (hysteresis {hysteresis:g}) on rank {rank}; give all ranks the same all_to_all_below"
             )
     return None
 

@@ -107,7 +107,7 @@ class BlockDecisions:
             self._go_alone(own, str(error))
             return
         proposals = [found.get(other, own) for other in range(size)]
-        _check_borders(proposals)
+        _check_crossovers(proposals)
         left = blocks_to_leave(proposals)
         unexplained = [name for name, reason in left.items() if reason == UNEXPLAINED]
         if unexplained:
@@ -168,14 +168,14 @@ def _keys(proposal: Proposal) -> list[tuple[str, str]]:
     return keys or [("\n".join(proposal.exchanges), "")]
 
 
-def _check_borders(proposals: Sequence[Proposal]) -> None:
+def _check_crossovers(proposals: Sequence[Proposal]) -> None:
     """Raises PeerError, the same on every rank, where ranks would disagree on the form of a run."""
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
-        if first.takes and proposal.takes and proposal.border != first.border:
+        if first.takes and proposal.takes and proposal.crossover != first.crossover:
             raise PeerError(
-                f"ranks disagree on the tokens per rank below which runs are exchanged: {first.border} on rank 0, "
-                f"{proposal.border} on rank {rank}; give all ranks the same hardware or all_to_all_below"
+                f"ranks disagree on the tokens per rank below which runs are exchanged: {first.crossover} on rank 0, "
+                f"{proposal.crossover} on rank {rank}; give all ranks the same hardware or all_to_all_below"
             )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from moepass.models.errors import InputError
-from moepass.passes.ir.plan import NO_GATHER_PLAN, GatherPlan
+from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, GatherSignature
 from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 
@@ -61,7 +61,7 @@ class GatherGroup:
         """Raises PeerError where a gather failed before, on any rank that this one heard of; waits for nothing."""
         self._connections.check()
 
-    def ask(self, request: Request, wants: bool, plan: GatherPlan = NO_GATHER_PLAN) -> dict[int, bool]:
+    def ask(self, request: Request, wants: bool, plan: GatherSignature = NO_GATHER_SIGNATURE) -> dict[int, bool]:
         """Wait until all ranks ask for the same; gives, for each of the others, whether it wants the bytes.
 
         Of ranks that follow a `plan`, all follow the same.
@@ -89,7 +89,7 @@ class GatherGroup:
                         "layers in the same order, and a rank without work calls moepass.gather_only_step(model)"
                     )
                 )
-        plans = {rank: found for rank, it in sorted(asked.items()) if (found := _plan_of(it)) != NO_GATHER_PLAN}
+        plans = {rank: found for rank, it in sorted(asked.items()) if (found := _plan_of(it)) != NO_GATHER_SIGNATURE}
         leader = next(iter(plans), 0)
         different = [rank for rank, plan_of_rank in plans.items() if plan_of_rank != plans[leader]]
         if different:
@@ -138,6 +138,6 @@ class GatherGroup:
         return self._connections.fail(reason)
 
 
-def _plan_of(asked: torch.Tensor) -> GatherPlan:
+def _plan_of(asked: torch.Tensor) -> GatherSignature:
     digest, gathers, slots = asked[4:].tolist()
-    return GatherPlan(digest, gathers, slots)
+    return GatherSignature(digest, gathers, slots)

@@ -90,7 +90,7 @@ class ReplicaCheck:
     def _state(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> _State:
         values = (arguments[place] for place in self._inputs)
         parameters = [value for value in values if isinstance(value, torch.nn.Parameter)]
-        # What is written into experts is not looked for here: see PartWatch.
+        # What is written into experts is not looked for here: see MutationGuard.
         written = [0 if parameter.is_inference() else parameter._version for parameter in parameters]
         tensors = (*experts, *parameters)
         return _State(tensors, (*map(memory_of, tensors), *written))

@@ -10,7 +10,7 @@ from moepass.models.errors import InputError
 from moepass.runtime.system.forking import renew_after_fork
 
 
-class Turns:
+class NonReentrantLock:
     """One turn at a time, of all threads of a process. A forked child inherits no turn but that of its own thread."""
 
     def __init__(self, busy: str) -> None:

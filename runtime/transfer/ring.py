@@ -15,9 +15,9 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 
 from moepass.models.errors import InputError, OptionError
-from moepass.passes.ir.plan import BankSpec, GatherPlan
+from moepass.passes.ir.plan import BankSpec, GatherSignature
 from moepass.passes.ir.timeline import COMPUTE
-from moepass.runtime.system.non_reentrant_lock import Turns
+from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
 from moepass.runtime.system.slot_pages import slot_memory
 from moepass.runtime.transfer.copying import PendingCopy
 from moepass.runtime.transfer.home_protocol import Home
@@ -98,7 +98,7 @@ class Ring:
         self.link = link
         self.home = home
         self.debug = debug
-        self._turns = Turns(_REENTERED)
+        self._turns = NonReentrantLock(_REENTERED)
         self._is_quiet = True
         self.statistics = RingStatistics()
         self._buffers = _buffers(slots, slot_bytes, device)
@@ -138,7 +138,7 @@ class Ring:
         self._buffers = _buffers(slots, slot_bytes, self.device)
 
     @contextlib.contextmanager
-    def run(self, graph: Hashable, plan: GatherPlan) -> Iterator[None]:
+    def run(self, graph: Hashable, plan: GatherSignature) -> Iterator[None]:
         """A run of `graph` by `plan`, once no other thread is in one; an exception leaves a quiet ring.
 
         Where ranks gather together, an exception ends that for all of them. Raises InputError where this thread is in a
@@ -158,7 +158,7 @@ class Ring:
                 self._give_up(f"{type(error).__name__}: {error}")
                 raise
 
-    def begin_run(self, graph: Hashable, plan: GatherPlan) -> None:
+    def begin_run(self, graph: Hashable, plan: GatherSignature) -> None:
         """A run of `graph` by `plan` begins. Raises what `Home.check` of the banks' home raises."""
         self.home.check()
         self.home.transport.begin_run(plan)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from moepass.models.errors import OptionError, one_of
-from moepass.passes.ir.plan import NO_GATHER_PLAN, BankSpec, GatherPlan
+from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.runtime.transfer.copying import CopyThread, PendingCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import Source, read_range
@@ -46,7 +46,7 @@ class Transport:
     def forget(self, bank: BankSpec) -> None:
         """`bank` is gone; nobody will ask for it again."""
 
-    def begin_run(self, plan: GatherPlan = NO_GATHER_PLAN) -> None:
+    def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
         """A run by `plan` begins: what is copied until `end_run` belongs to it. Raises where nothing can be copied."""
 
     def end_run(self) -> None:

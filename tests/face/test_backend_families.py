@@ -93,7 +93,7 @@ def test_eager_lowering_is_bit_identical(family: str, implementation: str, dtype
     assert [block.name for block in plan.blocks] == layers
     assert {block.form for block in plan.blocks} == {FORM_OF.get(family, implementation)}
     assert plan.strategy == ("asyncep" if streaming else "resident")
-    assert [stay.bank for stay in plan.residencies] == (list(range(len(layers))) if streaming else [])
+    assert [stay.bank for stay in plan.slot_stays] == (list(range(len(layers))) if streaming else [])
     _check_numbers(family, model, compilation, streaming)
 
 
@@ -140,7 +140,7 @@ def _rewritten_or_refused(record: ExpertFamily, implementation: str) -> None:
         torch.testing.assert_close(captured, expected, rtol=1e-5, atol=1e-6)
         expected = captured
     assert torch.equal(output, expected)
-    taken = {stay.block for item in compilations for stay in item.plan.residencies}
+    taken = {stay.block for item in compilations for stay in item.plan.slot_stays}
     refused = {refusal.where: refusal.reason for item in compilations for refusal in item.plan.refusals}
     read = {bank.name for item in compilations for bank in item.plan.banks}
     assert read
@@ -224,4 +224,4 @@ def test_tied_expert_layers_stream_one_bank_for_all() -> None:
     assert len(report.layers) == 2
     logits, (compilation,) = _compile(model, inputs, lower="eager", debug=True)
     assert torch.equal(logits, expected)
-    assert [stay.bank for stay in compilation.plan.residencies] == [0, 1, 0]
+    assert [stay.bank for stay in compilation.plan.slot_stays] == [0, 1, 0]

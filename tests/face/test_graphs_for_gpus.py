@@ -91,7 +91,7 @@ def _essence(plan: Plan) -> object:
     """All but the names of nodes, and bytes: attention and counting come as other operators there."""
     blocks = [dataclasses.replace(block, products=()) for block in plan.blocks]
     steps = [(step.op, step.name, step.bank, step.slot, step.cost and step.cost.flops) for step in plan.steps]
-    return plan.strategy, plan.refusals, plan.residencies, blocks, steps
+    return plan.strategy, plan.refusals, plan.slot_stays, blocks, steps
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])

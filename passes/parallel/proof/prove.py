@@ -7,10 +7,10 @@ Contract
 
 Pseudo-code
     the activation function treats every row alone (row_flow), so any function of a row stands for it
-    data may be moved, weighed and added up only (data_flow); places and sizes get ranges and demands (index_ranges)
+    data may be moved, weighed and added up only (data_flow); places and sizes get ranges and demands (value_ranges)
     make a small copy of the block: few tokens, slots and features (small_copy)
     where none can be made: the block as it was captured, if that fits in memory
-    run it with mock peers, in every scenario, and with every expert chosen (mock_ranks)
+    run it with mock peers, in every scenario, and with every expert chosen (peer_equivalence)
     look whether the runs met the demands
 """
 

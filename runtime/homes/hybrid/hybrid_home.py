@@ -17,9 +17,9 @@ from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import shard_layout, shard_pieces
 from moepass.runtime.banks.banks import Bank
-from moepass.runtime.homes.hybrid.stage_board import MOST_BANKS, StageBoard, board_bytes, check_machine
+from moepass.runtime.homes.hybrid.stage_board import MOST_BANKS, StagingBoard, board_bytes, check_machine
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull, StagedSource
-from moepass.runtime.homes.hybrid.stager import Stager, Stages
+from moepass.runtime.homes.hybrid.stager import Stager, StagingBuffers
 from moepass.runtime.homes.peer_home import PeerHome, PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, in_pages
@@ -49,7 +49,7 @@ class HybridPacker(PeerPacker):
         self.home = HybridHome(group, transport)
         self.stages = stages
         self._staged = transport
-        self._stages_of: dict[int, Stages] = {}
+        self._stages_of: dict[int, StagingBuffers] = {}
 
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """Raises InputError where there are more banks than a board can tell apart; else as `PeerPacker`."""
@@ -78,11 +78,11 @@ class HybridPacker(PeerPacker):
 
     def _map_stages(self, rank: int, segment: SharedSegment) -> None:
         place = self._places(rank)[-1]
-        board = StageBoard(segment.map(place, board_bytes(self.stages)), self.stages)
+        board = StagingBoard(segment.map(place, board_bytes(self.stages)), self.stages)
         place += in_pages(board_bytes(self.stages))
         nbytes = self._stage_bytes(rank)
         memories = [segment.map(place + number * in_pages(nbytes), nbytes) for number in range(self.stages)]
-        self._stages_of[rank] = Stages(board, memories)
+        self._stages_of[rank] = StagingBuffers(board, memories)
         if rank == self.group.rank:
             self.home.stage_bytes = self.stages * nbytes
 

@@ -13,7 +13,7 @@ import platform
 import torch
 
 from moepass.models.errors import InputError
-from moepass.runtime.homes.hybrid.staging_order import StageState, Wants
+from moepass.runtime.homes.hybrid.staging_order import StagingState, Wants
 
 _WORD_BYTES = 8
 # The parts of a stage's word. A generation comes again after 2**32 banks, a matter of weeks, and does harm only if that
@@ -43,20 +43,20 @@ def board_bytes(stages: int) -> int:
     return _WORD_BYTES * (_FIRST_WANT + 2 * stages)
 
 
-def pack_state(state: StageState) -> int:
+def pack_state(state: StagingState) -> int:
     """A stage's state as its word; a fresh word is 0, and so is the state of an empty stage."""
     bank = 0 if state.bank is None else state.bank + 1
     generation = state.generation % (1 << _GENERATION_BITS)
     return generation << (_BANK_BITS + _FILLED_BITS) | bank << _FILLED_BITS | state.filled_slices
 
 
-def unpack_state(word: int) -> StageState:
+def unpack_state(word: int) -> StagingState:
     """The state that a stage's word says."""
     bank = word >> _FILLED_BITS & MOST_BANKS
-    return StageState(bank - 1 if bank else None, word >> (_BANK_BITS + _FILLED_BITS), word & MOST_SLICES)
+    return StagingState(bank - 1 if bank else None, word >> (_BANK_BITS + _FILLED_BITS), word & MOST_SLICES)
 
 
-class StageBoard:
+class StagingBoard:
     """The board of one rank, in `memory` (flat uint8, `board_bytes` long), which only its own process may write."""
 
     def __init__(self, memory: torch.Tensor, stages: int) -> None:
@@ -79,10 +79,10 @@ class StageBoard:
     def show_running(self, is_running: bool) -> None:
         self._words[_IS_RUNNING] = int(is_running)
 
-    def state(self, stage: int) -> StageState:
+    def state(self, stage: int) -> StagingState:
         return unpack_state(self._words[_FIRST_WANT + self.stages + stage])
 
-    def show_state(self, stage: int, state: StageState) -> None:
+    def show_state(self, stage: int, state: StagingState) -> None:
         self._words[_FIRST_WANT + self.stages + stage] = pack_state(state)
 
     def progress(self) -> int:
@@ -95,5 +95,5 @@ class StageBoard:
 
 
 __all__ = [
-    "MOST_BANKS", "MOST_SLICES", "StageBoard", "board_bytes", "check_machine", "pack_state", "unpack_state",
+    "MOST_BANKS", "MOST_SLICES", "StagingBoard", "board_bytes", "check_machine", "pack_state", "unpack_state",
 ]  # fmt: skip

@@ -14,8 +14,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from moepass.passes.ir.plan import NO_GATHER_PLAN, BankSpec, GatherPlan
-from moepass.runtime.homes.hybrid.stager import Found, Stager, Stages
+from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
+from moepass.runtime.homes.hybrid.stager import Found, Stager, StagingBuffers
 from moepass.runtime.transfer import copying
 from moepass.runtime.transfer.copying import PendingCopy, check_slot, slices_in_turn
 from moepass.runtime.transfer.link import BusyLink, Link
@@ -65,7 +65,7 @@ class StagedSource(MemorySource):
     """A rank's shard of bank number `bank` in host memory, and the stages of that rank, one of which may hold it."""
 
     bank: int = 0
-    stages: Stages | None = None
+    stages: StagingBuffers | None = None
 
 
 class StagedPull(Transport):
@@ -87,7 +87,7 @@ class StagedPull(Transport):
             return super().copy(bank, sources, slot)
         return StagedCopy(self, stager, bank, sources, slot)
 
-    def begin_run(self, plan: GatherPlan = NO_GATHER_PLAN) -> None:
+    def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
         """Raises StagerError where the stages of this rank are filled no more."""
         stager = self._own_stager()
         if stager is not None:

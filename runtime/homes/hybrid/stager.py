@@ -1,4 +1,4 @@
-"""Stages: memory on the compute side that holds this rank's shards of the banks which ranks are about to read.
+"""StagingBuffers: memory on the compute side that holds this rank's shards of the banks which ranks are about to read.
 
 A thread copies them there from host memory, over the host link. Who reads a stage, on this rank or another, looks at
 its word on the board before and after: a stage is a cache, the shard in host memory is the truth.
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 
 from moepass.models.errors import MoepassError
-from moepass.runtime.homes.hybrid.stage_board import MOST_BANKS, MOST_SLICES, StageBoard
-from moepass.runtime.homes.hybrid.staging_order import StagePlan, choose_banks
+from moepass.runtime.homes.hybrid.stage_board import MOST_BANKS, MOST_SLICES, StagingBoard
+from moepass.runtime.homes.hybrid.staging_order import StagingPlan, choose_banks
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import renew_after_fork
 from moepass.runtime.transfer import copying
@@ -44,14 +44,14 @@ class Found(enum.Enum):
     ABSENT = "not there"
 
 
-class Stages:
+class StagingBuffers:
     """The stages of one rank, to be read: `memories` are flat uint8, each as long as the rank's largest shard.
 
     They are filled slice by slice; `slice_bytes` is the same on all ranks.
     """
 
     def __init__(
-        self, board: StageBoard, memories: Sequence[torch.Tensor], slice_bytes: int = copying.SLICE_BYTES
+        self, board: StagingBoard, memories: Sequence[torch.Tensor], slice_bytes: int = copying.SLICE_BYTES
     ) -> None:
         self.board = board
         self.memories = tuple(memories)
@@ -87,7 +87,9 @@ class Stager:
     A forked child has no part in it: there `is_inherited` is true, and everything else must be left alone.
     """
 
-    def __init__(self, own: Stages, others: Sequence[StageBoard], shards: Sequence[Source], link: BusyLink) -> None:
+    def __init__(
+        self, own: StagingBuffers, others: Sequence[StagingBoard], shards: Sequence[Source], link: BusyLink
+    ) -> None:
         """`shards` are this rank's shards of all banks, by index, each with one piece for every byte of it."""
         self._own = own
         self._order = Followers()
@@ -146,14 +148,16 @@ class Stager:
 class _Work:
     """What the thread works on."""
 
-    def __init__(self, own: Stages, others: Sequence[StageBoard], shards: Sequence[Source], link: BusyLink) -> None:
+    def __init__(
+        self, own: StagingBuffers, others: Sequence[StagingBoard], shards: Sequence[Source], link: BusyLink
+    ) -> None:
         slices = [own.slices(shard.nbytes) for shard in shards]
         assert len(shards) <= MOST_BANKS, "the index of a bank fits its part of a word"
         assert max(slices, default=0) <= MOST_SLICES, "so does the number of slices"
         self.own = own
         self.boards = (own.board, *others)
         self.shards = tuple(shards)
-        self.plan = StagePlan(len(own.memories), slices)
+        self.plan = StagingPlan(len(own.memories), slices)
         self.link = link
         self.changed = threading.Event()
         self.stopped = threading.Event()
@@ -163,7 +167,7 @@ class _Work:
         """Copy the slice that is needed most urgently; false where all is there."""
         wants = [board.wants() for board in self.boards]
         for stage in self.plan.choose(choose_banks(wants, len(self.own.memories))):
-            # Before the first byte: see `Stages.copy`.
+            # Before the first byte: see `StagingBuffers.copy`.
             self.own.board.show_state(stage, self.plan.states[stage])
         fill = self.plan.next_fill()
         if fill is None:

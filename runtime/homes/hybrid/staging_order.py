@@ -30,7 +30,7 @@ def choose_banks(wants: Sequence[Wants], stages: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class StageState:
+class StagingState:
     """What a stage holds: the first `filled_slices` of a rank's shard of `bank`, or nothing.
 
     `generation` counts how often it was given to a bank: while that stays, bytes that are there stay.
@@ -50,15 +50,15 @@ class Fill:
     slice_number: int
 
 
-class StagePlan:
+class StagingPlan:
     """What each of a rank's stages holds, and which slice goes into which stage next."""
 
     def __init__(self, stages: int, slices: Sequence[int]) -> None:
         """`slices` says for each bank of how many slices this rank's shard consists."""
-        self.states = [StageState() for _ in range(stages)]
+        self.states = [StagingState() for _ in range(stages)]
         self._slices = tuple(slices)
         self._chosen: tuple[int, ...] = ()
-        # Stages, the one that has held its bank for longest first.
+        # StagingBuffers, the one that has held its bank for longest first.
         self._by_age = list(range(stages))
 
     def choose(self, chosen: Sequence[int]) -> list[int]:
@@ -71,7 +71,7 @@ class StagePlan:
         idle = [stage for stage in self._by_age if self.states[stage].bank not in self._chosen]
         taken = []
         for bank, stage in zip([bank for bank in self._chosen if bank not in held], idle, strict=False):
-            self.states[stage] = StageState(bank, self.states[stage].generation + 1)
+            self.states[stage] = StagingState(bank, self.states[stage].generation + 1)
             self._by_age.remove(stage)
             self._by_age.append(stage)
             taken.append(stage)

@@ -21,7 +21,7 @@ from simulated_ranks import Captured, capture
 from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 
 
 def _resident_bytes() -> int:
@@ -30,7 +30,7 @@ def _resident_bytes() -> int:
 
 def _measure(captured: Captured) -> dict[str, object]:
     before, start, cpu = _resident_bytes(), time.perf_counter(), time.process_time()
-    result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
     return {
         "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - cpu,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import copy_graph_module, is_call, is_view, readers
-from moepass.passes.ir.plan import SLOT_OPS, Plan, Residency, acquire, gather, prefetch, release
+from moepass.passes.ir.plan import SLOT_OPS, Plan, SlotStay, acquire, gather, prefetch, release
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.schedule.assign_slots import lifetimes
 from moepass.passes.schedule.assign_slots import plan as plan_slots
@@ -258,13 +258,13 @@ def _rename_stay(mutation: Mutation) -> None:
     for node in stay:
         node.update_kwarg(name, new)
     if mutation.random.random() < 0.5:
-        stays = list(mutation.plan.residencies)
+        stays = list(mutation.plan.slot_stays)
         bank, slot = stay[0].kwargs["bank"], stay[0].kwargs["slot"]
         for index, planned in enumerate(stays):
             if getattr(planned, name) == old and (name == "bank" or planned.bank == bank):
                 stays[index] = dataclasses.replace(planned, bank=bank, slot=slot)  # type: ignore[arg-type]
                 break
-        mutation.plan = dataclasses.replace(mutation.plan, residencies=tuple(stays))
+        mutation.plan = dataclasses.replace(mutation.plan, slot_stays=tuple(stays))
 
 
 def _rename_slot(mutation: Mutation) -> None:
@@ -273,8 +273,8 @@ def _rename_slot(mutation: Mutation) -> None:
     for node in mutation.ops():
         if node.kwargs["slot"] == old:
             node.update_kwarg("slot", new)
-    stays = [dataclasses.replace(stay, slot=new) if stay.slot == old else stay for stay in mutation.plan.residencies]
-    mutation.plan = dataclasses.replace(mutation.plan, residencies=tuple(stays))
+    stays = [dataclasses.replace(stay, slot=new) if stay.slot == old else stay for stay in mutation.plan.slot_stays]
+    mutation.plan = dataclasses.replace(mutation.plan, slot_stays=tuple(stays))
 
 
 def _other_source(mutation: Mutation) -> None:
@@ -392,22 +392,22 @@ def correct_schedule(model: str, slots: int, generator: random.Random) -> tuple[
     """
     found = case(model, slots)
     stays = lifetimes(found.canonical.graph)
-    plan = dataclasses.replace(found.plan, residencies=tuple(_residencies(found, generator)))
+    plan = dataclasses.replace(found.plan, slot_stays=tuple(_residencies(found, generator)))
     module = schedule(found.canonical, plan, PassContext(slots=slots)).module
-    assert len(stays) == len(plan.residencies)
+    assert len(stays) == len(plan.slot_stays)
     for _ in range(generator.randrange(8)):
         _move_legally(module, generator)
     return module.graph, plan
 
 
-def _residencies(found: Case, generator: random.Random) -> list[Residency]:
+def _residencies(found: Case, generator: random.Random) -> list[SlotStay]:
     """Each bank into a slot whose content nobody reads any more; fresh slots stay numbered as they are first filled."""
     order = list(found.canonical.graph.nodes)
     place = {node: index for index, node in enumerate(order)}
     stays = lifetimes(found.canonical.graph)
     held_by: list[int] = []
-    chosen: list[Residency] = []
-    for position, (stay, planned) in enumerate(zip(stays, found.plan.residencies, strict=True)):
+    chosen: list[SlotStay] = []
+    for position, (stay, planned) in enumerate(zip(stays, found.plan.slot_stays, strict=True)):
         begin = place[stay.first_reader]
         free = [slot for slot, last in enumerate(held_by) if place[stays[last].last_reader] < begin]
         if len(held_by) < found.plan.slots and (not free or planned.after is None or generator.random() < 0.5):

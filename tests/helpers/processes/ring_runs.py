@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from moepass.passes.ir.plan import GatherPlan
+from moepass.passes.ir.plan import GatherSignature
 from moepass.runtime.banks.banks import Bank, pack_bank
 from moepass.runtime.transfer.ring import Ring
 
@@ -33,7 +33,7 @@ def run_banks(
 ) -> None:
     """A run over `banks`, one after the other, through `slots` slots; `read` gets each while it is there."""
     slots = min(slots, len(banks))
-    with ring.run(graph, GatherPlan(slots=slots)):
+    with ring.run(graph, GatherSignature(slots=slots)):
         filled = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot, bank in enumerate(banks[:slots])]
         for number, bank in enumerate(banks):
             slot = number % slots

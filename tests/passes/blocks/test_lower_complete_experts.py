@@ -86,7 +86,7 @@ def _planned(*layers: Layer) -> Any:
 def test_blocks_read_gathers_of_banks_in_shards(form: str) -> None:
     layers = [Layer(number, form) for number in range(3)]
     module = capture(nn.Sequential(*layers), tokens()).module
-    result = up_to("complete_shards", module)
+    result = up_to("lower_complete_experts", module)
     assert count(module, COMPLETE_EXPERTS) == 3
     assert count(result.module, COMPLETE_EXPERTS) == 0
     assert count(result.module, gather) == 3
@@ -101,7 +101,7 @@ def test_blocks_read_gathers_of_banks_in_shards(form: str) -> None:
     assert plan.refusals == ()
     assert [(block.form, block.parallel) for block in plan.blocks] == [(form, "asyncep")] * 3
     assert [block.name for block in plan.blocks] == [bank.name for bank in plan.banks]
-    assert [len(stay.shards) for stay in plan.residencies] == [4] * 3
+    assert [len(stay.shards) for stay in plan.slot_stays] == [4] * 3
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_what_cannot_be_a_gather_stays_and_says_why(odd: Callable[[], Layer], re
     (bank,) = plan.banks
     assert (bank.index, bank.group) == (0, "ranks")
     assert plan.strategy == "asyncep"
-    assert [stay.bank for stay in plan.residencies] == [0]
+    assert [stay.bank for stay in plan.slot_stays] == [0]
 
 
 def test_without_any_gather_nothing_is_streamed() -> None:
     captured = capture(nn.Sequential(Layer(0, stay=False), Layer(1, stay=False)), tokens())
-    result = up_to("complete_shards", captured.module)
+    result = up_to("lower_complete_experts", captured.module)
     assert count(result.module, COMPLETE_EXPERTS) == 2
     assert result.plan.banks == ()
     assert torch.equal(captured.run(result.module)[0], captured.output)

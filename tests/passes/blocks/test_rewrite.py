@@ -115,7 +115,7 @@ def test_a_bank_tensor_read_outside_any_block_stays_synchronous() -> None:
     (refusal,) = result.plan.refusals
     assert refusal.where == "b"
     assert "`up` is read outside a recognised MoE block" in refusal.reason
-    assert [stay.bank for stay in result.plan.residencies] == [0]
+    assert [stay.bank for stay in result.plan.slot_stays] == [0]
 
 
 def test_banks_of_two_offloads_in_one_graph_are_an_error() -> None:

@@ -25,7 +25,7 @@ from moepass.passes.ir.plan import (
     MoEBlock,
     Plan,
     Refusal,
-    Residency,
+    SlotStay,
     Step,
     TensorSpec,
     acquire,
@@ -62,8 +62,8 @@ PLANS = st.builds(
     ).map(tuple),
     slots=COUNTS,
     slot_bytes=COUNTS,
-    residencies=st.lists(
-        st.builds(Residency, NAMES, COUNTS, COUNTS, MAYBE, st.lists(NAMES, max_size=2).map(tuple)), max_size=3
+    slot_stays=st.lists(
+        st.builds(SlotStay, NAMES, COUNTS, COUNTS, MAYBE, st.lists(NAMES, max_size=2).map(tuple)), max_size=3
     ).map(tuple),
     steps=st.lists(st.builds(Step, NAMES, NAMES, MAYBE, MAYBE, COSTS), max_size=3).map(tuple),
     distinct_segments=COUNTS,
@@ -105,13 +105,13 @@ def test_any_changed_field_changes_the_digest() -> None:
 
 def test_gather_plans_tell_how_banks_follow_each_other_and_nothing_else() -> None:
     plan = _real_plan()
-    shifted = tuple(dataclasses.replace(stay, bank=stay.bank + 3, block="other") for stay in plan.residencies)
-    assert dataclasses.replace(plan, residencies=shifted, blocks=(), steps=()).gathers() == plan.gathers()
-    first, second, *rest = plan.residencies
-    for stays in ((first, dataclasses.replace(second, slot=first.slot), *rest), plan.residencies[:-1]):
-        assert dataclasses.replace(plan, residencies=stays).gathers() != plan.gathers()
+    shifted = tuple(dataclasses.replace(stay, bank=stay.bank + 3, block="other") for stay in plan.slot_stays)
+    assert dataclasses.replace(plan, slot_stays=shifted, blocks=(), steps=()).gathers() == plan.gathers()
+    first, second, *rest = plan.slot_stays
+    for stays in ((first, dataclasses.replace(second, slot=first.slot), *rest), plan.slot_stays[:-1]):
+        assert dataclasses.replace(plan, slot_stays=stays).gathers() != plan.gathers()
     repeated = dataclasses.replace(second, bank=first.bank)
-    assert dataclasses.replace(plan, residencies=(first, repeated, *rest)).gathers() != plan.gathers()
+    assert dataclasses.replace(plan, slot_stays=(first, repeated, *rest)).gathers() != plan.gathers()
     assert plan.gathers().digest < 2**63
     assert str(plan.gathers()) == "3 gathers through 2 slots"
 
@@ -123,7 +123,7 @@ def _real_plan() -> Plan:
 def test_a_real_plan_survives_json_and_is_complete() -> None:
     plan = _real_plan()
     assert Plan.from_json(plan.to_json()) == plan
-    assert len(plan.blocks) == len(plan.banks) == len(plan.residencies) == 3
+    assert len(plan.blocks) == len(plan.banks) == len(plan.slot_stays) == 3
     assert plan.bank(1) is plan.banks[1]
     with pytest.raises(KeyError, match=r"bank 7 is not in this plan, which has \[0, 1, 2\]"):
         plan.bank(7)

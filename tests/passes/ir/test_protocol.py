@@ -44,7 +44,7 @@ def test_no_pass_runs_before_what_it_needs(place: int) -> None:
 
 
 def test_what_crosses_ranks_is_found_before_blocks_are() -> None:
-    for name in ("localise", "complete_shards"):
+    for name in ("eliminate_expert_parallelism", "lower_complete_experts"):
         moved = PASSES[NAMES.index(name)]
         with pytest.raises(OptionError, match=f"pass {name} cannot run after blocks was provided"):
             check_order((*[other for other in PASSES if other is not moved], moved), frozenset())
@@ -63,7 +63,10 @@ def test_rewriting_after_scheduling_is_a_conflict() -> None:
         ({"rewrite"}, "pass plan needs canonical, which rewrite provides"),
         ({"plan"}, "pass schedule needs planned, which plan provides"),
         ({"schedule"}, "pass verify needs scheduled, which schedule provides"),
-        (set(NAMES) - {"localise", "partition"}, "pass partition needs blocks, which detect provides"),
+        (
+            set(NAMES) - {"eliminate_expert_parallelism", "partition"},
+            "pass partition needs blocks, which detect provides",
+        ),
         ({"nope", "verify"}, f"no pass is called nope; the passes are {', '.join(NAMES)}"),
     ],
 )
@@ -100,9 +103,9 @@ def test_observers_see_every_stage_and_disabled_passes_do_not_run() -> None:
 def test_matches_and_refusals_of_all_passes_are_collected() -> None:
     result = compile_graph(streamed(Stack(depth=2), tokens()).module, PassContext())
     assert {match.split(":")[0] for match in result.matches} == set(NAMES) - {
-        "localise",
-        "complete_shards",
-        "sink_lookups",
+        "eliminate_expert_parallelism",
+        "lower_complete_experts",
+        "sink_token_gather",
         "cost",
     }
     assert result.refusals == result.plan.refusals

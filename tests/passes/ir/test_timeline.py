@@ -163,7 +163,7 @@ def test_a_recording_shows_what_ran(streaming: Streaming) -> None:
     assert timeline.streams == (HOST, COMPUTE, COPY)
     segments = [step.name for step in streaming.plan.steps if step.op == "segment"]
     assert [event.layer for event in timeline.on(COMPUTE) if event.op == "segment"] == segments * 2
-    banks = [streaming.plan.bank(stay.bank).name for stay in streaming.plan.residencies]
+    banks = [streaming.plan.bank(stay.bank).name for stay in streaming.plan.slot_stays]
     assert [event.layer for event in timeline.on(COMPUTE) if event.op == "wait"] == banks * 2
     # Two that were there already or under way, and two for the run that nobody made any more.
     assert [event.layer for event in timeline.on(COPY)] == [*banks[:2], *banks[2:], *banks, *banks[:2]]

@@ -23,7 +23,7 @@ from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.replicated import Origin, ReplicatedValues
 
 GROUP = "0"
@@ -279,7 +279,7 @@ def _digests_of_experts(factor_of: Callable[[int], int], monkeypatch: pytest.Mon
     found = []
     for rank in range(2):
         one = capture(StackConfig(layers=1, hidden=16, width=16, experts=4), "all_to_all", rank, 2, 9, moe_alone=True)
-        result = run_passes((localise,), one.module, Plan(), PassContext(groups=one.groups))
+        result = run_passes((eliminate_expert_parallelism,), one.module, Plan(), PassContext(groups=one.groups))
         found.append([block.experts for block in result.plan.localised])
     return found
 

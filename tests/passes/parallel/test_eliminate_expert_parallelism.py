@@ -28,14 +28,14 @@ from moepass.passes.graph.collectives import collectives_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 
 # What must be gone from a graph of which every block was taken.
 HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
 
 
 def _localised(captured: Captured) -> PassResult:
-    result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
     check_readable(result.refusals)
     return result
 

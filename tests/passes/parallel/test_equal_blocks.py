@@ -15,7 +15,7 @@ from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 
 # The package's attribute of that name is the pass.
 MODULE = importlib.import_module("moepass.passes.parallel.eliminate_expert_parallelism")
@@ -44,7 +44,7 @@ class _Proofs:
 
 
 def _outcome(module: GraphModule, captured: Captured) -> tuple[list[str], list[str]]:
-    result = run_passes((localise,), module, Plan(), PassContext(groups=captured.groups))
+    result = run_passes((eliminate_expert_parallelism,), module, Plan(), PassContext(groups=captured.groups))
     return [bank.name for bank in result.plan.banks], [refusal.reason for refusal in result.plan.refusals]
 
 

@@ -24,7 +24,7 @@ from moepass.models.reference.grouped_experts import count_per_expert, sort_by_e
 from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 
 Predicate = Callable[[torch.Tensor], torch.Tensor]
 SUBJECTS = ("places", "counts", "rows")
@@ -90,7 +90,7 @@ def refusal(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, form, experts)
         captured = capture(config, form, 1, 2, tokens, dynamic=dynamic)
-    result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
     return result.refusals[0].reason if result.refusals else ""
 
 

@@ -21,7 +21,7 @@ from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.pipeline import PASSES
 
 CONFIG = StackConfig(layers=2, hidden=16, width=16, max_tokens=12)
@@ -79,13 +79,13 @@ def test_a_layer_of_expert_parallelism_has_one_bank(
     }
     for rank, one in enumerate(captured):
         context = PassContext(groups=one.groups)
-        local = run_passes((localise,), one.module, Plan(), context)
+        local = run_passes((eliminate_expert_parallelism,), one.module, Plan(), context)
         assert not local.refusals
         assert [bank.name for bank in local.plan.banks] == list(complete)
         (output,) = run_local(local.module, inputs[rank], local.plan.banks, complete)
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
         plan = run_passes(PASSES, one.module, Plan(), context).plan
-        assert [stay.bank for stay in plan.residencies] == ([0, 0, 1, 1] if order is InTurns else [0, 1] * 2)
+        assert [stay.bank for stay in plan.slot_stays] == ([0, 0, 1, 1] if order is InTurns else [0, 1] * 2)
 
 
 def _run_on_a_rank(form: str, order: str, slots: int) -> int:

@@ -24,14 +24,14 @@ from moepass.models.reference.grouped_experts import grouped_product
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 
 PROOF = importlib.import_module("moepass.passes.parallel.proof.prove")
 MODES = ["static", "dynamic"]
 
 
 def _localised(captured: Captured) -> PassResult:
-    return run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+    return run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
 
 
 def _reasons(result: PassResult) -> list[str]:

@@ -26,7 +26,7 @@ from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.graph.nodes import graph_inputs, is_call
 from moepass.passes.ir.plan import Plan, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.proposals import Proposal, blocks_to_leave, exchanges_by_group
 from moepass.runtime.ranks.checksum import checksum
 
@@ -36,7 +36,9 @@ NODES = 150
 
 
 def _localise(captured: Captured, leave: Mapping[str, str]) -> PassResult:
-    return run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups, leave=leave))
+    return run_passes(
+        (eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups, leave=leave)
+    )
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_node, input_name, name_of_source, place_of, source_line
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Group, PassContext
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.pipeline import compile_graph
 from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.lowering.lower_segments import decompositions
@@ -185,7 +185,7 @@ def test_results_that_go_into_an_unknown_collective_are_refused(kind: str) -> No
     found = [one for one in communications_of(captured.module.graph) if one.node.target is FOREIGN[kind][0]]
     assert [one.kind for one in found] == [kind.split()[0]]
     context = PassContext(groups=captured.groups)
-    (refusal,) = localise(captured.module, Plan(), context).refusals
+    (refusal,) = eliminate_expert_parallelism(captured.module, Plan(), context).refusals
     check_readable([refusal])
     assert f"its results go into {kind.split()[0]} `{FOREIGN[kind][0]}`" in refusal.reason
     assert "exchange_rows(rows, send=receive" in refusal.source_line or "_c10d.all_to_all_single" in refusal.source_line

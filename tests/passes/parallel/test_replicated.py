@@ -20,7 +20,7 @@ from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_
 from moepass.models.testing.moe_stack import MoELayer, build_stack
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import localise
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.runtime.ranks.rendezvous import PeerError
 
 on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
@@ -239,7 +239,9 @@ def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypa
     signatures = []
     for rank in range(2):
         captured = capture(SMALL, "all_reduce", rank, 2, 8, moe_alone=True, dynamic=False)
-        result = run_passes((localise,), captured.module, Plan(), PassContext(groups=captured.groups))
+        result = run_passes(
+            (eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups)
+        )
         assert len(result.plan.localised) == is_taken
         signatures.append([block.signature for block in result.plan.localised])
         assert all("results differ by rank" in refusal.reason for refusal in result.refusals)

@@ -1,4 +1,4 @@
-"""The border between gathered weights and exchanged tokens, on machines that nobody needs to have."""
+"""The crossover between gathered weights and exchanged tokens, on machines that nobody needs to have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moepass.passes.ir.plan import BankSpec, Cost, MoEBlock, Plan, TensorSpec
 from moepass.passes.machine.hardware import Hardware, with_emulated_link
 from moepass.passes.machine.times import collective_seconds, gather_seconds, memory_seconds
-from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS, BorderEstimate, exchange_seconds
+from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS, CrossoverEstimate, exchange_seconds
 from moepass.profiles.hardware_profiles import load_hardware
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, LAYERS = 2048, 768, 128, 8, 4
@@ -46,10 +46,10 @@ def _plan(form: str = "all_to_all", tokens: int | str = "s0", hint: int = 4096) 
     return Plan(blocks=blocks, banks=banks, cost=cost, sizes=(("s0", hint),) if tokens == "s0" else ())
 
 
-def _estimate(hardware: Hardware = MACHINE, slots: int = 2, **changed: object) -> BorderEstimate:
+def _estimate(hardware: Hardware = MACHINE, slots: int = 2, **changed: object) -> CrossoverEstimate:
     plan = _plan(**changed)  # type: ignore[arg-type]
     tokens = TOKENS if plan.sizes else sympy.Integer(changed["tokens"])
-    return BorderEstimate(plan, tokens, hardware, ranks=8, slots=slots)
+    return CrossoverEstimate(plan, tokens, hardware, ranks=8, slots=slots)
 
 
 @settings(max_examples=40, deadline=None)
@@ -58,12 +58,12 @@ def _estimate(hardware: Hardware = MACHINE, slots: int = 2, **changed: object) -
     slots=st.integers(1, 3),
     rate=st.floats(1e9, 1e12),
 )
-def test_gathering_is_the_faster_form_from_the_border_on_and_not_before(form: str, slots: int, rate: float) -> None:
+def test_gathering_is_the_faster_form_from_the_crossover_on_and_not_before(form: str, slots: int, rate: float) -> None:
     estimate = _estimate(with_emulated_link(MACHINE, rate), slots, form=form)
-    border = estimate.border_tokens()
-    at, before = estimate.seconds(border), estimate.seconds(border - 1)
-    assert at.gathered <= at.exchanged or border == MOST_TOKENS
-    assert border == 1 or before.gathered > before.exchanged
+    crossover = estimate.crossover_tokens()
+    at, before = estimate.seconds(crossover), estimate.seconds(crossover - 1)
+    assert at.gathered <= at.exchanged or crossover == MOST_TOKENS
+    assert crossover == 1 or before.gathered > before.exchanged
 
 
 def test_the_parts_are_those_of_the_times_of_the_profile() -> None:
@@ -77,19 +77,19 @@ def test_the_parts_are_those_of_the_times_of_the_profile() -> None:
     assert both.exchange == pytest.approx(LAYERS * exchanged)
 
 
-def test_a_slower_link_for_banks_moves_the_border_up() -> None:
-    borders = [_estimate(with_emulated_link(MACHINE, rate)).border_tokens() for rate in (400e9, 100e9, 25e9)]
-    assert borders == sorted(set(borders))
+def test_a_slower_link_for_banks_moves_the_crossover_up() -> None:
+    crossovers = [_estimate(with_emulated_link(MACHINE, rate)).crossover_tokens() for rate in (400e9, 100e9, 25e9)]
+    assert crossovers == sorted(set(crossovers))
 
 
 def test_one_slot_hides_less_and_so_asks_for_more_tokens() -> None:
-    assert _estimate(slots=1).border_tokens() > _estimate(slots=2).border_tokens()
+    assert _estimate(slots=1).crossover_tokens() > _estimate(slots=2).crossover_tokens()
 
 
-def test_a_graph_for_one_number_of_tokens_has_the_border_of_the_one_for_any() -> None:
-    border = _estimate().border_tokens()
-    fixed = _estimate(tokens=4096).border_tokens()
-    assert fixed == pytest.approx(border, rel=0.05)
+def test_a_graph_for_one_number_of_tokens_has_the_crossover_of_the_one_for_any() -> None:
+    crossover = _estimate().crossover_tokens()
+    fixed = _estimate(tokens=4096).crossover_tokens()
+    assert fixed == pytest.approx(crossover, rel=0.05)
 
 
 def test_forms_exchange_what_they_say() -> None:
@@ -108,4 +108,4 @@ def test_ranks_with_the_same_tokens_share_their_experts_work_out_when_they_excha
     shared, own = (_estimate(form=form).seconds(1e5) for form in ("all_reduce", "all_to_all"))
     assert shared.gathered == own.gathered
     assert shared.exchanged - shared.exchange < own.exchanged - own.exchange
-    assert _estimate(form="all_reduce").border_tokens() == MOST_TOKENS
+    assert _estimate(form="all_reduce").crossover_tokens() == MOST_TOKENS

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.planner.phases import Stage, stage_steps, streamed_stages
+from moepass.passes.planner.phases import LayerPhase, stage_steps, streamed_stages
 from moepass.passes.planner.schedule_search import FoundSchedule, copy_orders, is_possible, search_schedule, steady_step
 from moepass.passes.planner.simulate import simulate_stages
 
 
-def stage(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0) -> Stage:
-    return Stage(f"stage {number}", f"layers.{number}", compute, bank_bytes, transfer)
+def stage(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0) -> LayerPhase:
+    return LayerPhase(f"stage {number}", f"layers.{number}", compute, bank_bytes, transfer)
 
 
 SECONDS = st.integers(0, 24).map(lambda eighths: eighths / 8)
@@ -26,11 +26,11 @@ DENSE = st.builds(stage, st.just(0), SECONDS)
 STREAMED = st.builds(stage, st.just(1), SECONDS, SECONDS, st.sampled_from([4, 6, 10]))
 
 
-def model(most: int) -> st.SearchStrategy[list[Stage]]:
+def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
     return st.lists(st.one_of(DENSE, STREAMED, STREAMED), min_size=2, max_size=most).filter(streamed_stages)
 
 
-def every_schedule(stages: Sequence[Stage], memory_bytes: int, most_slots: int) -> Iterator[float]:
+def every_schedule(stages: Sequence[LayerPhase], memory_bytes: int, most_slots: int) -> Iterator[float]:
     """Exposed seconds of every schedule that fits: resident sets, slots, and orders of copies that do not block."""
     banks = streamed_stages(stages)
     compute = sum(part.compute_seconds for part in stages)
@@ -50,7 +50,7 @@ def every_schedule(stages: Sequence[Stage], memory_bytes: int, most_slots: int) 
                     yield steady_step(stages, slots, frozenset(resident), order)[0] - compute
 
 
-def check(stages: list[Stage], budget: int, most_slots: int, most_tried: int) -> None:
+def check(stages: list[LayerPhase], budget: int, most_slots: int, most_tried: int) -> None:
     every = list(every_schedule(stages, budget, most_slots))
     if not every:
         with pytest.raises(PlanError, match=f"memory_bytes is {budget}; resident banks and one slot for the others"):
@@ -62,7 +62,7 @@ def check(stages: list[Stage], budget: int, most_slots: int, most_tried: int) ->
     assert found.least_exposed_seconds <= min(every) + 1e-9
 
 
-def _check_claims(stages: list[Stage], budget: int, most_slots: int, found: FoundSchedule) -> None:
+def _check_claims(stages: list[LayerPhase], budget: int, most_slots: int, found: FoundSchedule) -> None:
     assert found.memory_bytes <= budget
     assert found.slots <= most_slots
     assert sorted((*found.resident, *found.order)) == list(streamed_stages(stages))
@@ -74,14 +74,14 @@ def _check_claims(stages: list[Stage], budget: int, most_slots: int, found: Foun
 
 @settings(max_examples=120, deadline=None)
 @given(model(most=5), st.integers(4, 40), st.integers(1, 3))
-def test_small_instances_are_solved(stages: list[Stage], budget: int, most_slots: int) -> None:
+def test_small_instances_are_solved(stages: list[LayerPhase], budget: int, most_slots: int) -> None:
     check(stages, budget, most_slots, most_tried=1500)
 
 
 @settings(max_examples=120, deadline=None)
 @given(model(most=5), st.integers(4, 40), st.integers(1, 3))
 def test_small_instances_are_solved_without_trying_everything(
-    stages: list[Stage], budget: int, most_slots: int
+    stages: list[LayerPhase], budget: int, most_slots: int
 ) -> None:
     """What is done for deep models: few schedules to begin with, then one exchange after the other."""
     check(stages, budget, most_slots, most_tried=200)
@@ -90,13 +90,13 @@ def test_small_instances_are_solved_without_trying_everything(
 @pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(model(most=6), st.integers(4, 60), st.integers(1, 4), st.sampled_from([200, 1500]))
-def test_instances_are_solved(stages: list[Stage], budget: int, most_slots: int, most_tried: int) -> None:
+def test_instances_are_solved(stages: list[LayerPhase], budget: int, most_slots: int, most_tried: int) -> None:
     check(stages, budget, most_slots, most_tried)
 
 
 @settings(max_examples=100, deadline=None)
 @given(model(most=7), st.integers(1, 4))
-def test_the_recurrence_is_the_simulator(stages: list[Stage], slots: int) -> None:
+def test_the_recurrence_is_the_simulator(stages: list[LayerPhase], slots: int) -> None:
     needed = streamed_stages(stages)
     slots = min(slots, len(needed))
     for order in itertools.islice(copy_orders(len(needed), slots), 6):
@@ -125,7 +125,7 @@ def test_the_orders_are_those_that_do_not_block(count: int, slots: int) -> None:
 @given(
     st.lists(st.builds(stage, st.just(0), SECONDS, st.just(1.0), st.just(4)), min_size=1, max_size=5), st.integers(1, 4)
 )
-def test_equal_banks_come_in_the_order_of_need(stages: list[Stage], slots: int) -> None:
+def test_equal_banks_come_in_the_order_of_need(stages: list[LayerPhase], slots: int) -> None:
     count = len(stages)
     in_turn, _ = steady_step(stages, slots, frozenset(), range(count))
     for order in copy_orders(count, slots):
@@ -133,7 +133,7 @@ def test_equal_banks_come_in_the_order_of_need(stages: list[Stage], slots: int) 
 
 
 # Models as they are: a first layer without experts, dense layers between, two kinds of attention.
-def _real(layers: int) -> list[Stage]:
+def _real(layers: int) -> list[LayerPhase]:
     stages = []
     for layer in range(layers):
         attention = 0.004 if layer % 4 == 3 else 0.0012
@@ -157,7 +157,7 @@ def test_deep_models_are_planned_in_well_under_a_second(share: float) -> None:
     assert found.step_seconds <= 1.03 * (compute + found.least_exposed_seconds)
 
 
-def _first(stages: list[Stage], room: int) -> list[int]:
+def _first(stages: list[LayerPhase], room: int) -> list[int]:
     """The first layers stay: what `resident_bytes` does."""
     chosen = []
     for place in streamed_stages(stages):
@@ -187,4 +187,4 @@ def test_what_cannot_be_searched_is_refused() -> None:
     with pytest.raises(ValueError, match="most_slots is 0"):
         search_schedule(_real(4), 10**6, most_slots=0)
     with pytest.raises(ValueError, match=r"banks come over 2 links, copy, disk; the search knows one"):
-        search_schedule([stage(0, 1, 1, 1), Stage("b", "b", 1, 1, 1, link="disk")], 1)
+        search_schedule([stage(0, 1, 1, 1), LayerPhase("b", "b", 1, 1, 1, link="disk")], 1)

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from moepass.passes.ir.plan import BankSpec, Plan, Step
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import COMPUTE, COPY
-from moepass.passes.planner.phases import Stage, TimedStep, plan_steps, stage_steps, streamed_stages
+from moepass.passes.planner.phases import LayerPhase, TimedStep, plan_steps, stage_steps, streamed_stages
 from moepass.passes.planner.simulate import Machine, Simulation, simulate, simulate_plan, simulate_stages
 
 
-def stage(number: int, compute: float, transfer: float = 0.0, bank_bytes: int | None = None) -> Stage:
+def stage(number: int, compute: float, transfer: float = 0.0, bank_bytes: int | None = None) -> LayerPhase:
     nbytes = (100 if transfer else 0) if bank_bytes is None else bank_bytes
-    return Stage(f"stage {number}", f"layers.{number}", compute, nbytes, transfer)
+    return LayerPhase(f"stage {number}", f"layers.{number}", compute, nbytes, transfer)
 
 
-def layers(count: int, compute: float, transfer: float, attention: float = 0.0) -> list[Stage]:
+def layers(count: int, compute: float, transfer: float, attention: float = 0.0) -> list[LayerPhase]:
     found = []
     for layer in range(count):
         if attention:
-            found.append(Stage(f"attention {layer}", f"layers.{layer}", attention))
+            found.append(LayerPhase(f"attention {layer}", f"layers.{layer}", attention))
         found.append(stage(layer, compute, transfer))
     return found
 
@@ -188,7 +188,7 @@ STAGES = st.lists(
 )
 
 
-def by_recurrence(stages: Sequence[Stage], slots: int, steps: int = 60) -> float:
+def by_recurrence(stages: Sequence[LayerPhase], slots: int, steps: int = 60) -> float:
     """Seconds per step, from the last half of many: no event queue, only the times at which things end."""
     streamed = streamed_stages(stages)
     copied: list[float] = []
@@ -210,7 +210,7 @@ def by_recurrence(stages: Sequence[Stage], slots: int, steps: int = 60) -> float
 
 @settings(max_examples=200, deadline=None)
 @given(stages=STAGES, slots=st.integers(1, 4))
-def test_the_simulator_agrees_with_the_recurrence(stages: list[Stage], slots: int) -> None:
+def test_the_simulator_agrees_with_the_recurrence(stages: list[LayerPhase], slots: int) -> None:
     # A ring that could hold more than one run's banks learns of the next run only, so it is no deeper than that.
     slots = min(slots, max(1, len(streamed_stages(stages))))
     assert simulate_stages(stages, slots).step_seconds == pytest.approx(
@@ -228,7 +228,7 @@ def test_the_simulator_agrees_with_the_recurrence(stages: list[Stage], slots: in
     fills_ahead=st.booleans(),
 )
 def test_every_simulation_adds_up(
-    stages: list[Stage], slots: int, slowdown: float, issue: float, host_runs_ahead: bool, fills_ahead: bool
+    stages: list[LayerPhase], slots: int, slowdown: float, issue: float, host_runs_ahead: bool, fills_ahead: bool
 ) -> None:
     machine = Machine(slowdown, issue, host_runs_ahead, fills_ahead)
     found = simulate_stages(stages, slots, machine=machine)
@@ -255,7 +255,7 @@ def _check_timeline(found: Simulation) -> None:
 @settings(max_examples=100, deadline=None)
 @given(stages=STAGES, slots=st.integers(1, 4), host_runs_ahead=st.booleans(), fills_ahead=st.booleans())
 def test_more_slots_or_resident_banks_are_never_slower(
-    stages: list[Stage], slots: int, host_runs_ahead: bool, fills_ahead: bool
+    stages: list[LayerPhase], slots: int, host_runs_ahead: bool, fills_ahead: bool
 ) -> None:
     # Where issuing takes time they may be: more prefetches stand in front of the first acquire.
     machine = Machine(host_runs_ahead=host_runs_ahead, fills_ahead=fills_ahead)
@@ -267,7 +267,7 @@ def test_more_slots_or_resident_banks_are_never_slower(
 
 @settings(max_examples=100, deadline=None)
 @given(stages=STAGES, slots=st.integers(1, 4), scale=st.sampled_from([1e-6, 1e3]))
-def test_time_has_no_scale(stages: list[Stage], slots: int, scale: float) -> None:
+def test_time_has_no_scale(stages: list[LayerPhase], slots: int, scale: float) -> None:
     scaled = [
         dataclasses.replace(
             part, compute_seconds=part.compute_seconds * scale, transfer_seconds=part.transfer_seconds * scale

@@ -21,55 +21,55 @@ from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.options import parse_options
 from moepass.passes.graph.input_sizes import SizeSource, read_sizes, size_sources
 from moepass.passes.ir.plan import Dispatch, Plan
-from moepass.passes.planner.all_to_all_crossover import BorderEstimate
+from moepass.passes.planner.all_to_all_crossover import CrossoverEstimate
 from moepass.passes.schedule.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
 from moepass.profiles.hardware_profiles import load_hardware
 from moepass.runtime.lowering.lower_later import lower_later
-from moepass.runtime.ranks.agreement import Presence
+from moepass.runtime.ranks.agreement import RunVote
 
 FORMS = [None, GATHERED, EXCHANGED]
 _numbers = st.integers(0, 10**6)
-_borders = st.integers(1, 10**5)
+_crossovers = st.integers(1, 10**5)
 _ranks = st.integers(1, 64)
 _hysteresis = st.floats(0.0, 0.5)
 
 
-@given(_numbers, _ranks, _borders, _hysteresis, st.sampled_from(FORMS))
-def test_far_from_the_border_the_last_form_is_of_no_account(
-    total: int, ranks: int, border: int, hysteresis: float, last: str | None
+@given(_numbers, _ranks, _crossovers, _hysteresis, st.sampled_from(FORMS))
+def test_far_from_the_crossover_the_last_form_is_of_no_account(
+    total: int, ranks: int, crossover: int, hysteresis: float, last: str | None
 ) -> None:
-    form = choose_form(total, ranks, border, hysteresis, last)
+    form = choose_form(total, ranks, crossover, hysteresis, last)
     assert form in (GATHERED, EXCHANGED)
-    if total < border * (1 - hysteresis) * ranks:
+    if total < crossover * (1 - hysteresis) * ranks:
         assert form == EXCHANGED
-    elif total >= border * (1 + hysteresis) * ranks:
+    elif total >= crossover * (1 + hysteresis) * ranks:
         assert form == GATHERED
     else:
-        assert form == (last or (EXCHANGED if total < border * ranks else GATHERED))
+        assert form == (last or (EXCHANGED if total < crossover * ranks else GATHERED))
 
 
-@given(st.data(), _ranks, _borders, st.floats(0.01, 0.5), st.sampled_from(FORMS))
-def test_near_the_border_the_form_stays(
-    data: st.DataObject, ranks: int, border: int, hysteresis: float, last: str | None
+@given(st.data(), _ranks, _crossovers, st.floats(0.01, 0.5), st.sampled_from(FORMS))
+def test_near_the_crossover_the_form_stays(
+    data: st.DataObject, ranks: int, crossover: int, hysteresis: float, last: str | None
 ) -> None:
-    least = math.ceil(border * (1 - hysteresis) * ranks)
-    most = math.ceil(border * (1 + hysteresis) * ranks) - 1
+    least = math.ceil(crossover * (1 - hysteresis) * ranks)
+    most = math.ceil(crossover * (1 + hysteresis) * ranks) - 1
     totals = data.draw(st.lists(st.integers(least, max(least, most)), min_size=2, max_size=20))
     assume(least <= most)
     seen = []
     for total in totals:
-        last = choose_form(total, ranks, border, hysteresis, last)
+        last = choose_form(total, ranks, crossover, hysteresis, last)
         seen.append(last)
     assert len(set(seen)) == 1
 
 
-@given(_numbers, _numbers, _ranks, _borders, _hysteresis, st.sampled_from(FORMS))
+@given(_numbers, _numbers, _ranks, _crossovers, _hysteresis, st.sampled_from(FORMS))
 def test_more_tokens_never_turn_gathering_into_exchanging(
-    some: int, more: int, ranks: int, border: int, hysteresis: float, last: str | None
+    some: int, more: int, ranks: int, crossover: int, hysteresis: float, last: str | None
 ) -> None:
     few, many = sorted((some, more))
-    if choose_form(few, ranks, border, hysteresis, last) == GATHERED:
-        assert choose_form(many, ranks, border, hysteresis, last) == GATHERED
+    if choose_form(few, ranks, crossover, hysteresis, last) == GATHERED:
+        assert choose_form(many, ranks, crossover, hysteresis, last) == GATHERED
 
 
 @pytest.mark.parametrize("below", [0, -1, 2**53 + 1, 1.5, True, "10", float("inf")])
@@ -80,7 +80,7 @@ def test_what_is_no_number_of_tokens_is_refused(below: object) -> None:
         parse_options({"all_to_all_below": below})
 
 
-def test_a_border_is_taken() -> None:
+def test_a_crossover_is_taken() -> None:
     assert parse_options({"all_to_all_below": 2**53}).all_to_all_below == 2**53
     assert parse_options({"all_to_all_below": None}).all_to_all_below is None
 
@@ -174,10 +174,10 @@ def test_what_was_compiled_for_rows_does_not_run_without_any() -> None:
     assert not compiled.is_right_for(none)
 
 
-def _plans(form: str, disable: tuple[str, ...], **border: Any) -> Plan:
+def _plans(form: str, disable: tuple[str, ...], **crossover: Any) -> Plan:
     torch._dynamo.config.capture_scalar_outputs = True
     config = StackConfig(layers=2, max_tokens=32)
-    options = {"lower": "eager", "disable": disable, **(border or {"all_to_all_below": 64})}
+    options = {"lower": "eager", "disable": disable, **(crossover or {"all_to_all_below": 64})}
     with torch.no_grad(), moepass.record_compilations() as compilations:
         hidden = torch.randn(24, config.hidden)
         torch._dynamo.mark_dynamic(hidden, 0)
@@ -199,7 +199,7 @@ def test_the_plan_counts_the_tokens_of_every_form(form: str) -> None:
 
 @pytest.mark.slow
 def test_a_graph_that_keeps_its_exchanges_has_one_form() -> None:
-    for plan in run_ranks(2, _plans, "all_to_all", ("localise",)):
+    for plan in run_ranks(2, _plans, "all_to_all", ("eliminate_expert_parallelism",)):
         assert plan.dispatch is None
         assert [refusal.where for refusal in plan.refusals] == ["option all_to_all_below"]
 
@@ -210,7 +210,7 @@ def test_what_is_no_machine_is_refused(value: object) -> None:
         parse_options({"hardware": value})
 
 
-def test_a_border_is_given_or_computed_not_both() -> None:
+def test_a_crossover_is_given_or_computed_not_both() -> None:
     with pytest.raises(moepass.OptionError, match=r"all_to_all_below is 8 and hardware '8xh100-80g'.*give one of both"):
         parse_options({"all_to_all_below": 8, "hardware": "8xh100-80g"})
 
@@ -226,24 +226,24 @@ def _with_profile(form: str) -> Plan:
     return _plans(form, (), hardware="8xh100-80g")
 
 
-def test_a_profile_gives_the_border_and_says_why() -> None:
+def test_a_profile_gives_the_crossover_and_says_why() -> None:
     plan, other = run_ranks(2, _with_profile, "all_to_all")
     assert plan.dispatch is not None
     assert plan.dispatch == other.dispatch
     assert plan.dispatch.is_estimated
     assert "by profile 8xh100-80g a gathered run takes no less than" in plan.dispatch.reason
-    estimate = BorderEstimate(
+    estimate = CrossoverEstimate(
         plan, sympy.Symbol(plan.dispatch.tokens), load_hardware("8xh100-80g"), ranks=2, slots=plan.slots
     )
-    assert plan.dispatch.border_tokens == estimate.border_tokens()
+    assert plan.dispatch.crossover_tokens == estimate.crossover_tokens()
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_estimated_borders_of_ranks_need_not_be_equal() -> None:
-    """A rank at half of its border and one at twice its own: above it in the mean."""
-    dispatches = [Dispatch(border, 0.0, "n", "", is_estimated=True) for border in (100, 40)]
-    present = [Presence.of(one, tokens, ()) for one, tokens in zip(dispatches, (50, 80), strict=True)]
-    assert [one.border_tokens for one in present] == [1, 1]
+def test_estimated_crossovers_of_ranks_need_not_be_equal() -> None:
+    """A rank at half of its crossover and one at twice its own: above it in the mean."""
+    dispatches = [Dispatch(crossover, 0.0, "n", "", is_estimated=True) for crossover in (100, 40)]
+    present = [RunVote.of(one, tokens, ()) for one, tokens in zip(dispatches, (50, 80), strict=True)]
+    assert [one.crossover_tokens for one in present] == [1, 1]
     assert choose_form(sum(one.tokens for one in present), 2, 1, 0.0, None) == GATHERED
     assert choose_form(present[0].tokens, 1, 1, 0.0, None) == EXCHANGED
-    assert Presence.of(dataclasses.replace(dispatches[0], is_estimated=False), 50, ()).border_tokens == 100
+    assert RunVote.of(dataclasses.replace(dispatches[0], is_estimated=False), 50, ()).crossover_tokens == 100

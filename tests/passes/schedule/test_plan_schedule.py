@@ -53,7 +53,7 @@ def test_one_slot_is_refilled_after_each_block() -> None:
 def test_no_more_slots_than_banks_are_used() -> None:
     result = up_to("schedule", streamed(Stack(depth=2), tokens()).module, slots=5)
     assert result.plan.slots == 2
-    assert [stay.after for stay in result.plan.residencies] == [None, None]
+    assert [stay.after for stay in result.plan.slot_stays] == [None, None]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -66,7 +66,7 @@ def test_the_plan_says_what_the_graph_does(slots: int) -> None:
     assert plan.slot_bytes == max(bank.nbytes for bank in plan.banks)
     assert plan.device_bank_bytes == slots * plan.slot_bytes
     assert plan.streamed_bytes == sum(bank.nbytes for bank in plan.banks)
-    for position, stay in enumerate(plan.residencies):
+    for position, stay in enumerate(plan.slot_stays):
         filled = fillings[stay.bank]
         assert filled.kwargs["slot"] == stay.slot
         assert filled.kwargs["after"] is (None if stay.after is None else releases[stay.after])
@@ -178,7 +178,7 @@ def test_weights_taken_up_front_are_acquired_where_they_are_first_read(order: tu
                 assert torch.equal(compiled(tokens()), expected)
     plan = compilations[0].plan
     assert plan.slots == min(slots, 3)
-    assert [stay.bank for stay in plan.residencies] == list(order)
+    assert [stay.bank for stay in plan.slot_stays] == list(order)
     assert report.store.slots == slots
 
 

@@ -202,4 +202,4 @@ def test_correct_schedules_are_accepted_and_left_alone(form: str, slots: int) ->
 def test_layers_applied_twice_are_scheduled_safely(slots: int) -> None:
     captured = streamed(Shared(), tokens(), torch.tensor([[0, 1]] * 6))
     result = up_to("verify", captured.module, slots=slots)
-    assert [stay.bank for stay in result.plan.residencies] == [0, 1, 2, 0]
+    assert [stay.bank for stay in result.plan.slot_stays] == [0, 1, 2, 0]

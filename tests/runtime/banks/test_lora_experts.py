@@ -63,6 +63,6 @@ def test_adapters_in_the_graph_change_nothing_but_the_results(adapter_first: boo
 
 def test_rows_that_an_adapter_reads_first_stay_in_front_of_it() -> None:
     captured = streamed(Stack("adapted", depth=1, adapter_first=True), tokens())
-    module = up_to("sink_lookups", captured.module).module
+    module = up_to("sink_token_gather", captured.module).module
     lookup, *_ = (node.args[0] for node in find(module, torch.ops.transformers.grouped_mm_fallback.default))
     assert all(lookup < user for user in lookup.users)

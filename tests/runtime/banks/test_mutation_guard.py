@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.runtime.banks.mutation_guard import PartWatch, any_is_written
+from moepass.runtime.banks.mutation_guard import MutationGuard, any_is_written
 from moepass.runtime.system import page_mapping
 from moepass.runtime.system.page_mapping import has_written_pages
 from moepass.runtime.system.shared_memory import PAGE_BYTES, create_segment
@@ -24,12 +24,12 @@ def _parts() -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def _watched() -> tuple[list[torch.Tensor], PartWatch]:
+def _watched() -> tuple[list[torch.Tensor], MutationGuard]:
     parts = _parts()
-    return parts, PartWatch(parts, [part.clone() for part in parts])
+    return parts, MutationGuard(parts, [part.clone() for part in parts])
 
 
-def _moved() -> tuple[list[torch.Tensor], PartWatch]:
+def _moved() -> tuple[list[torch.Tensor], MutationGuard]:
     """Each lies in a private mapping of a segment of its own."""
     moved, shards = [], []
     for part in _parts():
@@ -38,7 +38,7 @@ def _moved() -> tuple[list[torch.Tensor], PartWatch]:
         shards.append(shard.copy_(part))
         mapping = segment.map_privately(0, part.nbytes)
         moved.append(torch.frombuffer(mapping, dtype=torch.float32).view(part.shape))
-    return moved, PartWatch(moved, shards, [True] * len(moved))
+    return moved, MutationGuard(moved, shards, [True] * len(moved))
 
 
 def _in_inference_mode(part: torch.Tensor) -> None:
@@ -58,13 +58,13 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.fixture(params=["sampled", pytest.param("moved", marks=on_linux)])
-def watched(request: pytest.FixtureRequest) -> tuple[list[torch.Tensor], PartWatch]:
+def watched(request: pytest.FixtureRequest) -> tuple[list[torch.Tensor], MutationGuard]:
     return _moved() if request.param == "moved" else _watched()
 
 
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("place", range(len(SHAPES)))
-def test_every_way_to_write_is_noticed(watched: tuple[list[torch.Tensor], PartWatch], how: str, place: int) -> None:
+def test_every_way_to_write_is_noticed(watched: tuple[list[torch.Tensor], MutationGuard], how: str, place: int) -> None:
     parts, watch = watched
     assert watch.are_unchanged(parts)
     WRITES[how](parts[place])
@@ -72,7 +72,7 @@ def test_every_way_to_write_is_noticed(watched: tuple[list[torch.Tensor], PartWa
         assert not watch.are_unchanged(parts)
 
 
-def test_what_changes_nothing_is_no_change(watched: tuple[list[torch.Tensor], PartWatch]) -> None:
+def test_what_changes_nothing_is_no_change(watched: tuple[list[torch.Tensor], MutationGuard]) -> None:
     parts, watch = watched
     parts[0].mul_(2)
     assert not watch.are_unchanged(parts)
@@ -99,7 +99,7 @@ def test_tensors_without_a_version_are_watched() -> None:
 def test_numbers_that_differ_from_themselves_are_no_change() -> None:
     parts = _parts()
     parts[0][0, 0, 0] = torch.nan
-    watch = PartWatch(parts, [part.clone() for part in parts])
+    watch = MutationGuard(parts, [part.clone() for part in parts])
     assert watch.are_unchanged(parts)
     parts[0].add_(0)
     assert watch.are_unchanged(parts)
@@ -107,7 +107,7 @@ def test_numbers_that_differ_from_themselves_are_no_change() -> None:
 
 def test_a_rank_without_experts_and_transposed_tensors_are_watched() -> None:
     parts = [torch.empty(0, 4, 5), torch.randn(2, 5, 4).transpose(1, 2), torch.randn(2, 9, 1, dtype=torch.bfloat16)]
-    watch = PartWatch(parts, [part.clone() for part in parts])
+    watch = MutationGuard(parts, [part.clone() for part in parts])
     assert watch.are_unchanged(parts)
     parts[1].data[1].neg_()
     assert not watch.are_unchanged(parts)
@@ -115,7 +115,7 @@ def test_a_rank_without_experts_and_transposed_tensors_are_watched() -> None:
 
 def test_parts_that_are_the_shard_are_told_by_versions_and_samples() -> None:
     parts = _parts()
-    watch = PartWatch(parts, [parts[0], parts[1].clone(), parts[2]], are_shard=[True, False, True])
+    watch = MutationGuard(parts, [parts[0], parts[1].clone(), parts[2]], are_shard=[True, False, True])
     assert watch.are_unchanged(parts)
     assert not any_is_written([watch])
     parts[1].mul_(2)

@@ -56,7 +56,7 @@ def _runs_exact(how: str, form: str) -> tuple[int, RingStatistics]:
         for step, tokens in enumerate((16, 16, 16, 9, 9, 16)):
             hidden = hidden_rows(CONFIG, tokens, 10 * step + (0 if form == "all_reduce" else dist.get_rank()))
             assert torch.equal(compiled(hidden), full(hidden)), f"step {step}"
-    adopting = [item.executor for item in compilations if item.plan.residencies]
+    adopting = [item.executor for item in compilations if item.plan.slot_stays]
     (ring,) = {executor.ring for executor in adopting}
     assert ring is not None
     assert ring.slots == 2

@@ -141,7 +141,7 @@ def test_poison_makes_a_broken_schedule_visible() -> None:
 
 def _break_segment(executor: Executor, number: int) -> Callable[[], None]:
     """Make the call of segment `number` raise; gives the undo."""
-    located = [module for module in executor.graph_module.modules() if type(module).__name__ == "Located"][number]
+    located = [module for module in executor.graph_module.modules() if type(module).__name__ == "SegmentCall"][number]
     original = located.segment
 
     class Broken(nn.Module):

@@ -152,7 +152,7 @@ def _one_fails_in_the_middle(number: int) -> list[str]:
             compiled = compiled_model(model)
             assert torch.equal(compiled(tokens()), expected)
         modules = compilations[0].executor.graph_module.modules()
-        located: Any = [module for module in modules if type(module).__name__ == "Located"][number]
+        located: Any = [module for module in modules if type(module).__name__ == "SegmentCall"][number]
         dist.barrier()
         started = time.perf_counter()
         errors = []

@@ -30,7 +30,7 @@ from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.hybrid import stage_board, stager
-from moepass.runtime.homes.hybrid.staging_order import StageState
+from moepass.runtime.homes.hybrid.staging_order import StagingState
 from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(
@@ -161,17 +161,17 @@ def _all_is_overwritten_while_it_is_copied() -> None:
         model = _stack()
         expected = model(tokens())
         report = moepass.offload_experts(model, home="hybrid", timeout_s=50)
-        states = stage_board.StageBoard.state
+        states = stage_board.StagingBoard.state
         generations = itertools.count()
 
-        def never_the_same(board: stage_board.StageBoard, stage: int) -> StageState:
+        def never_the_same(board: stage_board.StagingBoard, stage: int) -> StagingState:
             return dataclasses.replace(states(board, stage), generation=next(generations))
 
         def poisoning(address: int, source: int, nbytes: int) -> None:
             ctypes.memset(address, 0xFF, nbytes)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(stage_board.StageBoard, "state", never_the_same)
+            patched.setattr(stage_board.StagingBoard, "state", never_the_same)
             patched.setattr(stager, "ctypes", SimpleNamespace(memmove=poisoning))
             compiled = _compiled(model)
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""Stages without processes: what they hold, who is waited for, and that no bank is ever taken for another."""
+"""StagingBuffers without processes: what they hold, who is waited for, and that no bank is ever taken for another."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.homes.hybrid import stage_board, stager
-from moepass.runtime.homes.hybrid.stage_board import StageBoard, board_bytes, pack_state, unpack_state
+from moepass.runtime.homes.hybrid.stage_board import StagingBoard, board_bytes, pack_state, unpack_state
 from moepass.runtime.homes.hybrid.staged_pull import Patience, StagedCopy, StagedPull, StagedSource
-from moepass.runtime.homes.hybrid.stager import Found, Stager, StagerError, Stages, _Work
-from moepass.runtime.homes.hybrid.staging_order import StagePlan, StageState, Wants, choose_banks
+from moepass.runtime.homes.hybrid.stager import Found, Stager, StagerError, StagingBuffers, _Work
+from moepass.runtime.homes.hybrid.staging_order import StagingPlan, StagingState, Wants, choose_banks
 from moepass.runtime.transfer import copying
 from moepass.runtime.transfer.copying import CopyThread
 from moepass.runtime.transfer.link import BusyLink, Link
@@ -38,12 +38,12 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "SLICE_BYTES", SLICE)
 
 
-def _board(stages: int) -> StageBoard:
-    return StageBoard(torch.zeros(board_bytes(stages), dtype=torch.uint8), stages)
+def _board(stages: int) -> StagingBoard:
+    return StagingBoard(torch.zeros(board_bytes(stages), dtype=torch.uint8), stages)
 
 
-def _stages(count: int, nbytes: int) -> Stages:
-    return Stages(_board(count), [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)], SLICE)
+def _stages(count: int, nbytes: int) -> StagingBuffers:
+    return StagingBuffers(_board(count), [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)], SLICE)
 
 
 def _shard(bank: int, nbytes: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_a_rank_that_runs_ahead_keeps_what_a_later_one_reads() -> None:
     st.lists(st.integers(0, 3), min_size=6, max_size=6),
 )
 def test_chosen_banks_get_stages_and_are_filled_in_order(actions: list[list[int] | int], slices: list[int]) -> None:
-    plan = StagePlan(3, slices)
+    plan = StagingPlan(3, slices)
     chosen: list[int] = []
     for action in actions:
         before = list(plan.states)
@@ -94,7 +94,7 @@ def test_chosen_banks_get_stages_and_are_filled_in_order(actions: list[list[int]
             for stage, (old, new) in enumerate(zip(before, plan.states, strict=True)):
                 if stage in taken:
                     assert old.bank not in chosen
-                    assert new == StageState(new.bank, old.generation + 1, 0)
+                    assert new == StagingState(new.bank, old.generation + 1, 0)
                 else:
                     assert new == old
             continue
@@ -117,7 +117,7 @@ def test_chosen_banks_get_stages_and_are_filled_in_order(actions: list[list[int]
     st.integers(0, stage_board.MOST_SLICES),
 )
 def test_a_word_says_all_of_a_state(bank: int | None, generation: int, filled: int) -> None:
-    state = StageState(bank, generation, filled)
+    state = StagingState(bank, generation, filled)
     assert 0 <= pack_state(state) < 2**64
     assert unpack_state(pack_state(state)) == state
 
@@ -125,13 +125,13 @@ def test_a_word_says_all_of_a_state(bank: int | None, generation: int, filled: i
 def test_a_fresh_board_says_nothing_and_keeps_what_is_shown() -> None:
     board = _board(3)
     assert board.wants() == Wants((), False)
-    assert [board.state(stage) for stage in range(3)] == [StageState()] * 3
+    assert [board.state(stage) for stage in range(3)] == [StagingState()] * 3
     board.show_wants((4, 0, 2, 9))
     board.show_running(True)
-    board.show_state(1, StageState(7, 2**32 + 5, 3))
+    board.show_state(1, StagingState(7, 2**32 + 5, 3))
     board.show_progress()
     assert board.wants() == Wants((4, 0, 2), True)
-    assert [board.state(stage) for stage in range(3)] == [StageState(), StageState(7, 5, 3), StageState()]
+    assert [board.state(stage) for stage in range(3)] == [StagingState(), StagingState(7, 5, 3), StagingState()]
     assert board.progress() == 1
 
 

@@ -60,7 +60,7 @@ def test_the_first_layers_stay_where_memory_allows(form: str, spare: int) -> Non
         assert torch.equal(compiled(tokens()), reference(tokens()))
     plan = compilations[0].plan
     assert len(plan.blocks) == 4
-    assert [stay.bank for stay in plan.residencies] == [0, 1]
+    assert [stay.bank for stay in plan.slot_stays] == [0, 1]
 
 
 def test_any_layers_may_stay() -> None:

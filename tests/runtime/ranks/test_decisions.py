@@ -20,7 +20,7 @@ from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
 from moepass.models.reference.grouped_experts import grouped_product
 from moepass.models.testing.moe_stack import build_stack
 from moepass.passes.ir.plan import LocalisedBlock
-from moepass.passes.parallel import eliminate_expert_parallelism as localise
+from moepass.passes.parallel import eliminate_expert_parallelism as eliminate_expert_parallelism
 from moepass.passes.parallel.proof.mock_run import ContractBroken
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
 from moepass.runtime.ranks.rendezvous import PeerError
@@ -60,18 +60,21 @@ def test_the_first_difference_of_texts_is_named() -> None:
 @contextmanager
 def _refusing(*names: str) -> Iterator[None]:
     """The blocks with these names fail the proof of their local form on this rank, which each block gets."""
-    real, real_text = localise.check_local_form, localise.block_text
+    real, real_text = eliminate_expert_parallelism.check_local_form, eliminate_expert_parallelism.block_text
 
     def check(block: Any, *args: Any) -> None:
         if block.name in names:
             raise ContractBroken("it fails by hand")
         real(block, *args)
 
-    localise.check_local_form, localise.block_text = check, lambda *parts: object()
+    eliminate_expert_parallelism.check_local_form, eliminate_expert_parallelism.block_text = (
+        check,
+        lambda *parts: object(),
+    )
     try:
         yield
     finally:
-        localise.check_local_form, localise.block_text = real, real_text
+        eliminate_expert_parallelism.check_local_form, eliminate_expert_parallelism.block_text = real, real_text
 
 
 BLOCKS = ("moe.0.experts", "moe.1.experts")
@@ -106,7 +109,7 @@ def test_a_block_that_one_rank_refuses_is_left_by_all_in_the_same_run(names: tup
 
 def _one_disables_the_pass() -> dict[str, str]:
     hidden, full = hidden_rows(SMALL, 8, dist.get_rank()), build_stack(SMALL)
-    disable = ["localise"] if dist.get_rank() == 1 else []
+    disable = ["eliminate_expert_parallelism"] if dist.get_rank() == 1 else []
     with torch.no_grad(), moepass.record_compilations() as compilations:
         compiled = compile_whole(build_stack(SMALL, "all_to_all"), disable=disable)
         torch.testing.assert_close(compiled(hidden), full(hidden))

@@ -30,21 +30,21 @@ from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
-BORDER = 10
+CROSSOVER = 10
 ONE = dataclasses.replace(SMALL, layers=1)
-# Tokens by step and rank: exchanged, and across the border and back, past means within the band too (9.5, 10.5), with
-# ranks that bring none, and ranks that differ in which side of the border they would be alone.
+# Tokens by step and rank: exchanged, and across the crossover and back, past means within the band too (9.5, 10.5),
+# with ranks that bring none, and ranks that differ in which side of the crossover they would be alone.
 STEPS = [(8, 8), (12, 7), (10, 11), (20, 20), (11, 8), (9, 10), (10, 7), (0, 6), (12, 9), (30, 0), (0, 0), (16, 8)]
 
 
-def _expected(steps: Sequence[Sequence[int]], border: int = BORDER) -> list[str]:
+def _expected(steps: Sequence[Sequence[int]], crossover: int = CROSSOVER) -> list[str]:
     forms: list[str] = []
     for counts in steps:
-        forms.append(choose_form(sum(counts), len(counts), border, HYSTERESIS, forms[-1] if forms else None))
+        forms.append(choose_form(sum(counts), len(counts), crossover, HYSTERESIS, forms[-1] if forms else None))
     return forms
 
 
-def test_the_steps_cross_the_border_and_stay_in_the_band() -> None:
+def test_the_steps_cross_the_crossover_and_stay_in_the_band() -> None:
     letters = "".join(form[0] for form in _expected(STEPS))
     assert letters == "eeegggeeegeg"
 
@@ -69,7 +69,7 @@ def _run_steps(
     rank = dist.get_rank()
     full, parallel = build_stack(config), build_stack(config, form)
     torch._dynamo.config.capture_scalar_outputs = True
-    chosen = {"lower": "eager", "debug": True, "timeout_s": 50, "all_to_all_below": BORDER, **options}
+    chosen = {"lower": "eager", "debug": True, "timeout_s": 50, "all_to_all_below": CROSSOVER, **options}
     found: list[str] = []
     with torch.no_grad(), moepass.record_compilations() as compilations:
         compiled: Callable[..., Any] = torch.compile(
@@ -153,7 +153,7 @@ def _exchanged_segments(form: str) -> list[int | None]:
         torch._dynamo.reset()
         config = dataclasses.replace(SMALL, layers=layers)
         with torch.no_grad(), moepass.record_compilations() as compilations:
-            compiled = compile_whole(build_stack(config, form), lower="inductor", all_to_all_below=BORDER)
+            compiled = compile_whole(build_stack(config, form), lower="inductor", all_to_all_below=CROSSOVER)
             hidden = hidden_rows(config, 8, dist.get_rank())
             torch.testing.assert_close(compiled(hidden), build_stack(config)(hidden), atol=1e-5, rtol=1e-4)
         forms = compilations[0].executor.forms
@@ -221,8 +221,8 @@ def _what_the_log_says() -> list[str]:
 
 def test_a_change_of_form_is_logged_once() -> None:
     said = [
-        "runs are exchanged from now on: 7.5 tokens per rank, the border is 10",
-        "runs are gathered from now on: 11.5 tokens per rank, the border is 10",
+        "runs are exchanged from now on: 7.5 tokens per rank, the crossover is 10",
+        "runs are gathered from now on: 11.5 tokens per rank, the crossover is 10",
     ]
     assert run_ranks(2, _what_the_log_says) == [said, said]
 
@@ -248,8 +248,8 @@ def test_experts_are_adopted_in_the_first_run_that_gathers() -> None:
     assert run_ranks(2, _nothing_is_gathered_or_held_twice) == [(1, 4)] * 2
 
 
-def _options_differ(borders: tuple[int | None, int | None]) -> tuple[str, float]:
-    below = borders[dist.get_rank()]
+def _options_differ(crossovers: tuple[int | None, int | None]) -> tuple[str, float]:
+    below = crossovers[dist.get_rank()]
     compiled = compile_whole(build_stack(ONE, "all_to_all"), all_to_all_below=below, timeout_s=20)
     started = time.perf_counter()
     with torch.no_grad(), pytest.raises(PeerError) as caught:
@@ -257,18 +257,18 @@ def _options_differ(borders: tuple[int | None, int | None]) -> tuple[str, float]
     return str(caught.value), time.perf_counter() - started
 
 
-@pytest.mark.parametrize("borders", [(10, 20), (None, 20), pytest.param((20, None), marks=pytest.mark.slow)])
-def test_ranks_with_other_options_get_the_same_error_at_once(borders: tuple[int | None, int | None]) -> None:
-    (first, some), (second, others) = run_ranks(2, _options_differ, borders)
+@pytest.mark.parametrize("crossovers", [(10, 20), (None, 20), pytest.param((20, None), marks=pytest.mark.slow)])
+def test_ranks_with_other_options_get_the_same_error_at_once(crossovers: tuple[int | None, int | None]) -> None:
+    (first, some), (second, others) = run_ranks(2, _options_differ, crossovers)
     assert first == second
     assert first.startswith("ranks disagree on the tokens per rank below which runs are exchanged: ")
-    assert all(f"{border or 'none'} on rank {rank}" in first for rank, border in enumerate(borders))
+    assert all(f"{crossover or 'none'} on rank {rank}" in first for rank, crossover in enumerate(crossovers))
     assert first.endswith("give all ranks the same hardware or all_to_all_below")
     assert max(some, others) < 15
 
 
-def _borders_differ_later() -> str:
-    """The same model compiled again with another border, on one rank: its banks are known, so only runs tell."""
+def _crossovers_differ_later() -> str:
+    """The same model compiled again with another crossover, on one rank: its banks are known, so only runs tell."""
     model = build_stack(ONE, "all_to_all")
     hidden = hidden_rows(SMALL, 8, 0)
     with torch.no_grad():
@@ -282,8 +282,8 @@ def _borders_differ_later() -> str:
     return str(caught.value)
 
 
-def test_borders_that_differ_later_are_one_error_on_all() -> None:
-    first, second = run_ranks(2, _borders_differ_later)
+def test_crossovers_that_differ_later_are_one_error_on_all() -> None:
+    first, second = run_ranks(2, _crossovers_differ_later)
     assert first == second
     assert "10 (hysteresis 0.1) on rank 0, 11 (hysteresis 0.1) on rank 1; give all ranks the same" in first
 

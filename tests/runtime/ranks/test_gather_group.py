@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from moepass.passes.ir.plan import NO_GATHER_PLAN, BankSpec, GatherPlan
+from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.runtime.banks.banks import describe_bank, pack_bank
 from moepass.runtime.homes.collective import Collective
 from moepass.runtime.homes.peer_home import packer_for
@@ -145,10 +145,10 @@ def test_ranks_that_ask_for_different_things_get_one_error_for_good() -> None:
 
 def test_ranks_that_gather_by_different_plans_get_one_error_for_good() -> None:
     groups = _groups(3)
-    one, other = GatherPlan(7, 3, 2), GatherPlan(8, 1, 1)
-    plans = [one, NO_GATHER_PLAN, one]  # rank 1 only helps the others, which needs no plan
+    one, other = GatherSignature(7, 3, 2), GatherSignature(8, 1, 1)
+    plans = [one, NO_GATHER_SIGNATURE, one]  # rank 1 only helps the others, which needs no plan
     assert _on_ranks(3, lambda rank: groups[rank].ask((5, 0, 8), rank != 1, plans[rank]))[0] == {1: False, 2: True}
-    plans = [NO_GATHER_PLAN, one, other]
+    plans = [NO_GATHER_SIGNATURE, one, other]
     texts = set(_on_ranks(3, lambda rank: _error(groups[rank].ask, (5, 0, 8), True, plans[rank])))
     (text,) = texts
     assert text.startswith(
@@ -162,18 +162,18 @@ def test_what_is_gathered_outside_of_a_run_follows_no_plan() -> None:
     transport = Collective(Link())
     transport.connect(Rendezvous(HashStore(), 0, 1, 20.0, "come"))
     transport.add(spec, ())
-    plan = GatherPlan(7, 1, 1)
+    plan = GatherSignature(7, 1, 1)
 
-    def gathered_by() -> GatherPlan:
+    def gathered_by() -> GatherSignature:
         return transport.copy(spec, (), torch.empty(spec.nbytes, dtype=torch.uint8)).plan
 
     transport.begin_run(plan)
     assert gathered_by() == plan
     transport.end_run()
-    assert gathered_by() == NO_GATHER_PLAN
+    assert gathered_by() == NO_GATHER_SIGNATURE
     transport.begin_run(plan)
     transport.fail("by hand")
-    assert gathered_by() == NO_GATHER_PLAN
+    assert gathered_by() == NO_GATHER_SIGNATURE
 
 
 def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:

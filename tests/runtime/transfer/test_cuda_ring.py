@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 from moepass.models.errors import OptionError
-from moepass.passes.ir.plan import GatherPlan
+from moepass.passes.ir.plan import GatherSignature
 from moepass.runtime.banks.banks import Bank
 from moepass.runtime.transfer import ring as ring_module
 from moepass.runtime.transfer.learned_order import Fetch
@@ -104,7 +104,7 @@ def test_the_emulation_notices_an_order_that_is_missing(owner: type, method: str
 
 
 def _fail_in_a_run(ring: CudaRing) -> None:
-    with ring.run("first", GatherPlan(slots=2)):
+    with ring.run("first", GatherSignature(slots=2)):
         ring.prefetch([BANKS[0].shard], BANKS[0].spec, 0, None)
         raise ZeroDivisionError
 

@@ -1,4 +1,4 @@
-"""Slots fill across the border of two runs: used when the guess is right, harmless when it is wrong."""
+"""Slots fill across the crossover of two runs: used when the guess is right, harmless when it is wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 import moepass
-from moepass.passes.ir.plan import GatherPlan
+from moepass.passes.ir.plan import GatherSignature
 from moepass.runtime.banks.banks import Bank
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_ring
@@ -46,7 +46,7 @@ def test_the_first_bank_is_there_before_the_run_begins() -> None:
     for _ in range(2):
         _run(ring, "forward", banks, 2)
     copies = ring.statistics.copies
-    ring.begin_run("forward", GatherPlan(slots=2))
+    ring.begin_run("forward", GatherSignature(slots=2))
     for slot in (0, 1):
         ring.prefetch([banks[slot].shard], banks[slot].spec, slot, None)
     assert ring.statistics.copies == copies
@@ -115,7 +115,7 @@ def test_after_an_exception_nothing_is_taken_from_before() -> None:
     ring, banks = _ring(2), [small_bank(index) for index in range(3)]
     for _ in range(3):
         _run(ring, "forward", banks, 2)
-    ring.begin_run("forward", GatherPlan(slots=2))
+    ring.begin_run("forward", GatherSignature(slots=2))
     ring.prefetch([banks[0].shard], banks[0].spec, 0, None)
     ring.reset()
     used = ring.statistics.ahead_used
