@@ -9,7 +9,7 @@ from torch.fx import Node
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant_here, describe_value
 from moepass.passes.graph.nodes import constant_of, fake_value
 from moepass.passes.parallel.local_form.local_experts import LocalForm
-from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 
 def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:

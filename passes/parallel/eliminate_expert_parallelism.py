@@ -42,7 +42,7 @@ from moepass.passes.parallel.block_text import block_text
 from moepass.passes.parallel.experts_text import experts_text
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
-from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
 from moepass.passes.parallel.proof.mock_run import ContractBroken
 from moepass.passes.parallel.proof.prove import check_local_form

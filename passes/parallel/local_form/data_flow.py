@@ -21,7 +21,7 @@ from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.parallel.local_form.local_experts import LocalForm
-from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

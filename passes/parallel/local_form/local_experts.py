@@ -24,7 +24,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import operation
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.parallel.local_form.row_layout import ratio
-from moepass.passes.parallel.match.parallel_match import ParallelBlock, bias_after
+from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

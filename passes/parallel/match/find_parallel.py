@@ -9,7 +9,7 @@ Pseudo-code
     for each block of expert products:
         what brings its rows or counts from other ranks, and what its results reach first
         nothing, or sums and gathers around all experts of the router: the block is local, and none of our business
-        else match it with the forms (`parallel_match.py`); a refusal where it fits none
+        else match it with the forms (`match_block.py`); a refusal where it fits none
     for each product by expert that makes no block, with such things near it: refuse it
     for each exchange that belongs to none of them, as the half that a graph break leaves: refuse it
 """
@@ -29,21 +29,16 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
+from moepass.passes.parallel.match.match_block import match_block
 from moepass.passes.parallel.match.near_experts import (
     communications_before,
     first_communication_after,
     is_size,
     most_nodes,
 )
-from moepass.passes.parallel.match.parallel_match import (
-    ParallelBlock,
-    check_bounds,
-    is_id_arithmetic,
-    match_block,
-    origin,
-    sort_key,
-)
+from moepass.passes.parallel.match.parallel_block import ParallelBlock, check_bounds
 from moepass.passes.parallel.match.stray_exchanges import stray_exchanges
+from moepass.passes.parallel.match.token_origin import is_id_arithmetic, origin, sort_key
 
 aten = torch.ops.aten
 

@@ -7,7 +7,8 @@ import torch
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.parallel.match.parallel_match import ParallelBlock, ancestors
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
+from moepass.passes.parallel.match.region_walk import ancestors
 
 aten = torch.ops.aten
 

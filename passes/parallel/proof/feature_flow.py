@@ -23,7 +23,7 @@ from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.parallel.local_form.data_flow import SHAPE_READERS
 from moepass.passes.parallel.local_form.local_experts import LocalForm
-from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

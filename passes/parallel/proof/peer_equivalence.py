@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import why_it_stopped
-from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun, repeat_each
 
 TOLERANCE = 1e-9

@@ -26,7 +26,7 @@ from torch.fx import Node
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.parallel.local_form.data_flow import data_nodes
 from moepass.passes.parallel.local_form.local_experts import LocalForm
-from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.proof.mock_run import (
     SCENARIOS,
     ContractBroken,

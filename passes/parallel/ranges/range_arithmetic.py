@@ -15,7 +15,7 @@ from torch.fx import Node
 from moepass.passes.graph.nodes import constant_of, fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation
-from moepass.passes.parallel.match.parallel_match import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.growing_sizes import CHANGE, structural_numbers, token_numbers
 from moepass.passes.parallel.ranges.tried_values import TriedValues
 from moepass.passes.parallel.ranges.value_range import (

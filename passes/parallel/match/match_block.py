@@ -1,0 +1,78 @@
+"""Find blocks of expert parallelism: local expert products between the collectives that bring tokens and take results.
+
+Contract
+    in    a functional ATen inference graph; the process groups that it talks to, as (rank, ranks) by name
+    out   typed records that hold both ends of a block; a refusal for every block of products that stands between
+          collectives and fits none of the forms. Nothing is edited.
+
+Pseudo-code
+    for each block of local expert products with something near it (`find_parallel.py`):
+        an AllToAll: the AllToAll of rows before it, the exchange of counts beside that, and everything in between
+        an AllReduce or a ReduceScatter: the tokens, their expert ids and their weights before it
+
+What is found here is a guess about meaning: `peer_equivalence.py` runs the block against mock peers, and the guess is
+taken only if it gives the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch.fx import Node
+
+from moepass.passes.blocks.detect import BlockMatch
+from moepass.passes.graph.collectives import Communication, collective_of
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.source_lines import named
+from moepass.passes.ir.protocol import CaptureNotes, Group
+from moepass.passes.parallel.match.match_all_to_all import match_all_to_all
+from moepass.passes.parallel.match.match_partial_sums import match_partial_sums
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
+
+
+def match_block(
+    match: BlockMatch,
+    after: Communication | None,
+    arriving: Sequence[Communication],
+    groups: Mapping[str, Group],
+    place: dict[Node, int],
+    capture: CaptureNotes,
+) -> ParallelBlock:
+    if after is None:
+        one = arriving[0]
+        raise NotThisForm(
+            f"its rows or counts come by {one.kind} {named(one.node)}, but nothing in this graph takes its results "
+            f"back to the ranks of their tokens; {capture.advice()}"
+        )
+    combine = collective_of(after.node)
+    if combine is None:
+        raise NotThisForm(
+            f"its results go into {after.kind} {named(after.node)}, which moepass cannot take out; it knows the "
+            "functional collectives all_to_all_single, all_reduce and reduce_scatter_tensor of "
+            "torch.distributed._functional_collectives"
+        )
+    if combine.group_name not in groups:
+        raise NotThisForm(
+            f"process group {combine.group_name!r} of {combine.kind} is none that this process has created; create it "
+            "with torch.distributed before the model is compiled"
+        )
+    if match.record.form != "grouped_mm":
+        raise NotThisForm(
+            f"its products are {match.record.form}, and expert parallelism is taken out of grouped products only; "
+            "write them with torch.nn.functional.grouped_mm (transformers: experts_implementation='grouped_mm')"
+        )
+    for product in match.products:
+        if product.weights.op != "placeholder":
+            raise NotThisForm(
+                f"the expert weights of {named(product.node)} are not a parameter as it is, but come from "
+                f"{named(product.weights)}; keep parameters in the type and layout in which the products read them"
+            )
+    group = groups[combine.group_name]
+    if combine.kind == "all_to_all":
+        return match_all_to_all(match, combine, group, place, capture)
+    if combine.kind in ("all_reduce", "reduce_scatter"):
+        return match_partial_sums(match, combine, group, place)
+    raise NotThisForm(
+        f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
+        "reduce_scatter"
+    )

@@ -1,0 +1,135 @@
+"""Match expert products whose results ranks add up: by AllReduce, or by ReduceScatter after AllGather."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.models.formulas.expert_placement import shard_bounds
+from moepass.passes.blocks.detect import BlockMatch
+from moepass.passes.graph.collectives import Collective
+from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.ir.protocol import Group
+from moepass.passes.parallel.match.near_experts import most_nodes
+from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
+from moepass.passes.parallel.match.region_walk import ancestors, check_leaves, walk_back
+from moepass.passes.parallel.match.token_origin import is_id_arithmetic, is_row_move, origin, row_weights, sort_key
+
+aten = torch.ops.aten
+
+
+def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int]) -> ParallelBlock:
+    if combine.reduction != "sum":
+        raise NotThisForm(f"{named(combine.node)} combines its results by {combine.reduction!r}; expected a sum")
+    gathered = combine.kind == "reduce_scatter"
+    sources = {
+        "hidden": origin(match.products[0].activations, is_row_move, gathered),
+        "ids": origin(sort_key(match), is_id_arithmetic, gathered),
+        "weights": origin(row_weights(match), is_row_move, gathered),
+    }
+    _check_router(sources, place)
+    tokens = fake_value(sources["hidden"])
+    for role in ("ids", "weights"):
+        value = fake_value(sources[role])
+        if value.dim() != 2 or str(value.shape[0]) != str(tokens.shape[0]) or not isinstance(value.shape[1], int):
+            raise NotThisForm(
+                f"its expert {role} were looked for at {named(sources[role])}, which is {describe_shape(value)}; "
+                f"expected [tokens, k] for the tokens {describe_shape(tokens)} at {named(sources['hidden'])}"
+            )
+    if fake_value(sources["ids"]).shape[1] != fake_value(sources["weights"]).shape[1]:
+        raise NotThisForm(
+            f"its expert ids {named(sources['ids'])} are {describe_shape(fake_value(sources['ids']))}, its weights "
+            f"{named(sources['weights'])} {describe_shape(fake_value(sources['weights']))}; expected one shape "
+            "[tokens, k]"
+        )
+    sink = _own_part(combine.result, tokens.shape[0]) if gathered else combine.result
+    region, exchanges, leaves = walk_back(sink, place, most_nodes(group.ranks), stop_at=frozenset(sources.values()))
+    stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
+    kinds = sorted({exchange.kind for exchange in exchanges})
+    # Ranks that always bring equally many tokens need no agreement (the AllReduce) on the largest number.
+    known = [["all_gather", "reduce_scatter"], ["all_gather", "all_reduce", "reduce_scatter"]]
+    if stray or kinds not in (known if gathered else [["all_reduce"]]):
+        listed = ", ".join(f"{exchange.kind} {named(exchange.node)}" for exchange in exchanges)
+        wanted = "all_gather, reduce_scatter and at most all_reduce of the largest number" if gathered else "all_reduce"
+        raise NotThisForm(f"it exchanges by {listed}; expected {wanted} alone, all over one process group")
+    tensors = expert_tensors(match, set(sources.values()))
+    check_leaves(leaves - {*sources.values(), *tensors}, place)
+    bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
+    return ParallelBlock(
+        "all_gather" if gathered else "all_reduce",
+        match.record.name,
+        combine.group_name,
+        group,
+        bounds,
+        match.products,
+        tensors,
+        sources,
+        sink,
+        tuple(exchanges),
+        tuple(region),
+    )
+
+
+def _check_router(sources: Mapping[str, Node], place: dict[Node, int]) -> None:
+    """Tokens and weights may be looked up by expert ids, and not depend on them in any other way.
+
+    A mask may be that of this rank's experts alone, and in front of the block no mock run sees it.
+    """
+    ids = sources["ids"]
+    while is_call(ids, aten.clone.default, aten._to_copy.default) or (
+        is_view(ids) and not is_call(ids, operator.getitem)
+    ):
+        ids = ids.all_input_nodes[0]
+    wanted = [sources["hidden"], sources["weights"]]
+    before = {node for source in wanted for node in ancestors(source, beyond=place[ids], place=place)}
+    pending, seen = [ids], {ids}
+    while pending:
+        for user in pending.pop().users:
+            if user in seen or user not in before:
+                continue
+            seen.add(user)
+            value = fake_value(user)
+            if is_call(user, aten.gather.default, aten.index.Tensor, aten.scatter.src) and value.is_floating_point():
+                continue
+            if not is_view(user) and not is_call(user, aten.clone.default, aten._to_copy.default):
+                raise NotThisForm(
+                    f"its tokens or weights depend on its expert ids by {named(user)}, perhaps on this rank only; "
+                    "expected them as the router gave them, with masks for this rank's experts behind its products"
+                )
+            pending.append(user)
+
+
+def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
+    """Which experts each rank holds: contiguous shards of all the experts that the router chooses from."""
+    scores = ids.args[0] if is_call(ids, operator.getitem) else None
+    experts = own * group.ranks
+    if is_call(scores, aten.topk.default):
+        experts = int(fake_value(scores.args[0]).shape[-1])  # type: ignore[union-attr, arg-type]
+    bounds = shard_bounds(experts, group.ranks)
+    expected = bounds[group.rank + 1] - bounds[group.rank]
+    if own != expected:
+        raise NotThisForm(
+            f"rank {group.rank} of {group.ranks} holds {own} of {experts} experts; expected {expected}, an even share "
+            "in the order of ranks"
+        )
+    return bounds
+
+
+def _own_part(result: Node, tokens: Any) -> Node:
+    """The rows of this rank: behind the slice that takes the padding off, if there is one."""
+    if str(fake_value(result).shape[0]) == str(tokens):
+        return result
+    if len(result.users) == 1:
+        (user,) = result.users
+        if is_call(user, aten.slice.Tensor) and str(fake_value(user).shape[0]) == str(tokens):
+            return user
+    raise NotThisForm(
+        f"the rows that ReduceScatter gives back, {named(result)}, are {describe_shape(fake_value(result))}; expected "
+        "them to be this rank's tokens, or to be cut to their number by a slice"
+    )

@@ -1,0 +1,103 @@
+"""A block of expert parallelism, as a record, and the expert tensors that belong to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.blocks.detect import BlockMatch, ExpertProduct
+from moepass.passes.graph.collectives import Collective
+from moepass.passes.graph.nodes import fake_value, is_call, view_source
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.ir.protocol import Group
+from moepass.passes.parallel.match.near_experts import is_size
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelBlock:
+    """A block of expert parallelism.
+
+    `sources` are the values that the local form of the block starts from, by role:
+        all_to_all, all_to_all_capacity   `rows`, sorted by expert, and `counts`, rows by expert over all ranks
+        all_gather, all_reduce            `hidden`, `ids`, `weights`
+    `sink` is the value that the local form gives. `region` is what lies between, in host order.
+    `expert_tensors` are this rank's: the weights of the products, then their biases.
+    `bounds` says which experts each rank holds.
+    """
+
+    form: str
+    name: str
+    group_name: str
+    group: Group
+    bounds: tuple[int, ...]
+    products: tuple[ExpertProduct, ...]
+    expert_tensors: tuple[Node, ...]
+    sources: Mapping[str, Node]
+    sink: Node
+    exchanges: tuple[Collective, ...]
+    region: tuple[Node, ...]
+
+    @property
+    def experts(self) -> int:
+        """Over all ranks."""
+        return self.bounds[-1]
+
+    @property
+    def own_experts(self) -> range:
+        return range(self.bounds[self.group.rank], self.bounds[self.group.rank + 1])
+
+    @property
+    def down(self) -> ExpertProduct:
+        return self.products[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """`sum` adds to each output of a product the row of `tensor` that an index says."""
+
+    sum: Node
+    tensor: Node
+
+
+def bias_after(product: Node) -> Bias | None:
+    """What is added right after `product`, if that is looked up row by row in an input of the graph."""
+    for user in product.users:
+        if is_call(user, aten.add.Tensor):
+            for other in user.args:
+                if is_call(other, aten.index.Tensor, aten.index_select.default):
+                    tensor = view_source(other.args[0])  # type: ignore[union-attr, arg-type]
+                    if tensor.op == "placeholder":
+                        return Bias(user, tensor)
+    return None
+
+
+def expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
+    """The weights of the products, and their biases: what is there once for each expert of this rank.
+
+    Told by what reads them. Activations of as many tokens as this rank has experts have the same shape.
+    """
+    found = dict.fromkeys(product.weights for product in match.products)
+    for product in match.products:
+        bias = bias_after(product.node)
+        if bias is None or bias.tensor in sources:
+            continue
+        value = fake_value(bias.tensor)
+        if value.is_floating_point() and value.dim() >= 2 and is_size(value.shape[0], match.record.experts):
+            found.setdefault(bias.tensor)
+    return tuple(found)
+
+
+def check_bounds(bounds: tuple[int, ...]) -> None:
+    """Every rank must come to the same decision, and one without experts does not see what experts compute."""
+    for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if start == stop:
+            raise NotThisForm(
+                f"rank {rank} holds none of its {bounds[-1]} experts, so it cannot see what they do; spread them over "
+                f"at most {bounds[-1]} ranks"
+            )

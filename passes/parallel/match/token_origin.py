@@ -1,0 +1,149 @@
+"""Where the rows, expert ids and weights of a block come from, before they were moved, masked, padded or gathered."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.blocks.detect import BlockMatch
+from moepass.passes.graph.collectives import Collective, collective_of
+from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.source_lines import named
+from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
+    """Where a value comes from, before it was moved, masked, padded and gathered for this block.
+
+    A block takes rows [tokens, .]; the model may have brought them into that form right in front of it.
+    """
+    rows = node
+    while True:
+        if fake_value(node).dim() == 2:
+            rows = node
+        if gathered and (collective := _waited_for(node)) is not None and collective.kind == "all_gather":
+            node = collective.input
+            if is_call(node, aten.constant_pad_nd.default):
+                node = node.all_input_nodes[0]
+            continue
+        source = passes_through(node)
+        if source is None:
+            return rows
+        node = source
+
+
+def _waited_for(node: Node) -> Collective | None:
+    while str(node.target) == "_c10d_functional.wait_tensor.default":
+        node = node.all_input_nodes[0]
+    return collective_of(node)
+
+
+def is_row_move(node: Node) -> Node | None:
+    """The value whose rows `node` selects, masks or views."""
+    if is_call(node, aten.index.Tensor, aten.index_select.default, aten.masked_fill.Scalar):
+        return _node(node.args[0])
+    if is_call(node, aten.where.self) and _is_scalar_constant(node.args[1]):
+        return _node(node.args[2])
+    if is_call(node, aten.clone.default) or (is_view(node) and not is_call(node, operator.getitem)):
+        return _node(node.args[0])
+    return None
+
+
+def is_id_arithmetic(node: Node) -> Node | None:
+    """The ids that `node` shifts, wraps, masks or views, to turn global ids into this rank's."""
+    value = fake_value(node)
+    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+        return None
+    if is_call(node, aten.where.self):
+        candidates = [argument for argument in node.args[1:] if not _is_scalar_constant(argument)]
+        return _node(candidates[0]) if len(candidates) == 1 else None
+    arithmetic = (
+        aten.sub.Tensor, aten.add.Tensor, aten.sub.Scalar, aten.add.Scalar, aten.remainder.Scalar,
+        aten.masked_fill.Scalar, aten.clamp.default, aten.clone.default, aten._to_copy.default, aten.view.default,
+        aten.reshape.default, aten._unsafe_view.default,
+    )  # fmt: skip
+    return _node(node.args[0]) if is_call(node, *arithmetic) else None
+
+
+def _is_scalar_constant(argument: object) -> bool:
+    return is_call(argument, aten.scalar_tensor.default, aten.full.default) or isinstance(argument, (int, float))
+
+
+def _node(argument: object) -> Node | None:
+    return argument if isinstance(argument, Node) else None
+
+
+def sort_key(match: BlockMatch) -> Node:
+    """What the rows were sorted by: the ids behind the places of the rows, or behind the offsets of the products."""
+    first = match.products[0]
+    for start in (*_row_places(first.activations), first.key):
+        for node in _places_before(start):
+            if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
+                key = node.args[0]
+                assert isinstance(key, Node)
+                return key
+    raise NotThisForm(
+        f"the rows of {named(first.node)} are not sorted by expert; expected torch.sort or argsort of expert ids "
+        "before its lookup of rows"
+    )
+
+
+def _row_places(rows: Node) -> Iterator[Node]:
+    """The places at which the rows of a block were looked up, those of the last lookup first."""
+    node: Node | None = rows
+    while node is not None:
+        if is_call(node, aten.index.Tensor, aten.index_select.default):
+            yield from (used for used in node.all_input_nodes[1:] if not fake_value(used).is_floating_point())
+        node = is_row_move(node)
+
+
+def _places_before(start: Node) -> Iterator[Node]:
+    """What places or counts are computed from, nearest first: not beyond the scores that a router chose ids by.
+
+    Behind those lies the rest of the model, and in it the blocks before this one.
+    """
+    pending, seen = [start], {start}
+    while pending and len(seen) < MOST_NODES:
+        node = pending.pop(0)
+        is_sort = is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default)
+        if is_sort and _is_float(node.args[0]):
+            continue
+        yield node
+        for used in node.all_input_nodes:
+            # Counts may be floating numbers (histc); they were cast from ids.
+            is_cast = is_call(used, aten._to_copy.default, prims.convert_element_type.default)
+            if used not in seen and (not _is_float(used) or is_cast or is_call(used, aten.histc.default)):
+                seen.add(used)
+                pending.append(used)
+
+
+def _is_float(node: object) -> bool:
+    value = fake_value(node) if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def row_weights(match: BlockMatch) -> Node:
+    """What the expert outputs are multiplied by, row by row."""
+    pending, seen = deque([match.products[-1].node]), set[Node]()
+    while pending and len(seen) < MOST_NODES:
+        node = pending.popleft()
+        for user in node.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if is_call(user, aten.mul.Tensor):
+                others = [argument for argument in user.args if argument is not node]
+                if len(others) == 1 and isinstance(others[0], Node) and is_size(fake_value(others[0]).shape[-1], 1):
+                    return others[0]
+            pending.append(user)
+    raise NotThisForm(
+        f"the results of {named(match.products[-1].node)} are not multiplied by weights [., 1] of their rows before "
+        "they are added up"
+    )
