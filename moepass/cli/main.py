@@ -5,22 +5,19 @@ Nothing heavy is imported before a command runs: `moepass --help` must not wait 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import enum
-import gc
-import math
 import os
-import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from typer.core import TyperGroup
 
 from moepass import __version__
+from moepass.cli.arguments import parse_bytes, parse_labels, set_threads
+from moepass.cli.input_lines import read_lines
+from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar, with_progress
+from moepass.cli.scoring import answer, make_scorer
 from moepass.cli.streams import (
     READER_LEFT,
     check_compiler_cache,
@@ -31,25 +28,14 @@ from moepass.cli.streams import (
 )
 from moepass.models.errors import InputError, MoepassError, OptionError
 from moepass.models.limits import (
-    MOST_INPUT_BYTES,
-    MOST_LINE_BYTES,
-    MOST_LINES,
     MOST_THREADS,
-    TooLargeError,
     check_limit,
-    decode_json,
 )
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    pass
 
-    from moepass.backend import Compilation
-    from moepass.runtime.serving.scoring import Score, Scorer
-
-# What `score` writes itself; where an input line has a key of that name, it comes back as `input_KEY`.
-_ANSWER_KEYS = ("label", "probabilities", "mass")
 _LONGEST_ERROR = 1000
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class _Lowering(str, enum.Enum):
@@ -202,7 +188,7 @@ def score(
     lines = read_lines(input)
     target = check_output(output)
     candidates = parse_labels(labels)
-    _set_threads(threads)
+    set_threads(threads)
     check_compiler_cache()
 
     from moepass.backend import record_compilations
@@ -216,9 +202,9 @@ def score(
         names = [f"line {line.number}" for line in lines]
         results = zip(lines, scorer.score_prompts(prompts, prepared, batch_size, names), strict=True)
         with open_output(output, target) as sink:
-            for line, result in _progress(results, len(lines)):
-                sink.write(msgspec.json.encode(_answer(line, result)) + b"\n")
-    _note_refusals(compilations)
+            for line, result in with_progress(results, len(lines)):
+                sink.write(msgspec.json.encode(answer(line, result)) + b"\n")
+    note_refusals(compilations)
 
 
 @app.command(
@@ -287,7 +273,7 @@ def explain(
     target = check_output(output)
     budget = parse_bytes(memory_budget)
     check_compiler_cache()
-    with Console(stderr=True).status("planning ..."), _no_garbage_collection():
+    with Console(stderr=True).status("planning ..."), no_garbage_collection():
         from moepass.explaining.explain_model import explain as explain_it
         from moepass.explaining.report_text import print_report
 
@@ -354,7 +340,7 @@ def calibrate(
     from moepass.runtime.calibrate.calibration import calibrate as measure
 
     kind = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    with _progress_bar("starting") as (bar, task):
+    with progress_bar("starting") as (bar, task):
 
         def report(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
@@ -375,214 +361,9 @@ def demo(
 ) -> None:
     """Compile the embedded model, stream its experts, and compare every prediction with plain PyTorch."""
     check_standard_output()
-    _set_threads(threads)
+    set_threads(threads)
     check_compiler_cache()
     from moepass.cli.demo import run_demo
 
     if not run_demo(texts, lower.value):
         raise typer.Exit(1)
-
-
-# ---- The parts of `score` --------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One line of input: `number` as an editor counts it, `further` the keys beside `text`."""
-
-    number: int
-    text: str
-    further: dict[str, Any]
-
-
-def read_lines(source: str) -> list[Line]:
-    """All lines of the file `source`, or of standard input for "-"; blank lines are skipped.
-
-    Raises InputError, which names the line, where one is no JSON object with a string `text`.
-    """
-    try:
-        if source == "-":
-            return parse_lines(limited_lines(sys.stdin.buffer, "standard input"), "standard input")
-        with open(source, "rb") as opened:
-            return parse_lines(limited_lines(opened, source), source)
-    except OSError as error:
-        raise InputError(f"input {source!r} cannot be read: {error.strerror}") from error
-
-
-def limited_lines(source: BinaryIO, name: str) -> Iterator[bytes]:
-    """The lines of `source`, of which none is read beyond the limits. Raises TooLargeError; `name` stands in it."""
-    number = nbytes = 0
-    while raw := source.readline(MOST_LINE_BYTES + 1):
-        number += 1
-        nbytes += len(raw)
-        if len(raw) > MOST_LINE_BYTES:
-            raise TooLargeError(f"line {number} of {name} is longer than {MOST_LINE_BYTES} bytes, the limit; split it")
-        check_limit(f"the number of lines of {name}", number, MOST_LINES, "split it into several files")
-        check_limit(f"the size of {name} in bytes", nbytes, MOST_INPUT_BYTES, "split it into several files")
-        yield raw
-
-
-def parse_lines(source: Iterable[bytes], name: str) -> list[Line]:
-    """As `read_lines`, from the lines themselves; `name` stands in errors."""
-    lines: list[Line] = []
-    for number, raw in enumerate(source, 1):
-        if number == 1:
-            raw = raw.removeprefix(_BYTE_ORDER_MARK)
-        if not raw.strip():
-            continue
-        where = f"line {number}"
-        try:
-            record = decode_json(raw)
-        except InputError as error:
-            raise InputError(f"{where} of {name} is no JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise InputError(f'{where} of {name} is {_kind(record)}; it must be an object such as {{"text": "..."}}')
-        if "text" not in record:
-            keys = ", ".join(repr(key) for key in record) or "none"
-            raise InputError(f'{where} of {name} has no "text"; its keys are {keys}')
-        text = record.pop("text")
-        if not isinstance(text, str):
-            raise InputError(f'{where} of {name}: "text" is {_kind(text)}; it must be a string')
-        if not text.strip():
-            raise InputError(f'{where} of {name}: "text" is empty')
-        lines.append(Line(number, text, record))
-    if not lines:
-        raise InputError(f'{name} is empty; it must hold one JSON object per line, such as {{"text": "..."}}')
-    return lines
-
-
-def parse_labels(text: str | None) -> list[str] | None:
-    """`a,b` or `["a", "b"]` as a list; None for None. Raises InputError for a list that is not one of strings."""
-    if text is None:
-        return None
-    if not text.startswith("["):
-        return text.split(",")
-    try:
-        labels: list[str] = decode_json(text, list[str])
-        return labels
-    except InputError as error:
-        raise InputError(f"labels {text!r} are no JSON list of strings: {error}") from error
-
-
-def parse_bytes(text: str | None) -> float | None:
-    """`60e9`, `60GB` or `56GiB` as bytes; None for None. Raises InputError for anything else."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*(?:([kMGT])(i?)B|B)?", text.strip())
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if not found or not 0 < number < math.inf:
-        raise InputError(f"memory budget {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB")
-    power = " kMGT".index(found[2]) if found[2] else 0
-    scale: int = (1024 if found[3] else 1000) ** power
-    return number * scale
-
-
-def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str, link: str, compiled: bool) -> Scorer:
-    """Load and, if asked for, offload and compile the checkpoint `model`.
-
-    Raises CheckpointError, InputError (a device that is not there, no experts to stream) and OptionError.
-    """
-    import torch
-    from transformers import PreTrainedModel
-
-    from moepass.models.checkpoint.checkpoint_folders import (
-        load_config,
-        load_model,
-        load_prompt,
-        load_tokenizer,
-        resolve_model,
-    )
-    from moepass.runtime.offload.offload import check_device, find_expert_modules, offload_experts
-    from moepass.runtime.serving.scoring import Forward, Scorer
-    from moepass.runtime.transfer.link import parse_link
-
-    folder = resolve_model(model)
-    compute_device = check_device(device)
-    if compute_device.type == "meta":
-        raise InputError("device is 'meta', which computes nothing; it must be cpu, cuda or cuda:INDEX")
-    if parse_link(link).is_emulated and compute_device.type != "cpu":
-        raise OptionError(f"link is {link!r}, which exists for device cpu only; the device is {device}")
-    load_config(folder)  # its checks come before the tokenizer's loader reads it too
-    tokenizer, prompt = load_tokenizer(folder), load_prompt(folder)
-    loaded: PreTrainedModel = load_model(folder)
-    if stream:
-        if not find_expert_modules(loaded):
-            raise InputError(f"{model} has no experts to stream: {type(loaded).__name__} is dense; use --no-stream")
-        offload_experts(loaded, device=compute_device, slots=slots, link=link)
-    loaded.to(compute_device)
-
-    def compile_module(module: torch.nn.Module) -> Forward:
-        return torch.compile(module, backend="asyncep", options={"lower": lower})
-
-    return Scorer.of(loaded, tokenizer, prompt, compile_module if compiled else None)
-
-
-def _answer(line: Line, result: Score) -> dict[str, Any]:
-    further = {f"input_{key}" if key in _ANSWER_KEYS else key: value for key, value in line.further.items()}
-    # Seven digits are what a 32-bit logit carries.
-    probabilities = {label: float(f"{value:.7g}") for label, value in result.probabilities.items()}
-    return {"label": result.label, "probabilities": probabilities, "mass": float(f"{result.mass:.7g}"), **further}
-
-
-def _progress(results: Iterable[tuple[Line, Score]], total: int) -> Iterator[tuple[Line, Score]]:
-    with _progress_bar("compiling, then scoring", total) as (bar, task):
-        for result in results:
-            bar.update(task, advance=1, description="scoring")
-            yield result
-
-
-@contextlib.contextmanager
-def _progress_bar(description: str, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar on standard error, where that is a terminal, and its one task."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        yield progress, progress.add_task(description, total=total)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """For work that makes millions of objects and little garbage, as imports and tracing do: an eighth of its time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _note_refusals(compilations: Sequence[Compilation]) -> None:
-    for compilation in compilations:
-        for refusal in compilation.plan.refusals:
-            typer.echo(f"moepass: note: runs as it came: {refusal}", err=True)
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        check_limit("threads", threads, MOST_THREADS, "more than there are cores make nothing faster")
-        import torch
-
-        torch.set_num_threads(threads)
-
-
-def _kind(value: object) -> str:
-    names: dict[type[Any], str] = {
-        dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null",
-    }  # fmt: skip
-    return names.get(type(value), "a number")

@@ -11,7 +11,8 @@ import pytest
 from tiny_checkpoint import broken_copy, edit_config, save_tiny_checkpoint
 
 import moepass
-from moepass.cli.main import limited_lines, parse_bytes, parse_labels, parse_lines
+from moepass.cli.arguments import parse_bytes, parse_labels
+from moepass.cli.input_lines import limited_lines, parse_lines
 from moepass.models import limits
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_model, load_prompt, load_tokenizer
 from moepass.models.errors import CheckpointError, InputError, OptionError
@@ -270,10 +271,10 @@ def test_a_line_that_never_ends_is_not_read_to_its_end() -> None:
 
 def test_input_has_a_most_number_of_lines_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(limited_lines(io.BytesIO(b"a\n\nb"), "x")) == [b"a\n", b"\n", b"b"]
-    monkeypatch.setattr("moepass.cli.main.MOST_LINES", 2)
+    monkeypatch.setattr("moepass.cli.input_lines.MOST_LINES", 2)
     with pytest.raises(TooLargeError, match="the number of lines of x is 3; the limit is 2: split it"):
         list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
-    monkeypatch.setattr("moepass.cli.main.MOST_INPUT_BYTES", 3)
+    monkeypatch.setattr("moepass.cli.input_lines.MOST_INPUT_BYTES", 3)
     with pytest.raises(TooLargeError, match="the size of x in bytes is 4; the limit is 3: split it"):
         list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
 

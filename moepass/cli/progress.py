@@ -1,0 +1,64 @@
+"""What a person sees while a command runs, or after it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from moepass.cli.input_lines import Line
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from moepass.backend import Compilation
+    from moepass.runtime.serving.scoring import Score
+
+
+def with_progress(results: Iterable[tuple[Line, Score]], total: int) -> Iterator[tuple[Line, Score]]:
+    with progress_bar("compiling, then scoring", total) as (bar, task):
+        for result in results:
+            bar.update(task, advance=1, description="scoring")
+            yield result
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar on standard error, where that is a terminal, and its one task."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        yield progress, progress.add_task(description, total=total)
+
+
+def note_refusals(compilations: Sequence[Compilation]) -> None:
+    for compilation in compilations:
+        for refusal in compilation.plan.refusals:
+            typer.echo(f"moepass: note: runs as it came: {refusal}", err=True)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """For work that makes millions of objects and little garbage, as imports and tracing do: an eighth of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
