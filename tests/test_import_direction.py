@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,3 +232,13 @@ def test_the_check_sees_imports_that_point_up(folder: str, room: str, source: st
 )
 def test_the_check_lets_imports_that_point_down_pass(folder: str, room: str, source: str) -> None:
     assert violations(folder, room, source) == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    names = collections.Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []

@@ -23,7 +23,7 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import Event, Timeline, timeline_of
 from moepass.passes.planner.phases import LayerPhase, TimedStep, plan_steps, stage_steps
-from moepass.passes.planner.simulation_engine import Engine, Machine, Run, never_filled, period_of
+from moepass.passes.planner.simulation_engine import Engine, Machine, SimulatedRun, never_filled, period_of
 
 # Runs nearly always repeat themselves after two or three steps. Where they do not, the mean of the last ones will do.
 _MOST_STEPS = 48
@@ -97,7 +97,7 @@ def simulate(runs: Sequence[Sequence[TimedStep]], ring_slots: int = 0, machine: 
     for step in (step for run in runs for step in run):
         if not (math.isfinite(step.seconds) and step.seconds >= 0):
             raise ValueError(f"{step.op} {step.layer} takes {step.seconds} seconds; it must be a time from 0 on")
-    engine = Engine([Run(run) for run in runs], ring_slots, machine)
+    engine = Engine([SimulatedRun(run) for run in runs], ring_slots, machine)
     boundaries = [engine.boundary()]
     period = 0
     while not period and len(boundaries) <= _MOST_STEPS:

@@ -42,7 +42,7 @@ def never_filled(step: TimedStep) -> str:
     return f"{step.op} of {step.layer} in slot {step.slot} waits for ever: no prefetch is before it"
 
 
-class Run:
+class SimulatedRun:
     """The steps of one graph. `beginning` are the prefetches into fresh slots, `last` the last release of each slot."""
 
     def __init__(self, steps: Sequence[TimedStep]) -> None:
@@ -102,7 +102,7 @@ def period_of(boundaries: Sequence[StepBoundary]) -> int:
 
 
 class Engine:
-    def __init__(self, runs: Sequence[Run], ring_slots: int, machine: Machine) -> None:
+    def __init__(self, runs: Sequence[SimulatedRun], ring_slots: int, machine: Machine) -> None:
         self.runs, self.machine = runs, machine
         self.slots = max([ring_slots, *(run.slots for run in runs)])
         self.compute_seconds = sum(step.seconds for run in runs for step in run.steps if step.op == "segment")
@@ -127,7 +127,7 @@ class Engine:
         for number, run in enumerate(self.runs):
             self._run(run, self.runs[(number + 1) % len(self.runs)], f"graph {number}")
 
-    def _run(self, run: Run, following: Run, name: str) -> None:
+    def _run(self, run: SimulatedRun, following: SimulatedRun, name: str) -> None:
         begun = self.now
         self._run_state(run)
         machine = self.machine
@@ -146,7 +146,7 @@ class Engine:
                 self._execute(index, step)
         self.events.append(("run", name, HOST, begun, self.now))
 
-    def _run_state(self, run: Run) -> None:
+    def _run_state(self, run: SimulatedRun) -> None:
         self._buffer_of = self._free
         self._free = self._buffer_of[run.slots :]
         self._in_slot: dict[int, _Copy] = {}
@@ -155,7 +155,7 @@ class Engine:
         self._release_at: dict[int, tuple[_Release, _Copy]] = {}
         self._released: dict[int, _Release] = {}
 
-    def _issue(self, run: Run, following: Run, index: int, step: TimedStep, time: float) -> None:
+    def _issue(self, run: SimulatedRun, following: SimulatedRun, index: int, step: TimedStep, time: float) -> None:
         """What the host does at a step: copies join their queues, events get their places."""
         if step.op == "segment":
             return
@@ -184,7 +184,7 @@ class Engine:
                 self._free.append(buffer)
                 self._fill_ahead(following, len(self._free) - 1, buffer, time)
 
-    def _fill_ahead(self, following: Run, slot: int, buffer: int, time: float) -> None:
+    def _fill_ahead(self, following: SimulatedRun, slot: int, buffer: int, time: float) -> None:
         step = following.beginning.get(slot)
         if self.machine.fills_ahead and step is not None and buffer not in self._ahead:
             self._ahead[buffer] = self._enqueue(step, self._freed.get(buffer), time)

@@ -75,39 +75,39 @@ def cut_into_segments(module: GraphModule) -> Segmented:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class NodeRun:
     """Successive nodes that stay at the top level, or that form one segment."""
 
     nodes: tuple[Node, ...]
     is_segment: bool
 
 
-def _runs(graph: Graph) -> list[Run]:
+def _runs(graph: Graph) -> list[NodeRun]:
     edges = _resident_block_edges(graph)
-    runs: list[Run] = []
+    runs: list[NodeRun] = []
     current: list[Node] = []
 
     def close() -> None:
         if current:
-            runs.append(Run(tuple(current), is_segment=True))
+            runs.append(NodeRun(tuple(current), is_segment=True))
             current.clear()
 
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             if node.op == "output":
                 close()
-            runs.append(Run((node,), is_segment=False))
+            runs.append(NodeRun((node,), is_segment=False))
         elif _is_size_arithmetic(node) or is_call(node, torch.ops.aten._assert_scalar.default):
             # Sizes are plain integers at the top level, and what is asserted of them plain truths; a segment that needs
             # a size derives it from the symbols.
             if any(used in current for used in node.all_input_nodes):
                 close()
-            runs.append(Run((node,), is_segment=False))
+            runs.append(NodeRun((node,), is_segment=False))
         elif is_call(node, *SLOT_OPS, BANK_TENSOR) or _is_slot_element(node) or mutates(node):
             # An update of a buffer is a copy, which gains nothing from a compiler. Between segments it cannot reach an
             # earlier copy of the buffer that Inductor has made a view of it (see LoweredSegment).
             close()
-            runs.append(Run((node,), is_segment=False))
+            runs.append(NodeRun((node,), is_segment=False))
         else:
             if node in edges:
                 close()
@@ -148,7 +148,7 @@ class _TopLevel:
         self.symbols = _symbol_sources(module.graph)
         self.place = positions(module.graph)
 
-    def add(self, run: Run) -> None:
+    def add(self, run: NodeRun) -> None:
         if run.is_segment:
             self._add_segment(run.nodes)
             return

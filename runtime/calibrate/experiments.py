@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
-from moepass.runtime.calibrate.stopwatch import Patience, Timing
+from moepass.runtime.calibrate.stopwatch import Timing, TimingEffort
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sizes:
     transfer_bytes: tuple[int, ...]
     collective_bytes: tuple[int, ...]
     cold_bytes: int = 0
-    patience: Patience = dataclasses.field(default_factory=Patience)
+    effort: TimingEffort = dataclasses.field(default_factory=TimingEffort)
 
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -93,7 +93,7 @@ def quick(sizes: Sizes) -> Sizes:
         memory_bytes=_thinned(sizes.memory_bytes),
         transfer_bytes=_thinned(sizes.transfer_bytes),
         collective_bytes=_thinned(sizes.collective_bytes),
-        patience=Patience(samples=3, sample_seconds=0.003),
+        effort=TimingEffort(samples=3, sample_seconds=0.003),
     )
 
 

@@ -71,7 +71,7 @@ def _timed(
 ) -> Callable[..., Timing]:
     def measure(bytes: int) -> Timing:
         calls = min(_MOST_CALLS, max(1, _CALL_BYTES // bytes))  # the same number on every rank
-        timing = time_calls(prepare(bytes), device, sizes.patience, calls)
+        timing = time_calls(prepare(bytes), device, sizes.effort, calls)
         return Timing(timing.seconds / 2, timing.spread) if kind == "p2p" else timing
 
     return measure

@@ -53,7 +53,7 @@ def _gemm(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..
             for weight, result in zip(weights.unbind(), results.unbind(), strict=True):
                 torch.mm(left, weight.t(), out=result)
 
-        return _share(time_calls(run, device, sizes.patience), count)
+        return _share(time_calls(run, device, sizes.effort), count)
 
     return measure
 
@@ -81,7 +81,7 @@ def _grouped(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable
                 parts = zip(left.split(rows), weights.unbind(), strict=True)
                 return [F.linear(part, weight) for part, weight in parts]
 
-        return _share(time_calls(run, device, sizes.patience), experts)
+        return _share(time_calls(run, device, sizes.effort), experts)
 
     return measure
 
@@ -109,7 +109,7 @@ def _attention(sizes: Sizes, device: torch.device, dtype: torch.dtype, is_masked
         def run() -> object:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not is_masked)
 
-        return _share(time_calls(run, device, sizes.patience), heads)
+        return _share(time_calls(run, device, sizes.effort), heads)
 
     return measure
 
@@ -120,7 +120,7 @@ def _memory(sizes: Sizes, device: torch.device) -> Callable[..., Timing]:
     def measure(bytes: int) -> Timing:
         count = max(1, bytes // 12)
         left, right, result = (torch.ones(count, device=device) for _ in range(3))
-        return time_calls(lambda: torch.add(left, right, out=result), device, sizes.patience)
+        return time_calls(lambda: torch.add(left, right, out=result), device, sizes.effort)
 
     return measure
 

@@ -10,7 +10,7 @@ import torch
 from moepass.runtime.calibrate.experiments import Sizes
 from moepass.runtime.calibrate.measure_compute import TORCH_DTYPES
 from moepass.runtime.calibrate.measure_transfers import Lane
-from moepass.runtime.calibrate.stopwatch import Patience, Timing, synchronise, time_calls, timing_of
+from moepass.runtime.calibrate.stopwatch import Timing, TimingEffort, synchronise, time_calls, timing_of
 
 # Copies that are under way while something else is timed; together they take much longer than one piece of work.
 _COPIES = 4
@@ -36,7 +36,7 @@ def _products(sizes: Sizes, device: torch.device) -> Callable[[], object]:
     width, rows = sizes.widths[-1], sizes.rows[-1]
     left, right = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, width), (width, width)))
     # A part of the rows, so that one product ends soon.
-    once = time_calls(lambda: left @ right, device, Patience(1, 0.0, 0.0)).seconds
+    once = time_calls(lambda: left @ right, device, TimingEffort(1, 0.0, 0.0)).seconds
     part = left[: max(1, min(rows, int(rows * _PIECE_SECONDS / once)))]
     return lambda: part @ right
 
@@ -47,9 +47,9 @@ def _beside(work: Callable[[], object], lane: Lane, sizes: Sizes, device: torch.
     works: list[float] = []
     copies: list[float] = []
     lane.wait(lane.start(nbytes))
-    for _ in range(sizes.patience.samples):
+    for _ in range(sizes.effort.samples):
         copy_alone = _copies(lane, nbytes, None, device)[0]
-        work_alone = time_calls(work, device, Patience(1, copy_alone)).seconds
+        work_alone = time_calls(work, device, TimingEffort(1, copy_alone)).seconds
         together, pieces = _copies(lane, nbytes, work, device)
         works.append(together / pieces / work_alone)
         copies.append(together / copy_alone)

@@ -182,4 +182,4 @@ class _Transfer:
     def __call__(self, bytes: int) -> Timing:
         # As many calls on every rank, so that they load each other's memory for equally long.
         calls = min(64, max(1, self.sizes.transfer_bytes[-1] // bytes // 8))
-        return time_calls(lambda: self.lane.wait(self.lane.start(bytes)), self.device, self.sizes.patience, calls)
+        return time_calls(lambda: self.lane.wait(self.lane.start(bytes)), self.device, self.sizes.effort, calls)

@@ -20,7 +20,7 @@ class Timing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class TimingEffort:
     """How much time one timing may take: `samples`, each of as many calls as fill `sample_seconds`.
 
     An operation whose first call takes longer than `long_seconds` gets two samples, whatever `samples` says.
@@ -37,7 +37,9 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_calls(run: Callable[[], object], device: torch.device, patience: Patience, calls: int | None = None) -> Timing:
+def time_calls(
+    run: Callable[[], object], device: torch.device, effort: TimingEffort, calls: int | None = None
+) -> Timing:
     """Seconds of one call of `run`, the work that it issues to `device` included; the first call is not counted.
 
     `calls` in each sample are fixed where other ranks must make as many.
@@ -47,13 +49,13 @@ def time_calls(run: Callable[[], object], device: torch.device, patience: Patien
     run()
     synchronise(device)
     first = time.perf_counter() - started
-    samples = patience.samples
+    samples = effort.samples
     if calls is None:
-        if first > patience.long_seconds:
+        if first > effort.long_seconds:
             samples = min(samples, 2)
-        calls = max(1, math.ceil(patience.sample_seconds / max(first, 1e-9)))
+        calls = max(1, math.ceil(effort.sample_seconds / max(first, 1e-9)))
         if calls > 1:  # the first call also pays for what is made once
-            calls = max(1, math.ceil(patience.sample_seconds / _sample(run, device, min(calls, 10))))
+            calls = max(1, math.ceil(effort.sample_seconds / _sample(run, device, min(calls, 10))))
     return timing_of([_sample(run, device, calls) for _ in range(samples)])
 
 

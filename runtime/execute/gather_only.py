@@ -9,7 +9,7 @@ from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.banks.banked_modules import banked_parameters
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.execute.adoption import adopted_parts
-from moepass.runtime.homes.collective import Collective
+from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.transfer.transports import Transport
 
 
@@ -37,7 +37,7 @@ def gather_only_step(model: nn.Module) -> None:
             "with expert parallelism, run it once, compiled with backend='asyncep'"
         )
     for transport, banks in parts:
-        if isinstance(transport, Collective):
+        if isinstance(transport, CollectiveTransport):
             transport.join(banks)
 
 

@@ -89,7 +89,7 @@ class PendingGather(PendingCopy):
             source.copy(offset, size, target)
 
 
-class Collective(Transport):
+class CollectiveTransport(Transport):
     """Gathers on connections of the ranks' own, which `connect` makes; all ranks gather the same, in the same order."""
 
     is_one_sided = False
@@ -226,4 +226,4 @@ def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) ->
 
 def make_transport(name: str, link: Link) -> Transport:
     """The transport of home `peer` with that name, one of `TRANSPORTS`."""
-    return Collective(link) if name == COLLECTIVE else Transport(name)
+    return CollectiveTransport(link) if name == COLLECTIVE else Transport(name)

@@ -19,7 +19,7 @@ from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import ShardLayout, expert_range, shard_layout, shard_pieces
 from moepass.runtime.banks.banks import Bank, describe_bank, write_parts
 from moepass.runtime.banks.mutation_guard import sample_of
-from moepass.runtime.homes.collective import Collective
+from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, in_pages
@@ -177,7 +177,7 @@ class PeerPacker:
 class GatherPacker(PeerPacker):
     """As `PeerPacker`, where ranks cannot read each other's memory."""
 
-    def __init__(self, group: PeerGroup, transport: Collective) -> None:
+    def __init__(self, group: PeerGroup, transport: CollectiveTransport) -> None:
         super().__init__(group, transport)
         self._collective = transport
 
@@ -206,7 +206,9 @@ class GatherPacker(PeerPacker):
 
 def packer_for(group: PeerGroup, transport: Transport) -> PeerPacker:
     """Brings banks to the ranks of `group`, from where `transport` moves them."""
-    return GatherPacker(group, transport) if isinstance(transport, Collective) else PeerPacker(group, transport)
+    return (
+        GatherPacker(group, transport) if isinstance(transport, CollectiveTransport) else PeerPacker(group, transport)
+    )
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -28,10 +28,10 @@ from moepass.runtime.transfer.sources import read_range
 _MEETING = "every rank of the group must run the model once, and with the same layers"
 
 _numbers = itertools.count()
-_layers: weakref.WeakValueDictionary[int, ShardedExperts] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[int, CompleteExperts] = weakref.WeakValueDictionary()
 
 
-class ShardedExperts:
+class CompleteExperts:
     """The experts of one layer, of which rank r of `group` has [bounds[r], bounds[r + 1]).
 
     `handle` is what the operator gets as its `layer`. `name` must be the same on all ranks.
@@ -118,4 +118,4 @@ def _complete_experts(
 _library = torch.library.Library("moepass", "IMPL")
 _library.impl("complete_experts", _complete_experts, "CompositeExplicitAutograd")
 
-__all__ = ["COMPLETE_EXPERTS", "ShardedExperts"]
+__all__ = ["COMPLETE_EXPERTS", "CompleteExperts"]

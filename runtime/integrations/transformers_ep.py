@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moepass.models.errors import InputError
-from moepass.runtime.integrations.complete_experts import COMPLETE_EXPERTS, ShardedExperts
+from moepass.runtime.integrations.complete_experts import COMPLETE_EXPERTS, CompleteExperts
 
 NAME = "asyncep"
 UNEVEN_STYLE = "asyncep_grouped_gemm"
@@ -105,7 +105,7 @@ class AsyncExperts:
         self.names = list(sharded)
         ordinal = _layers_of_group.get(group, 0)
         _layers_of_group[group] = ordinal + 1
-        self.sharded = ShardedExperts(f"experts {ordinal}", group, bounds)
+        self.sharded = CompleteExperts(f"experts {ordinal}", group, bounds)
         self.experts = experts
         # The same layer with parameters of its own, which are there during a call only: its forward finds all experts.
         complete: Any = copy.copy(experts)

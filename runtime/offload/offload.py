@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from moepass.models.errors import InputError, OptionError, one_of
 from moepass.runtime.banks.banked_modules import BankedParameter, bank_parameters, banked_parameters, move_as_a_whole
 from moepass.runtime.banks.banks import Bank, BankStore, pack_bank
-from moepass.runtime.homes.collective import Collective, make_transport
+from moepass.runtime.homes.collective import CollectiveTransport, make_transport
 from moepass.runtime.homes.device_home import check_transport_to, packer_on
 from moepass.runtime.homes.disk.disk_home import DiskPacker
 from moepass.runtime.homes.hybrid.hybrid_home import HybridPacker
@@ -229,7 +229,7 @@ def offload_experts(
             _bank(store, packer, index, path, modules)
         move_as_a_whole(model)
         packer.connect(store.banks)
-    if isinstance(moved_by, Collective):
+    if isinstance(moved_by, CollectiveTransport):
         _mark_forwards(model, moved_by)
     return OffloadReport(
         store, home, tuple(banks), store.home_bytes, store.ring_bytes, resident, packer.home.stage_bytes
@@ -255,7 +255,7 @@ def _gather_anew(module: nn.Module, arguments: object) -> None:
             banked.store.forget_gathered()
 
 
-def _mark_forwards(model: nn.Module, transport: Collective) -> None:
+def _mark_forwards(model: nn.Module, transport: CollectiveTransport) -> None:
     """Let `transport` know where an eager forward of `model` begins and ends."""
 
     # Compiled, neither does anything: there a run is what a graph runs.

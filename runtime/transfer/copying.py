@@ -101,7 +101,7 @@ class PendingCopy:
 class CopyThread:
     """Copies in the order of `submit`, on a thread of its own that ends with this object."""
 
-    _work: _Work
+    _work: _CopyWork
     _thread: threading.Thread | None
 
     def __init__(self, link: Link) -> None:
@@ -112,7 +112,7 @@ class CopyThread:
 
     def _start(self) -> None:
         # The thread must not keep its owner alive, so it knows only the work.
-        self._work = _Work(self.link)
+        self._work = _CopyWork(self.link)
         self._thread = run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
         self._stop = weakref.finalize(self, self._work.queue.put, None)
 
@@ -130,7 +130,7 @@ class CopyThread:
         self._thread = None
 
 
-class _Work:
+class _CopyWork:
     """What the thread works on."""
 
     def __init__(self, link: Link) -> None:

@@ -95,7 +95,7 @@ class Stager:
         self._order = Followers()
         self._banks = len(shards)
         self._process = os.getpid()
-        self._work = _Work(own, others, shards, link)
+        self._work = _StagerWork(own, others, shards, link)
         # The thread must not keep its owner alive, so it knows only the work.
         stop = functools.partial(_stop, self._work)
         run_in_background(functools.partial(_run, self._work), stop, "moepass-stager")
@@ -145,7 +145,7 @@ class Stager:
         self._work.changed.set()
 
 
-class _Work:
+class _StagerWork:
     """What the thread works on."""
 
     def __init__(
@@ -187,7 +187,7 @@ class _Work:
         return _BUSY_PAUSE_S if any(board.wants().is_running for board in self.boards) else _REST_PAUSE_S
 
 
-def _run(work: _Work) -> None:
+def _run(work: _StagerWork) -> None:
     try:
         while not work.stopped.is_set():
             work.changed.clear()
@@ -197,7 +197,7 @@ def _run(work: _Work) -> None:
         work.error = error
 
 
-def _stop(work: _Work) -> None:
+def _stop(work: _StagerWork) -> None:
     work.own.board.show_running(False)
     work.own.board.show_wants(())
     work.stopped.set()

@@ -28,7 +28,7 @@ from moepass.runtime.calibrate.calibration import CalibrationError, calibrate, p
 from moepass.runtime.calibrate.calibration_rank import Measured, RankMeasurements, measure_rank
 from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, Sizes, quick
 from moepass.runtime.calibrate.measure_transfers import ThreadLane
-from moepass.runtime.calibrate.stopwatch import Patience, Timing, time_calls, timing_of
+from moepass.runtime.calibrate.stopwatch import Timing, TimingEffort, time_calls, timing_of
 
 CPU = torch.device("cpu")
 TINY = Sizes(
@@ -42,7 +42,7 @@ TINY = Sizes(
     memory_bytes=(1 << 10, 1 << 14),
     transfer_bytes=(1 << 12, 1 << 16),
     collective_bytes=(1 << 8, 1 << 12),
-    patience=Patience(samples=2, sample_seconds=1e-4),
+    effort=TimingEffort(samples=2, sample_seconds=1e-4),
 )
 CONDITIONS = Conditions("2026-01-01T00:00:00+00:00", "a processor", 2, 1, {"torch": "2"}, (), ("disk: no",))
 
@@ -59,14 +59,16 @@ def test_a_timing_is_the_median_and_how_wide_the_middle_half_is() -> None:
 
 def test_calls_are_as_many_as_asked_for_or_as_fill_a_sample() -> None:
     calls: list[int] = []
-    time_calls(lambda: calls.append(1), CPU, Patience(samples=3), calls=5)
+    time_calls(lambda: calls.append(1), CPU, TimingEffort(samples=3), calls=5)
     assert len(calls) == 1 + 3 * 5
     calls.clear()
-    timing = time_calls(lambda: (calls.append(1), time.sleep(0.002)), CPU, Patience(samples=2, sample_seconds=0.008))
+    timing = time_calls(
+        lambda: (calls.append(1), time.sleep(0.002)), CPU, TimingEffort(samples=2, sample_seconds=0.008)
+    )
     assert len(calls) > 6
     assert 0.002 <= timing.seconds < 0.1
     calls.clear()
-    time_calls(lambda: (calls.append(1), time.sleep(0.02)), CPU, Patience(samples=9, long_seconds=0.01))
+    time_calls(lambda: (calls.append(1), time.sleep(0.02)), CPU, TimingEffort(samples=9, long_seconds=0.01))
     assert len(calls) == 1 + 2
 
 

@@ -23,7 +23,7 @@ from moepass.passes.ir.shards import Piece
 from moepass.runtime.homes.hybrid import stage_board, stager
 from moepass.runtime.homes.hybrid.stage_board import StagingBoard, board_bytes, pack_state, unpack_state
 from moepass.runtime.homes.hybrid.staged_pull import Patience, StagedCopy, StagedPull, StagedSource
-from moepass.runtime.homes.hybrid.stager import Found, Stager, StagerError, StagingBuffers, _Work
+from moepass.runtime.homes.hybrid.stager import Found, Stager, StagerError, StagingBuffers, _StagerWork
 from moepass.runtime.homes.hybrid.staging_order import StagingPlan, StagingState, Wants, choose_banks
 from moepass.runtime.transfer import copying
 from moepass.runtime.transfer.copying import CopyThread
@@ -188,7 +188,7 @@ def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile
         _HalfwaySource(_shard(bank, size), (Piece(0, 0, size),), halfway=read_between)
         for bank, size in enumerate(sizes)
     ]
-    work = _Work(stages, [], shards, BusyLink(Link()))
+    work = _StagerWork(stages, [], shards, BusyLink(Link()))
     for _ in range(data.draw(st.integers(1, 6), label="rounds")):
         work_on()
         read(meanwhile=work_on)
@@ -198,7 +198,7 @@ def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, small_slices: None
 ) -> None:
     stages = _stages(1, 2 * SLICE)
-    work = _Work(stages, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
+    work = _StagerWork(stages, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
     place = torch.zeros(SLICE, dtype=torch.uint8)
 
     def fill(bank: int, steps: int = 3) -> None:
@@ -228,7 +228,7 @@ def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_bel
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stages = _stages(1, 2 * SLICE)
-    work = _Work(stages, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
+    work = _StagerWork(stages, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
     place = torch.zeros(SLICE, dtype=torch.uint8)
 
     def leave_and_come_back(target: int, source: int, nbytes: int) -> None:
@@ -342,7 +342,7 @@ class _Ranks:
             self.own, [self.other.board], [whole(shard) for shard in self.shards[0]], self.transport.host_link
         )
         self.transport.connect(self.stager)
-        self.work = _Work(self.other, [], [whole(shard) for shard in self.shards[1]], BusyLink(Link()))
+        self.work = _StagerWork(self.other, [], [whole(shard) for shard in self.shards[1]], BusyLink(Link()))
 
     def fill_other(self, bank: int, steps: int = 4) -> None:
         self.other.board.show_wants((bank,))

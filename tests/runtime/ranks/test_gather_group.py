@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.runtime.banks.banks import describe_bank, pack_bank
-from moepass.runtime.homes.collective import Collective
+from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.peer_home import packer_for
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
@@ -71,9 +71,9 @@ def _spread_banks(draw: st.DrawFn) -> tuple[list[int], dict[str, torch.Tensor], 
 
 def _packed(
     store: HashStore, rank: int, bounds: list[int], tensors: dict[str, torch.Tensor], link: Link
-) -> tuple[Collective, BankSpec, Any]:
+) -> tuple[CollectiveTransport, BankSpec, Any]:
     """Transport, bank and sources of one rank, which has its part of `tensors`."""
-    transport = Collective(link)
+    transport = CollectiveTransport(link)
     packer = packer_for(PeerGroup(store, rank, len(bounds) - 1, 20, transport="collective"), transport)
     spec = describe_bank(0, "layers.0", tensors, home="peer", expert_bounds=tuple(bounds))
     packer.agree_on([spec], ["same"])
@@ -159,7 +159,7 @@ def test_ranks_that_gather_by_different_plans_get_one_error_for_good() -> None:
 
 def test_what_is_gathered_outside_of_a_run_follows_no_plan() -> None:
     spec = describe_bank(0, "bank", {"up": torch.zeros(2, 4)}, home="peer", expert_bounds=(0, 2))
-    transport = Collective(Link())
+    transport = CollectiveTransport(Link())
     transport.connect(Rendezvous(HashStore(), 0, 1, 20.0, "come"))
     transport.add(spec, ())
     plan = GatherSignature(7, 1, 1)
