@@ -29,7 +29,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import fake_value, graphs_within, is_call, is_view, module_path, positions, view_source
-from moepass.passes.graph.source_lines import describe_node, place_of, source_line
+from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, place_of, source_line
 from moepass.passes.ir.plan import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 
@@ -179,8 +179,9 @@ def _is_expert_weight(node: Node) -> bool:
         return False
     if is_call(node, BANK_TENSOR) or _gather_of(node) is not None:
         return True
-    # A weight has a fixed shape; a 3-dimensional activation that enters a graph need not.
-    return node.op == "placeholder" and all(isinstance(size, int) for size in value.shape)
+    # A weight has a fixed shape, and nobody passes it from call to call.
+    is_weight = node.op == "placeholder" and not node.meta.get(ARGUMENT_KEY, False)
+    return is_weight and all(isinstance(size, int) for size in value.shape)
 
 
 def _foreign_weight(node: Node, source: Node) -> Refusal:

@@ -18,6 +18,8 @@ from moepass.passes.graph.nodes import fake_value, module_path
 
 # What a placeholder is called in the model; whoever captures a graph knows, and writes it on the node.
 INPUT_NAME_KEY = "moepass_input"
+# Set on a placeholder that is an argument of the model, no parameter or other state of it.
+ARGUMENT_KEY = "moepass_argument"
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
 _TORCH = str(PurePath(torch.__file__).parent)

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from moepass.passes.graph.nodes import graph_inputs
-from moepass.passes.graph.source_lines import INPUT_NAME_KEY, line_of_frame, name_of_source
+from moepass.passes.graph.source_lines import ARGUMENT_KEY, INPUT_NAME_KEY, line_of_frame, name_of_source
 from moepass.passes.ir.protocol import CaptureNotes
 
 # What Dynamo asks before it captures a size that only a run tells; where it is off, it ends the graph.
@@ -35,29 +35,36 @@ def capture_notes(graph: GraphModule) -> CaptureNotes:
 
 
 def name_inputs(captured: GraphModule, graph: GraphModule) -> None:
-    """Write on the inputs of `captured`, which AOT made of Dynamo's `graph`, what they are called in the model."""
-    names = [_name(node) for node in graph_inputs(graph.graph)]
+    """Write on the inputs of `captured`, which AOT made of Dynamo's `graph`, what they are to the model."""
+    given = [(name_of_source(_source(node)), _is_argument(node)) for node in graph_inputs(graph.graph)]
     for node in graph_inputs(captured.graph):
-        name = _name_of(node.meta.get("desc"), names)
+        name, is_argument = _described(node.meta.get("desc"), given)
         if name:
             node.meta[INPUT_NAME_KEY] = name
+            node.meta[ARGUMENT_KEY] = is_argument
 
 
-def _name_of(description: object, names: Sequence[str]) -> str:
-    """What AOT's `description` of an input says that it is called; `names` are those of Dynamo's inputs."""
+def _described(description: object, given: Sequence[tuple[str, bool]]) -> tuple[str, bool]:
+    """Name, and whether it is an argument, of an input by AOT's `description`; `given` has both of Dynamo's inputs."""
     base = getattr(description, "base", None)
     if base is not None:
         # A part of a tensor that is made of several, as this rank's part of a DTensor is, or their common memory.
-        return _name_of(base, names)
+        return _described(base, given)
     # AOT calls an input that it passes on as it came by its place among Dynamo's.
     place = getattr(description, "idx", None)
-    if isinstance(place, int) and place < len(names):
-        return names[place]
+    if isinstance(place, int) and place < len(given):
+        return given[place]
     target = getattr(description, "target", None)
-    return target if isinstance(target, str) else ""
+    return (target if isinstance(target, str) else ""), False
 
 
-def _name(node: torch.fx.Node) -> str:
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    return name_of_source(name() if callable(name) else str(name)) if name else ""
+def _is_argument(node: torch.fx.Node) -> bool:
+    """Whether a caller passes it: no attribute leads to it, nor is it a parameter that somebody passes."""
+    source = _source(node)
+    return bool(source) and "." not in source and not isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+
+
+def _source(node: torch.fx.Node) -> str:
+    """Dynamo's way to an input, as `L['self']._parameters['weight']`; empty where it is not told."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)

@@ -261,3 +261,29 @@ def test_a_bank_in_files_cannot_be_read_in_a_branch(tmp_path: Path) -> None:
         moepass.offload_experts(model, home="disk", bank_folder=tmp_path)
         with pytest.raises(Exception, match=r"bank blocks\.1 rests in files and is read inside a branch or loop"):
             torch.compile(model, backend="asyncep", options={"lower": "eager"})(tokens())
+
+
+class KeysAndValuesGiven(nn.Module):
+    """Attention over keys and values that are arguments: two products by batched tensors, but no experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = torch.bmm(self.query(x), keys).relu()
+        return torch.bmm(scores, values)
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("are_parameters", [False, True])
+def test_an_argument_of_the_model_is_no_expert_weight(are_parameters: bool) -> None:
+    given = [torch.randn(4, 8, 16), torch.randn(4, 16, 8)]
+    keys, values = [nn.Parameter(value) for value in given] if are_parameters else given
+    with moepass.record_compilations() as compilations:
+        compiled = torch.compile(
+            KeysAndValuesGiven(), backend="asyncep", options={"lower": "eager"}, fullgraph=True, dynamic=False
+        )
+        compiled(torch.randn(4, 5, 8), keys, values)
+    (compilation,) = compilations
+    assert len(compilation.plan.blocks) == are_parameters
