@@ -15,10 +15,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutput
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
 from moepass.models.errors import CheckpointError, InputError
@@ -293,22 +295,31 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, where: str, *, spec
         raise InputError(f"{where}: {text[:40]!r} is no valid Unicode text") from error
 
 
+class _States(BaseModelOutput):  # type: ignore[misc]  # transformers has no types
+    """What a backbone gives: its last states, and nothing else that a model may look for."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
 @torch.no_grad()
 def _head_is_plain(model: PreTrainedModel) -> bool:
     """True where the output matrix on the backbone's states gives the model's own logits, to the bit.
 
-    Tried on one short row: families scale, cap or project logits in ways that no attribute announces.
+    Tried on random states: families scale, cap or project logits in ways that no attribute announces. The backbone,
+    whose experts may have to be streamed from other ranks, does not run.
     """
-    head = model.get_output_embeddings()
-    if head is None or model.base_model is model:
+    head, backbone = model.get_output_embeddings(), model.base_model
+    weight = getattr(head, "weight", None)
+    if head is None or weight is None or backbone is model:
         return False
-    inputs = {
-        "input_ids": torch.tensor([[1, 0, 1]], device=model.device),
-        "attention_mask": torch.ones((1, 3), dtype=torch.int64, device=model.device),
-        "use_cache": False,
-    }
-    try:
-        states = model.base_model(**inputs)[0]
-        return torch.equal(model(**inputs).logits, head(states))
-    except (TypeError, RuntimeError, AttributeError):
-        return False
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(1, 3, weight.shape[-1], generator=generator).to(weight.device, weight.dtype)
+    with mock.patch.object(backbone, "forward", return_value=_States(last_hidden_state=states)):
+        try:
+            logits = model(input_ids=torch.tensor([[1, 0, 1]], device=weight.device), use_cache=False).logits
+        except (TypeError, AttributeError, IndexError):  # it needs more of its backbone than states
+            return False
+    return torch.equal(logits, head(states))

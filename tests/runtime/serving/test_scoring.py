@@ -16,6 +16,7 @@ import moepass
 from moepass import InputError
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer
 from moepass.models.testing.tiny import tiny_model
+from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.serving.scoring import PromptModel, Score, Scorer
 
 TEXTS = [
@@ -190,3 +191,16 @@ def test_batch_size_below_one(scorer: Scorer) -> None:
 def test_without_a_prompt_file_the_text_is_the_prompt(checkpoint: Path, scorer: Scorer) -> None:
     plain = Scorer.of(load_model(checkpoint), scorer.tokenizer, load_prompt(checkpoint))
     assert plain.encode("a dog", plain.labels(["yes"]), "x") == tuple(scorer.tokenizer("a dog")["input_ids"])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), PeerError("rank 1 is gone")])
+def test_making_a_scorer_runs_no_expert_and_hides_no_error(checkpoint: Path, error: RuntimeError) -> None:
+    model = load_model(checkpoint)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    model.base_model.layers[0].register_forward_pre_hook(fail)
+    scorer = Scorer.of(model, load_tokenizer(checkpoint), Prompt("{text}"))
+    with pytest.raises(type(error), match=str(error)):
+        list(scorer.score(["a dog"], ["yes", "no"]))
