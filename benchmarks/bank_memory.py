@@ -41,7 +41,7 @@ def _measure(depth: int, slots: int) -> list[object]:
     assert ring is not None
     bank_bytes = report.home_bytes // depth
     counted = _live_byte_buffers() - report.home_bytes
-    right = ring.device_bytes == counted == min(slots, depth) * bank_bytes
+    right = ring.device_bytes == report.store.device_bytes == counted == min(slots, depth) * bank_bytes
     megabytes = [bank_bytes, report.home_bytes, ring.device_bytes, counted]
     return [depth, slots, *[f"{value / 1e6:.1f}" for value in megabytes], verdict(right)]
 

@@ -72,8 +72,8 @@ def run_demo(texts: int | None = None, lower: str = "inductor") -> bool:
         _run(plain, prompts[: 2 * BATCH_SIZE], labels)
         with status.status(f"scoring {len(prompts)} texts, {ROUNDS} times each way ..."):
             outcomes = _in_turns([streamed, plain], prompts, labels)
-    ring_bytes = _ring_bytes(compilations)
-    _print_outcomes(console, held_out, dataclasses.replace(streamed, expert_bytes=ring_bytes), plain, outcomes)
+    on_device = dataclasses.replace(streamed, expert_bytes=report.store.device_bytes)
+    _print_outcomes(console, held_out, on_device, plain, outcomes)
     same = _print_equality(console, *outcomes)
     _print_sources(console, compilations, report, compile_seconds)
     return same
@@ -121,12 +121,6 @@ def _in_turns(ways: list[Way], prompts: list[tuple[int, ...]], labels: LabelSet)
             scores[number] = _run(way, prompts, labels)
             seconds[number] = min(seconds[number], time.perf_counter() - started)
     return [Outcome(found, least) for found, least in zip(scores, seconds, strict=True)]
-
-
-def _ring_bytes(compilations: list[Compilation]) -> int:
-    """What the rings really occupy; the graphs of one model share one ring."""
-    rings = {id(item.executor.ring): item.executor.ring for item in compilations if item.executor.ring is not None}
-    return sum(ring.device_bytes for ring in rings.values())
 
 
 def _print_outcomes(

@@ -134,11 +134,19 @@ class BankStore:
         return self.ring_slots * self.slot_bytes
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes that banks occupy on the compute device now: the ring, once it is made, and what eager mode holds."""
+        held = sum(value.nbytes for value in self._eager[1]) if self._eager is not None else 0
+        return held + (0 if self._ring is None else self._ring.device_bytes)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one slot: those of the largest bank."""
         return max((bank.spec.nbytes for bank in self.banks), default=0)
 
     def ring(self, debug: bool = False) -> Ring:
+        """The ring of the model, for a compiled graph. What eager mode held until now is let go."""
+        self.forget_gathered()
         with self._lock:
             if self._ring is None:
                 self._ring = make_ring(self.ring_slots, self.slot_bytes, self.device, self.link, home=self.home)

@@ -38,6 +38,16 @@ def test_a_report_says_what_was_moved(form: str) -> None:
         assert torch.equal(getattr(part, name.rpartition(".")[2]), value), name
 
 
+def test_memory_on_the_device_counts_what_eager_mode_holds_until_a_graph_is_compiled() -> None:
+    model = Stack(depth=3)
+    store = moepass.offload_experts(model).store
+    assert store.device_bytes == 0
+    model(tokens())
+    assert store.device_bytes == sum(tensor.nbytes for tensor in store.banks[2].spec.tensors)
+    torch.compile(model, backend="asyncep", options={"lower": "eager"})(tokens())
+    assert store.device_bytes == store.ring().device_bytes == store.ring_bytes
+
+
 def test_a_ring_has_no_more_slots_than_there_are_banks() -> None:
     model = Stack(depth=2)
     report = moepass.offload_experts(model, slots=10**12)
