@@ -41,6 +41,17 @@ def size_sources(graph: Graph) -> dict[str, SizeSource]:
     return sources
 
 
+def sizes_at_capture(graph: Graph) -> dict[str, int]:
+    """What each symbol of `size_sources` was when the graph was captured."""
+    shown = [fake_value(node) for node in graph_inputs(graph)]
+    found = {}
+    for name, source in size_sources(graph).items():
+        value = shown[source.position]
+        size = value if source.dimension is None else value.shape[source.dimension]
+        found[name] = int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    return found
+
+
 def _add(sources: dict[str, SizeSource], size: object, source: SizeSource) -> None:
     if isinstance(size, torch.SymInt):
         for shown in (size.node.expr, size.node._expr):

@@ -1,4 +1,4 @@
-"""The two forms of one compiled graph: which one a run takes, and the exchanged one, compiled when it first runs.
+"""The two forms of one compiled graph: which one a run takes, and the exchanged one, compiled with the other.
 
 Both read the same inputs, parameters included, so nothing is held twice. In an exchanged run nothing is prefetched, and
 the ring stays as the last gathered run left it: what its slots were filled with ahead is what the next one asks for.
@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.models.formulas.text import evaluate_text
-from moepass.passes.graph.input_sizes import read_sizes, size_sources
+from moepass.passes.graph.input_sizes import read_sizes, size_sources, sizes_at_capture
 from moepass.passes.ir.plan import BankSpec, Dispatch
 from moepass.passes.schedule.dispatch import EXCHANGED
 from moepass.runtime.lowering.lower_later import LateGraph, lower_later
@@ -40,9 +40,9 @@ class FormStatistics:
 
 
 class ExchangedForm:
-    """A graph as it was captured, collectives and all, compiled for the sizes of the first run that needs it.
+    """A graph as it was captured, collectives and all.
 
-    Where a later run has sizes that this compilation is not right for, there is another one for these.
+    It is compiled for some sizes. Where a run has others, for which that is not right, it is compiled for these too.
     """
 
     def __init__(self, captured: GraphModule, lower: str, statistics: FormStatistics) -> None:
@@ -57,13 +57,14 @@ class ExchangedForm:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
 
-    def run(self, arguments: Sequence[Any], sizes: dict[str, int]) -> Any:
+    def run(self, arguments: Sequence[Any], sizes: Mapping[str, int]) -> Any:
         for compiled in self._compiled:
             if compiled.is_right_for(sizes):
                 return compiled.run(*arguments)
-        return self._compile_for(sizes).run(*arguments)
+        return self.compile_for(sizes).run(*arguments)
 
-    def _compile_for(self, sizes: dict[str, int]) -> LateGraph:
+    def compile_for(self, sizes: Mapping[str, int]) -> LateGraph:
+        """What is right for `sizes`, compiled if need be."""
         with self._lock:
             for compiled in self._compiled:
                 if compiled.is_right_for(sizes):
@@ -117,6 +118,8 @@ class Dispatcher:
     ) -> None:
         """`group` gives the process group of the graph's banks; `register` takes banks and this rank's parts of each,
         and is called where they come first. `blocks` are those of the graph in words that all ranks have in common.
+
+        Compiles the exchanged form for the sizes at capture, so that no run has to wait for that.
         """
         self.statistics = FormStatistics()
         self._dispatch = dispatch
@@ -127,6 +130,7 @@ class Dispatcher:
         self._timeout_s = timeout_s
         self._blocks = blocks
         self._registered: dict[object, tuple[StorageWeakRef, ...]] = {}
+        self._exchanged.compile_for(sizes_at_capture(captured.graph))
 
     def is_exchanged(
         self, arguments: Sequence[Any], banks: Sequence[BankSpec], parts: Sequence[Sequence[Any]], key: object

@@ -147,6 +147,22 @@ def test_with_inductor_both_forms_stay_close(form: str, dynamic: bool | None) ->
     assert run_ranks(2, _with_inductor, form, steps, dynamic, timeout=400) == [_expected(steps)] * 2
 
 
+def _compilations_by_step(lower: str) -> list[int]:
+    """How often the exchanged form was compiled, after a step that gathers, and after some that exchange."""
+    found = []
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = compile_whole(build_stack(ONE, "all_to_all"), lower=lower, all_to_all_below=CROSSOVER, dynamic=True)
+        for tokens in (20, 8, 5):
+            compiled(hidden_rows(ONE, tokens, dist.get_rank()))
+            found.append(_forms_of_runs(compilations).exchanged_compilations)
+    return found
+
+
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_exchanged_form_is_compiled_before_a_run_needs_it(lower: str) -> None:
+    assert run_ranks(2, _compilations_by_step, lower, timeout=280) == [[1, 1, 1]] * 2
+
+
 def _exchanged_segments(form: str) -> list[int | None]:
     found = []
     for layers in (2, 4):
