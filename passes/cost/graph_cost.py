@@ -25,6 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.models.formulas.sizes import Size
 
 # Registered by import.
+from moepass.passes.cost import attention_costs as attention_costs
+from moepass.passes.cost import collective_costs as collective_costs
 from moepass.passes.cost.op_costs import OpCost, node_cost, tensors_in
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.ir.plan import Cost, Plan
