@@ -92,9 +92,11 @@ class SegmentCall(torch.nn.Module):
         recording = current_recording()
         if recording is None:
             return self._run(inputs)
-        started = time.perf_counter()
+        device = device_of(inputs)
+        started = recording.now(device)
         outputs = self._run(inputs)
-        recording.add("segment", f"{self.name}: {self.layers}" if self.layers else self.name, COMPUTE, started)
+        label = f"{self.name}: {self.layers}" if self.layers else self.name
+        recording.add("segment", label, COMPUTE, started, recording.now(device))
         return outputs
 
     def _run(self, inputs: tuple[Any, ...]) -> Any:
@@ -232,10 +234,10 @@ class Executor:
         recording = current_recording()
         if recording is None:
             return self._run(arguments)
-        _refuse_recording(arguments)
+        recording.now(device_of(arguments))  # whose clock is there before the first copy
         started = time.perf_counter()
         outputs = self._run(arguments)
-        recording.add("run", f"graph {self._number}", HOST, started)
+        recording.add("run", f"graph {self._number}", HOST, started, time.perf_counter())
         return outputs
 
     def _run(self, arguments: tuple[Any, ...]) -> Any:
@@ -338,13 +340,10 @@ class Executor:
             return schedule
 
 
-def _refuse_recording(arguments: Sequence[Any]) -> None:
-    for value in arguments:
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            raise InputError(
-                f"record_timeline: the model computes on {value.device}, where the host's clock does not tell when; "
-                "timelines are recorded on device cpu only"
-            )
+def device_of(values: Sequence[Any]) -> torch.device:
+    """Where something that takes `values` computes: the device of the first tensor that is on none but the CPU."""
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _are_planned(specs: Mapping[int, BankSpec]) -> bool:

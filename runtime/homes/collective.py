@@ -85,8 +85,8 @@ class PendingGather(PendingCopy):
         self.wait_for_link(link, started)
 
     def _copy_own_part(self) -> None:
-        for source, offset, size, target in slices(self.sources[self.group.rank], self.slot):
-            source.copy(offset, size, target)
+        for source, offset, size, place in slices(self.sources[self.group.rank], self.slot):
+            source.copy(offset, size, self.slot.data_ptr() + place)
 
 
 class CollectiveTransport(Transport):

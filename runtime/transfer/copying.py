@@ -84,10 +84,10 @@ class PendingCopy:
         for source in self.sources:
             source.check_bounds()
         started = time.perf_counter()
-        for source, offset, size, target in slices_in_turn(self.sources, self.slot):
+        for source, offset, size, place in slices_in_turn(self.sources, self.slot):
             if self.abandoned.is_set():
                 return
-            source.copy(offset, size, target)
+            source.copy(offset, size, self.slot.data_ptr() + place)
         self.wait_for_link(link, started)
 
     def wait_for_link(self, link: Link, started: float) -> None:
@@ -171,17 +171,16 @@ def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
         raise ValueError(f"{needed} contiguous bytes do not fit a slot of {slot.numel()}")
 
 
-# A source, an offset in it, a number of bytes, and the address in the slot that they go to.
+# A source, an offset in it, a number of bytes, and the offset in the slot that they go to.
 Slice = tuple[Source, int, int, int]
 
 
 def slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
-    """What a copy from `source` into `slot` moves, one call of `Source.copy` each, after what need not be copied."""
-    target = slot.data_ptr()
+    """What a copy from `source` into `slot` moves, one transfer each, after what need not be copied."""
     for piece in source.lay(slot):
         for start in range(0, piece.nbytes, SLICE_BYTES):
             size = min(SLICE_BYTES, piece.nbytes - start)
-            yield source, piece.source_offset_bytes + start, size, target + piece.slot_offset_bytes + start
+            yield source, piece.source_offset_bytes + start, size, piece.slot_offset_bytes + start
 
 
 def slices_in_turn(sources: Sequence[Source], slot: torch.Tensor) -> Iterator[Slice]:

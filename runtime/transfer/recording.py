@@ -9,10 +9,57 @@ import contextlib
 import contextvars
 import time
 from collections.abc import Iterator
+from typing import Protocol
+
+import torch
 
 from moepass.models.errors import InputError
 from moepass.passes.ir.timeline import COPY, Event, Timeline, timeline_of
-from moepass.runtime.transfer.copying import PendingCopy
+
+# When something happened: by `time.perf_counter`, or by an event on a CUDA stream.
+Moment = float | torch.cuda.Event
+
+
+class RecordedCopy(Protocol):
+    """A copy that can be shown on a timeline."""
+
+    label: str
+
+    @property
+    def performed(self) -> tuple[Moment, Moment] | None:
+        """When it began and ended; None where it never ran."""
+
+    def end(self) -> None:
+        """Block until it has ended."""
+
+
+def recorded_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event that says when `stream` came here."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+class DeviceClock:
+    """Tells by the host's clock when events of a CUDA device happened."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        self._host_zero = time.perf_counter()
+        self._zero = recorded_event(torch.cuda.current_stream(device))
+
+    def synchronize(self) -> None:
+        """Block until everything that was issued has been done."""
+        torch.cuda.synchronize(self._device)
+
+    def now(self) -> torch.cuda.Event:
+        return recorded_event(torch.cuda.current_stream(self._device))
+
+    def seconds(self, event: torch.cuda.Event) -> float:
+        """As `time.perf_counter`; `event` must have happened."""
+        since_zero: float = self._zero.elapsed_time(event) / 1e3
+        return self._host_zero + since_zero
 
 
 class TimelineRecording:
@@ -20,8 +67,9 @@ class TimelineRecording:
 
     def __init__(self) -> None:
         self._zero = time.perf_counter()
-        self._events: list[Event] = []
-        self._copies: dict[int, PendingCopy] = {}
+        self._spans: list[tuple[str, str, str, Moment, Moment]] = []
+        self._copies: dict[int, RecordedCopy] = {}
+        self._clock: DeviceClock | None = None
         self._is_emulated = False
         self._timeline: Timeline | None = None
 
@@ -32,11 +80,24 @@ class TimelineRecording:
             raise InputError("the timeline is complete once the block of record_timeline has been left; read it there")
         return self._timeline
 
-    def add(self, op: str, layer: str, stream: str, started: float) -> None:
-        """An event that ends now; `started` is of `time.perf_counter`."""
-        self._events.append(Event(op, layer, stream, started - self._zero, time.perf_counter() - self._zero))
+    def now(self, device: torch.device) -> Moment:
+        """When what was issued to `device` so far is done: on a CPU now. Raises InputError where nobody can tell."""
+        if device.type == "cpu":
+            return time.perf_counter()
+        if device.type != "cuda":
+            raise InputError(
+                f"record_timeline: the model computes on {device}, where nothing tells when; timelines are recorded on "
+                "devices cpu and cuda"
+            )
+        if self._clock is None:
+            self._clock = DeviceClock(device)
+        return self._clock.now()
 
-    def add_copy(self, copy: PendingCopy, is_emulated: bool) -> None:
+    def add(self, op: str, layer: str, stream: str, started: Moment, ended: Moment) -> None:
+        """Something took from `started` to `ended`."""
+        self._spans.append((op, layer, stream, started, ended))
+
+    def add_copy(self, copy: RecordedCopy, is_emulated: bool) -> None:
         """A copy that was started, or waited for, inside the block."""
         self._copies[id(copy)] = copy
         self._is_emulated |= is_emulated
@@ -45,18 +106,29 @@ class TimelineRecording:
         """Wait for the copies that fill slots ahead of the next run, and sort everything into a timeline."""
         for copy in self._copies.values():
             copy.end()
-        copies = [
-            Event("copy", copy.label, COPY, *(moment - self._zero for moment in copy.performed))
-            for copy in self._copies.values()
-            if copy.performed is not None
+        if self._clock is not None:
+            self._clock.synchronize()
+        for copy in self._copies.values():
+            if copy.performed is not None:
+                self._spans.append(("copy", copy.label, COPY, *copy.performed))
+        events = [
+            Event(op, layer, stream, self._seconds(started), self._seconds(ended))
+            for op, layer, stream, started, ended in self._spans
         ]
-        self._timeline = timeline_of(self._events + copies, "emulated" if self._is_emulated else "measured")
+        self._timeline = timeline_of(events, "emulated" if self._is_emulated else "measured")
         self.forget()
+
+    def _seconds(self, moment: Moment) -> float:
+        """Since the beginning of the block."""
+        if isinstance(moment, float):
+            return moment - self._zero
+        assert self._clock is not None, "who records an event of a device has asked for its time before"
+        return self._clock.seconds(moment) - self._zero
 
     def forget(self) -> None:
         """Drop what keeps slots and banks alive."""
         self._copies.clear()
-        self._events.clear()
+        self._spans.clear()
 
 
 _recording: contextvars.ContextVar[TimelineRecording | None] = contextvars.ContextVar("recording", default=None)
@@ -69,10 +141,11 @@ def current_recording() -> TimelineRecording | None:
 
 @contextlib.contextmanager
 def record_timeline() -> Iterator[TimelineRecording]:
-    """Record every run of a compiled model that this thread makes inside the block, on device cpu.
+    """Record every run of a compiled model that this thread makes inside the block, on a CPU or a CUDA device.
 
     `.timeline` of what is given, read after the block, holds the segments and the waits for banks on stream `compute`,
-    the transfers on stream `copy`, and the runs of graphs on stream `host`. A run on another device raises InputError.
+    the transfers on stream `copy`, and the runs of graphs on stream `host`. On CUDA the first two are timed by events
+    on their streams. A run on another device raises InputError.
     """
     recording = TimelineRecording()
     token = _recording.set(recording)

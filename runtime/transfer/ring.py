@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir.plan import BankSpec, GatherSignature
-from moepass.passes.ir.timeline import COMPUTE
 from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
 from moepass.runtime.system.slot_pages import slot_memory
-from moepass.runtime.transfer.copying import PendingCopy
+from moepass.runtime.transfer.copier import Copier, RingStatistics
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.learned_order import Fetch, LearnedOrder
 from moepass.runtime.transfer.link import Link, check_link_to
-from moepass.runtime.transfer.recording import current_recording
-from moepass.runtime.transfer.sources import MemorySource
+from moepass.runtime.transfer.stream_copier import StreamCopier
+from moepass.runtime.transfer.thread_copier import ThreadCopier
 
 # All bits set is a NaN in every floating type that experts come in: fp32, bf16, fp16, fp8 e4m3fn and e5m2.
 POISON_BYTE = 0xFF
@@ -35,28 +33,6 @@ _REENTERED = (
     "model while it ran, and its experts stream through one ring, which serves one run at a time; call the model after "
     "that run, or a second model that was offloaded by itself"
 )
-
-
-@dataclasses.dataclass
-class RingStatistics:
-    """What a ring did since it was made. `waited_seconds` is host time spent in acquire: on a CPU, the exposed time.
-
-    `copied_bytes` went into slots; `link_bytes` of them came over the link, the others from this rank's own shards.
-    With home `hybrid`, `staged_bytes` of what runs have used came from stages, `unstaged_bytes` past them from host
-    memory.
-
-    Slots that a run has done with are filled for the next run while this one ends: `ahead_used` of these copies were
-    what the next run asked for, `ahead_wasted` were not.
-    """
-
-    copies: int = 0
-    copied_bytes: int = 0
-    link_bytes: int = 0
-    waited_seconds: float = 0.0
-    ahead_used: int = 0
-    ahead_wasted: int = 0
-    staged_bytes: int = 0
-    unstaged_bytes: int = 0
 
 
 @dataclasses.dataclass
@@ -90,18 +66,18 @@ class Ring:
         slots: int,
         slot_bytes: int,
         device: torch.device,
-        link: Link,
+        copier: Copier,
         debug: bool = False,
         home: Home = _THIS_PROCESS,
     ) -> None:
         self.device = device
-        self.link = link
         self.home = home
         self.debug = debug
         self._turns = NonReentrantLock(_REENTERED)
         self._is_quiet = True
-        self.statistics = RingStatistics()
+        self._statistics = RingStatistics()
         self._buffers = _buffers(slots, slot_bytes, device)
+        self._copier = copier
         self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
         self._order = LearnedOrder()
         self._ahead: dict[int, Ahead] = {}
@@ -110,6 +86,12 @@ class Ring:
     @property
     def slots(self) -> int:
         return len(self._buffers)
+
+    @property
+    def statistics(self) -> RingStatistics:
+        """Up to now; on CUDA without waits that are not over yet."""
+        self._copier.settle(self._statistics)
+        return self._statistics
 
     @property
     def device_bytes(self) -> int:
@@ -183,7 +165,7 @@ class Ring:
 
     def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[torch.Tensor, ...]:
         """The bank's tensors, as views of the slot, once it is full. Raises CopyError where the copy failed."""
-        self._wait(filled)
+        self._copier.wait(filled, self._statistics)
         key = (self._buffer_of[slot], bank)
         if key not in self._views:
             memory = self._buffers[key[0]]
@@ -195,7 +177,7 @@ class Ring:
         buffer = self._buffer_of[slot]
         if self.debug:
             self._buffers[buffer].fill_(POISON_BYTE)
-        self._freed[buffer] = done = self._event()
+        self._freed[buffer] = done = self._copier.event()
         if last:
             self._free.append(buffer)
             self._fill_ahead(len(self._free) - 1, buffer)
@@ -208,7 +190,7 @@ class Ring:
 
     def reset(self) -> None:
         """Abandon what is under way after an exception, so that the next run finds a quiet ring."""
-        self._quiesce()
+        self._copier.quiesce()
         self._ahead.clear()
         self._order.forget_last()
         self._forget_runs()
@@ -221,7 +203,7 @@ class Ring:
         """
         for buffer in list(self._ahead):
             self._drop_ahead(buffer)
-        self._quiesce()
+        self._copier.quiesce()
         self._order = LearnedOrder()
         self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers))
 
@@ -249,41 +231,21 @@ class Ring:
         if ahead is None or ahead.contents != fetch.contents():
             self._drop_ahead(buffer)
             return None
-        self.statistics.ahead_used += 1
+        self._statistics.ahead_used += 1
         return self._ahead.pop(buffer).filled
 
     def _drop_ahead(self, buffer: int) -> None:
         ahead = self._ahead.pop(buffer, None)
         if ahead is not None:
-            self.statistics.ahead_wasted += 1
-            self._abandon(ahead.filled)
+            self._statistics.ahead_wasted += 1
+            self._copier.abandon(ahead.filled)
 
     def _copy(self, fetch: Fetch, buffer: int, after: object) -> object:
         self.home.copying(fetch.bank)
-        self.statistics.copies += 1
-        self.statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
-        self.statistics.link_bytes += sum(source.nbytes for source in fetch.sources if source.over_link)
-        return self._start_copy(fetch, self._buffers[buffer], after)
-
-    def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> object:
-        """Bring `fetch` into `memory` once `after` has happened, later than all copies before; gives "it is full"."""
-        raise NotImplementedError
-
-    def _wait(self, filled: object) -> None:
-        """Let nothing that is issued from now on run before `filled`."""
-        raise NotImplementedError
-
-    def _event(self) -> object:
-        """ "Everything issued so far has been done." """
-        raise NotImplementedError
-
-    def _abandon(self, filled: object) -> None:
-        """Nobody will wait for this copy."""
-        raise NotImplementedError
-
-    def _quiesce(self) -> None:
-        """Return when no copy is under way any more."""
-        raise NotImplementedError
+        self._statistics.copies += 1
+        self._statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
+        self._statistics.link_bytes += sum(source.nbytes for source in fetch.sources if source.over_link)
+        return self._copier.submit(fetch, self._buffers[buffer], after)
 
 
 def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:
@@ -293,119 +255,6 @@ def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Te
         return [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
 
-class CpuRing(Ring):
-    """Slots in ordinary memory, filled by a copy thread. Computation on a CPU is over when its call returns."""
-
-    def __init__(
-        self,
-        slots: int,
-        slot_bytes: int,
-        device: torch.device,
-        link: Link,
-        debug: bool = False,
-        home: Home = _THIS_PROCESS,
-    ) -> None:
-        super().__init__(slots, slot_bytes, device, link, debug, home)
-        self._copies = home.transport.copy_thread(link)
-        self._pending: list[PendingCopy] = []
-
-    def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> PendingCopy:
-        copy = self._copies.submit(self.home.transport.copy(fetch.bank, fetch.sources, memory))
-        self._pending.append(copy)
-        recording = current_recording()
-        if recording is not None:
-            recording.add_copy(copy, self.link.is_emulated)
-        return copy
-
-    def _wait(self, filled: object) -> None:
-        assert isinstance(filled, PendingCopy)
-        started = time.perf_counter()
-        filled.wait()
-        self.statistics.waited_seconds += time.perf_counter() - started
-        self.statistics.staged_bytes += filled.staged_bytes
-        self.statistics.unstaged_bytes += filled.unstaged_bytes
-        self._pending.remove(filled)
-        recording = current_recording()
-        if recording is not None:
-            # Also those that the run before has started.
-            recording.add_copy(filled, self.link.is_emulated)
-            recording.add("wait", filled.label, COMPUTE, started)
-
-    def _event(self) -> object:
-        return "done"
-
-    def _abandon(self, filled: object) -> None:
-        assert isinstance(filled, PendingCopy)
-        filled.abandon()
-        self._pending.remove(filled)
-
-    def _quiesce(self) -> None:
-        for copy in self._pending:
-            copy.abandon()
-        for copy in self._pending:
-            copy.end()
-        self._pending.clear()
-
-
-class CudaRing(Ring):
-    """Slots in device memory, filled on a copy stream of their own; events order it against the compute stream."""
-
-    def __init__(
-        self,
-        slots: int,
-        slot_bytes: int,
-        device: torch.device,
-        link: Link,
-        debug: bool = False,
-        home: Home = _THIS_PROCESS,
-    ) -> None:
-        check_link_to(device, link)
-        if not home.transport.is_one_sided:
-            raise OptionError(
-                f"transport is {home.transport.name!r}, which exists for device cpu only so far; the device is {device}"
-            )
-        super().__init__(slots, slot_bytes, device, link, debug, home)
-        self._stream = torch.cuda.Stream(device)
-        # Before the first copy: the allocator may hand out memory that the current stream has not finished with.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    def _start_copy(self, fetch: Fetch, memory: torch.Tensor, after: object) -> torch.cuda.Event:
-        with torch.cuda.stream(self._stream):
-            if isinstance(after, torch.cuda.Event):
-                self._stream.wait_event(after)
-            for source in fetch.sources:
-                assert isinstance(source, MemorySource), "what else there is does not come to CUDA yet"
-                for piece in source.pieces:
-                    part = memory.narrow(0, piece.slot_offset_bytes, piece.nbytes)
-                    part.copy_(source.memory.narrow(0, piece.source_offset_bytes, piece.nbytes), non_blocking=True)
-            filled = torch.cuda.Event()
-            filled.record(self._stream)
-        return filled
-
-    def _wait(self, filled: object) -> None:
-        assert isinstance(filled, torch.cuda.Event)
-        torch.cuda.current_stream(self.device).wait_event(filled)
-
-    def _event(self) -> torch.cuda.Event:
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
-        return done
-
-    def _abandon(self, filled: object) -> None:
-        """A copy on a stream cannot be stopped; the next one into the same slot runs behind it."""
-
-    def _quiesce(self) -> None:
-        self._stream.synchronize()
-        # Kernels under way may still read slots whose release the exception prevented.
-        torch.cuda.current_stream(self.device).synchronize()
-
-    def __del__(self) -> None:
-        # The allocator must not hand the slots out again while a copy writes into them.
-        stream = getattr(self, "_stream", None)
-        if stream is not None:
-            stream.synchronize()
-
-
 def make_ring(
     slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False, home: Home = _THIS_PROCESS
 ) -> Ring:
@@ -413,7 +262,18 @@ def make_ring(
 
     Raises InputError where the device is not there or no ring exists for its kind.
     """
-    kinds: dict[str, type[Ring]] = {"cpu": CpuRing, "cuda": CudaRing}
-    if device.type not in kinds:
-        raise InputError(f"device is {device}; experts stream to {' or '.join(kinds)}")
-    return kinds[device.type](slots, slot_bytes, device, link, debug, home)
+    return Ring(slots, slot_bytes, device, make_copier(device, link, home), debug, home)
+
+
+def make_copier(device: torch.device, link: Link, home: Home) -> Copier:
+    """What copies banks of `home` to `device`. Raises InputError and OptionError where nothing does."""
+    check_link_to(device, link)
+    if device.type == "cpu":
+        return ThreadCopier(home.transport, link)
+    if device.type != "cuda":
+        raise InputError(f"device is {device}; experts stream to cpu or cuda")
+    if not home.transport.is_one_sided:
+        raise OptionError(
+            f"transport is {home.transport.name!r}, which exists for device cpu only so far; the device is {device}"
+        )
+    return StreamCopier(device)

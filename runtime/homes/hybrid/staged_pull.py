@@ -149,9 +149,10 @@ class StagedCopy(PendingCopy):
 
     def _copy_slices(self, peer_link: BusyLink) -> None:
         patience = self._transport.patience(sum(source.nbytes for source in self.sources))
-        for source, offset, size, target in slices_in_turn(self.sources, self.slot):
+        for source, offset, size, place in slices_in_turn(self.sources, self.slot):
             if self.abandoned.is_set():
                 return
+            target = self.slot.data_ptr() + place
             assert isinstance(source, StagedSource), "with home hybrid every rank has stages"
             began = self._copy_staged(source, offset, size, target, patience)
             if began is not None:

@@ -26,8 +26,10 @@ class Event:
     is_recorded = False
     has_happened = False
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, enable_timing: bool = False) -> None:
         self._cuda = cuda
+        self._is_timed = enable_timing
+        self._moment = 0
 
     def record(self, stream: Stream) -> None:
         assert not self.is_recorded
@@ -36,6 +38,22 @@ class Event:
 
     def _happen(self) -> None:
         self.has_happened = True
+        self._moment = self._cuda.moment
+
+    def query(self) -> bool:
+        return self.has_happened
+
+    def synchronize(self) -> None:
+        while not self.has_happened:
+            self._cuda.run_one()
+
+    def elapsed_time(self, later: Event) -> float:
+        """In milliseconds: as many as pieces of work were done between the two."""
+        assert self._is_timed
+        assert later._is_timed
+        assert self.has_happened
+        assert later.has_happened
+        return float(later._moment - self._moment)
 
 
 @dataclasses.dataclass
@@ -75,6 +93,7 @@ class FakeCuda:
 
     def __init__(self, random: random.Random) -> None:
         self._random = random
+        self.moment = 0
         self.compute = Stream(self)
         self._current = self.compute
         self._streams = [self.compute]
@@ -103,6 +122,7 @@ class FakeCuda:
         ready = self._ready()
         assert ready, "streams wait for each other"
         work = self._random.choice(ready).queue.popleft()
+        self.moment += 1
         with torch._C.DisableTorchFunction():
             work.run()
 
@@ -114,7 +134,8 @@ class FakeCuda:
         replaced = {
             "Stream": self.stream,
             # A class, because the ring asks what is an event.
-            "Event": type("Event", (Event,), {"__init__": lambda event: Event.__init__(event, self)}),
+            "Event": type("Event", (Event,), {"__init__": lambda event, **how: Event.__init__(event, self, **how)}),
+            "synchronize": lambda device=None: self.finish(),
             "current_stream": lambda device=None: self._current,
             "stream": self._on,
         }

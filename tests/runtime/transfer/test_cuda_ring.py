@@ -15,13 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
+import moepass
 from moepass.models.errors import OptionError
 from moepass.passes.ir.plan import GatherSignature
+from moepass.passes.ir.timeline import COMPUTE, COPY
 from moepass.runtime.banks.banks import Bank
+from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.transfer import ring as ring_module
+from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.link import Link, parse_link
-from moepass.runtime.transfer.ring import CudaRing
+from moepass.runtime.transfer.ring import Ring, make_copier, make_ring
+from moepass.runtime.transfer.stream_copier import StreamCopier
 
 CPU = torch.device("cpu")
 
@@ -39,6 +44,10 @@ def _used_buffers(slots: int, slot_bytes: int, device: torch.device) -> list[tor
     return buffers
 
 
+def _ring(slots: int) -> Ring:
+    return Ring(slots, SLOT_BYTES, CPU, StreamCopier(CPU), debug=True)
+
+
 def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int]) -> list[str]:
     """Of a ring that runs over the banks `runs` in that `order`: what was read and is not the bank that was asked for.
 
@@ -52,7 +61,7 @@ def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int])
 
     with FakeCuda(random.Random(seed)).installed() as cuda:
         with mock.patch.object(ring_module, "_buffers", _used_buffers):
-            ring = CudaRing(slots, SLOT_BYTES, CPU, Link(), debug=True)
+            ring = _ring(slots)
         for number in order:
             run = number % len(runs)
             banks = [BANKS[index] for index in runs[run]]
@@ -72,38 +81,42 @@ def test_every_bank_is_read_as_it_is(seed: int, slots: int, runs: list[list[int]
     assert _wrong_reads(seed, slots, runs, order) == []
 
 
-def _copy_at_once(ring: CudaRing, fetch: Fetch, memory: torch.Tensor, after: object) -> object:
-    return _start_copy(ring, fetch, memory, None)
+def _copy_at_once(copier: StreamCopier, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
+    return _submit(copier, fetch, slot, None)
 
 
-def _copy_on_a_new_stream(ring: CudaRing, fetch: Fetch, memory: torch.Tensor, after: object) -> object:
-    ring._stream = torch.cuda.Stream(CPU)
-    return _start_copy(ring, fetch, memory, after)
+def _copy_on_a_new_stream(copier: StreamCopier, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
+    copier._stream = torch.cuda.Stream(CPU)
+    return _submit(copier, fetch, slot, after)
 
 
 def _do_not_wait(waiting: object, awaited: object) -> None:
     pass
 
 
-_start_copy = CudaRing._start_copy
+def _wait_for_nothing(copier: StreamCopier, filled: object, statistics: object) -> None:
+    pass
+
+
+_submit = StreamCopier.submit
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "broken"),
     [
-        (CudaRing, "_start_copy", _copy_at_once),
-        (CudaRing, "_start_copy", _copy_on_a_new_stream),
-        (CudaRing, "_wait", _do_not_wait),
+        (StreamCopier, "submit", _copy_at_once),
+        (StreamCopier, "submit", _copy_on_a_new_stream),
+        (StreamCopier, "wait", _wait_for_nothing),
         (Stream, "wait_stream", _do_not_wait),
     ],
 )
 def test_the_emulation_notices_an_order_that_is_missing(owner: type, method: str, broken: Callable[..., Any]) -> None:
     runs, order = [[0, 1, 2, 3], [3, 1, 0]], [0, 0, 1, 0, 1, 1, 0]
     with mock.patch.object(owner, method, broken):
-        assert any(_wrong_reads(seed, 2, runs, order) for seed in range(40))
+        assert any(_wrong_reads(seed, 2, runs, order) for seed in range(120))
 
 
-def _fail_in_a_run(ring: CudaRing) -> None:
+def _fail_in_a_run(ring: Ring) -> None:
     with ring.run("first", GatherSignature(slots=2)):
         ring.prefetch([BANKS[0].shard], BANKS[0].spec, 0, None)
         raise ZeroDivisionError
@@ -111,7 +124,7 @@ def _fail_in_a_run(ring: CudaRing) -> None:
 
 def test_an_interrupted_run_leaves_a_quiet_ring() -> None:
     with FakeCuda(random.Random(0)).installed() as cuda:
-        ring = CudaRing(2, SLOT_BYTES, CPU, Link(), debug=True)
+        ring = _ring(2)
         with pytest.raises(ZeroDivisionError):
             _fail_in_a_run(ring)
         assert cuda.is_idle
@@ -119,4 +132,31 @@ def test_an_interrupted_run_leaves_a_quiet_ring() -> None:
 
 def test_links_are_not_emulated_on_a_gpu() -> None:
     with pytest.raises(OptionError, match="exists for device cpu only"):
-        CudaRing(2, SLOT_BYTES, torch.device("cuda", 0), parse_link("emulate:1e9"))
+        make_ring(2, SLOT_BYTES, torch.device("cuda", 0), parse_link("emulate:1e9"))
+
+
+def test_waits_and_copies_are_timed_by_events() -> None:
+    """One slot: each copy begins when the computation before it is done, and the next computation waits for it."""
+    banks = [BANKS[0], BANKS[1], BANKS[2]]
+    with FakeCuda(random.Random(0)).installed() as cuda, moepass.record_timeline() as recording:
+        ring = _ring(1)
+        recording.now(torch.device("cuda", 0))
+        run_banks(ring, 0, banks, 1, lambda *read: [cuda.issue(lambda: None) for _ in range(5)])
+        cuda.finish()
+        statistics = ring.statistics
+    assert statistics.waited_seconds > 0
+    timeline = recording.timeline
+    copies, waits = timeline.on(COPY), timeline.on(COMPUTE)
+    assert [event.layer for event in waits] == [bank.spec.name for bank in banks]
+    assert {event.layer for event in copies} >= {bank.spec.name for bank in banks}
+    assert sum(event.seconds for event in waits) == pytest.approx(statistics.waited_seconds)
+    ends = {event.layer: event.end_seconds for event in copies}
+    assert all(event.end_seconds >= ends[event.layer] for event in waits[1:])
+    assert timeline.source == "measured"
+
+
+def test_a_transport_that_needs_all_ranks_does_not_come_to_cuda() -> None:
+    home = Home()
+    home.transport = CollectiveTransport(Link())
+    with pytest.raises(OptionError, match="exists for device cpu only so far"):
+        make_copier(torch.device("cuda", 0), Link(), home)

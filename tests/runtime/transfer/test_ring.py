@@ -15,7 +15,8 @@ from moepass.passes.ir.plan import BankSpec, TensorSpec
 from moepass.runtime.banks.banks import ALIGNMENT_BYTES, Bank, pack_bank
 from moepass.runtime.transfer.copying import SLICE_BYTES, CopyError, CopyThread, PendingCopy
 from moepass.runtime.transfer.link import Link, parse_link
-from moepass.runtime.transfer.ring import CpuRing, make_ring
+from moepass.runtime.transfer.ring import Ring, make_ring
+from moepass.runtime.transfer.thread_copier import ThreadCopier
 
 CPU = torch.device("cpu")
 
@@ -25,10 +26,8 @@ def _bank(index: int = 0, count: int = 1000, value: float = 1.0) -> Bank:
     return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
 
 
-def _ring(slots: int = 2, link: Link = Link(), debug: bool = False, slot_bytes: int = 1 << 14) -> CpuRing:  # noqa: B008
-    ring = make_ring(slots, slot_bytes, CPU, link, debug)
-    assert isinstance(ring, CpuRing)
-    return ring
+def _ring(slots: int = 2, link: Link = Link(), debug: bool = False, slot_bytes: int = 1 << 14) -> Ring:  # noqa: B008
+    return make_ring(slots, slot_bytes, CPU, link, debug)
 
 
 def test_a_packed_bank_gives_its_tensors_back() -> None:
@@ -108,10 +107,11 @@ def test_reset_abandons_copies_quickly_and_the_ring_goes_on() -> None:
     assert time.perf_counter() - started < 5
     assert all(copy.finished.is_set() for copy in pending)
     fast = _bank(1, value=5.0)
-    ring._copies.link  # noqa: B018  the thread is still the same one
     copy = PendingCopy(fast.shard, torch.empty_like(fast.shard), "x")
     copy.abandon()
-    ring._copies.submit(copy).wait()
+    copier = ring._copier
+    assert isinstance(copier, ThreadCopier)
+    copier._thread.submit(copy).wait()  # the thread is still the same one
 
 
 @pytest.mark.parametrize("nbytes", [1, SLICE_BYTES - 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES])

@@ -1,0 +1,62 @@
+"""What differs by device in a ring: how bytes come into a slot beside the computation, and how one waits for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from moepass.runtime.transfer.learned_order import Fetch
+
+
+@dataclasses.dataclass
+class RingStatistics:
+    """What a ring did since it was made. `waited_seconds` is the exposed time: how long the computation waited for
+    banks, on a CPU by the host's clock, on CUDA by events of the compute stream.
+
+    `copied_bytes` went into slots; `link_bytes` of them came over the link, the others from this rank's own shards.
+    With home `hybrid`, `staged_bytes` of what runs have used came from stages, `unstaged_bytes` past them from host
+    memory.
+
+    Slots that a run has done with are filled for the next run while this one ends: `ahead_used` of these copies were
+    what the next run asked for, `ahead_wasted` were not.
+    """
+
+    copies: int = 0
+    copied_bytes: int = 0
+    link_bytes: int = 0
+    waited_seconds: float = 0.0
+    ahead_used: int = 0
+    ahead_wasted: int = 0
+    staged_bytes: int = 0
+    unstaged_bytes: int = 0
+
+
+class Copier:
+    """Fills slots in the order of `submit`, later than all copies before.
+
+    `filled` is what `submit` gave; an event is what `event` gave, or None for "at once".
+    """
+
+    def submit(self, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
+        """Bring `fetch` into `slot`, flat uint8, once the event `after` has happened; gives `filled`."""
+        raise NotImplementedError
+
+    def wait(self, filled: object, statistics: RingStatistics) -> None:
+        """Let nothing that is issued from now on run before `filled`. Raises CopyError where the copy failed."""
+        raise NotImplementedError
+
+    def event(self) -> object:
+        """ "Everything issued so far has been done." """
+        raise NotImplementedError
+
+    def abandon(self, filled: object) -> None:
+        """Nobody will wait for this copy."""
+        raise NotImplementedError
+
+    def quiesce(self) -> None:
+        """Return when no copy is under way any more, and nothing that was issued reads a slot."""
+        raise NotImplementedError
+
+    def settle(self, statistics: RingStatistics) -> None:
+        """Add to `statistics` what is known of waits only now."""

@@ -1,0 +1,90 @@
+"""Copies on a CUDA stream of their own, into slots in device memory; events order them against the compute stream."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from moepass.passes.ir.timeline import COMPUTE
+from moepass.runtime.transfer.copier import Copier, RingStatistics
+from moepass.runtime.transfer.copying import check_slot, slices_in_turn
+from moepass.runtime.transfer.learned_order import Fetch
+from moepass.runtime.transfer.recording import current_recording, recorded_event
+from moepass.runtime.transfer.sources import MemorySource
+
+
+class StreamCopy:
+    """A copy that was issued: its name, and the events around it on the copy stream."""
+
+    def __init__(self, label: str, began: torch.cuda.Event, filled: torch.cuda.Event) -> None:
+        self.label = label
+        self.filled = filled
+        self.performed = (began, filled)
+
+    def end(self) -> None:
+        """Block until the slot is full."""
+        self.filled.synchronize()
+
+
+class StreamCopier(Copier):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        # Before the first copy: the allocator may hand out memory that the current stream has not finished with.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        # When the compute stream came to a wait, and when it went on.
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def submit(self, fetch: Fetch, slot: torch.Tensor, after: object) -> StreamCopy:
+        check_slot(fetch.sources, slot)
+        for source in fetch.sources:
+            source.check_bounds()
+        with torch.cuda.stream(self._stream):
+            if isinstance(after, torch.cuda.Event):
+                self._stream.wait_event(after)
+            began = recorded_event(self._stream)
+            for source, offset, size, place in slices_in_turn(fetch.sources, slot):
+                assert isinstance(source, MemorySource), "what else there is does not come to CUDA yet"
+                slot.narrow(0, place, size).copy_(source.memory.narrow(0, offset, size), non_blocking=True)
+            copy = StreamCopy(fetch.bank.name, began, recorded_event(self._stream))
+        recording = current_recording()
+        if recording is not None:
+            recording.add_copy(copy, is_emulated=False)
+        return copy
+
+    def wait(self, filled: object, statistics: RingStatistics) -> None:
+        assert isinstance(filled, StreamCopy)
+        self.settle(statistics)
+        compute = torch.cuda.current_stream(self._device)
+        came = recorded_event(compute)
+        compute.wait_event(filled.filled)
+        went_on = recorded_event(compute)
+        self._waits.append((came, went_on))
+        recording = current_recording()
+        if recording is not None:
+            recording.add_copy(filled, is_emulated=False)
+            recording.add("wait", filled.label, COMPUTE, came, went_on)
+
+    def event(self) -> torch.cuda.Event:
+        return recorded_event(torch.cuda.current_stream(self._device))
+
+    def abandon(self, filled: object) -> None:
+        """A copy on a stream cannot be stopped; the next one into the same slot runs behind it."""
+
+    def quiesce(self) -> None:
+        self._stream.synchronize()
+        # Kernels under way may still read slots whose release the exception prevented.
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def settle(self, statistics: RingStatistics) -> None:
+        """Waits that are over are added up; the host does not wait for the others."""
+        while self._waits and self._waits[0][1].query():
+            came, went_on = self._waits.popleft()
+            statistics.waited_seconds += came.elapsed_time(went_on) / 1e3
+
+    def __del__(self) -> None:
+        # The allocator must not hand the slots out again while a copy writes into them.
+        stream = getattr(self, "_stream", None)
+        if stream is not None:
+            stream.synchronize()
