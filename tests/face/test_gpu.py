@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import moepass
 from moepass.models.testing.moe_stack import StackConfig, build_stack
+from moepass.passes.ir.timeline import COMPUTE, COPY
 from moepass.runtime.homes.adopted_banks import adopted_banks
 from moepass.runtime.ranks.checksum import checksum
 
@@ -58,6 +59,23 @@ def test_inductor_streams_too(no_grad: None) -> None:
     compiled = torch.compile(model, backend="asyncep")
     for _ in range(3):
         torch.testing.assert_close(compiled(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_timeline_shows_copies_beside_segments_and_what_is_exposed(no_grad: None) -> None:
+    device = torch.device("cuda", 0)
+    model, inputs = _stack(device), tokens().to(device)
+    store = moepass.offload_experts(model).store
+    compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"})
+    compiled(inputs)
+    before = store.ring().statistics.waited_seconds
+    with moepass.record_timeline() as recording:
+        compiled(inputs)
+    timeline = recording.timeline
+    assert timeline.source == "measured"
+    assert len([event for event in timeline.on(COMPUTE) if event.op == "wait"]) == 4
+    assert {event.layer for event in timeline.on(COPY)} == {bank.spec.name for bank in store.banks}
+    assert all(event.seconds > 0 for event in timeline.on(COPY))
+    assert store.ring().statistics.waited_seconds - before == pytest.approx(timeline.seconds("wait"), rel=1e-3)
 
 
 def _join(rank: int, store: str, ranks: int) -> torch.device:
