@@ -69,7 +69,7 @@ class BlockDecisions:
         """
         with self._lock:
             keys = _keys(own)
-            unknown = [key for key in keys if key not in self._decided and not self._stays(key[0])]
+            unknown = [key for key in keys if key not in self._decided and self._why_stays(key[0]) is None]
             if unknown and not (self._is_alone and not own.takes):
                 self._meet(group, own, texts_of, timeout_s)
             left = {name: self._why_left(name, signature) for name, signature in keys if signature}
@@ -142,7 +142,7 @@ class BlockDecisions:
 
     def _remember(self, proposals: Sequence[Proposal], left: Mapping[str, str]) -> None:
         keys = {key for proposal in proposals for key in _keys(proposal)}
-        left = {name: self._why_left(name, "") for name, _ in keys if self._stays(name)} | dict(left)
+        left = {name: reason for name, _ in keys if (reason := self._why_stays(name)) is not None} | dict(left)
         for name, signature in keys:
             reason = left.get(name) or (None if signature else _why_nobody_takes(name, proposals))
             self._decided[name, signature] = reason
@@ -153,13 +153,14 @@ class BlockDecisions:
         # A rank that cannot take such a block in another graph either need not ask again.
         self._decided |= {(name, ""): reason for name, reason in left.items()}
 
-    def _stays(self, name: str) -> bool:
-        """Whether a block of that name was decided on and never taken: the same on all ranks that met so far."""
-        return (name, "") in self._decided and name not in self._taken
+    def _why_stays(self, name: str) -> str | None:
+        """Why a block of that name, which was decided on and never taken, stays as it comes; the same on all ranks."""
+        return None if name in self._taken else self._decided.get((name, ""))
 
     def _why_left(self, name: str, signature: str) -> str | None:
-        if (name, signature) not in self._decided and self._stays(name):
-            return f"{_STAYS}{self._decided[name, '']}"
+        stays = self._why_stays(name)
+        if (name, signature) not in self._decided and stays is not None:
+            return f"{_STAYS}{stays}"
         return self._decided.get((name, signature))
 
     def _change(self, own: Proposal) -> str | None:
@@ -170,9 +171,9 @@ class BlockDecisions:
                     f"block {block.name}, which all ranks took before, stays as it came in this graph, because "
                     f"{block.reason}"
                 )
-        for block in own.takes:
-            if block.name in self._taken and " ".join(own.signatures(block.name)) not in self._taken[block.name]:
-                return f"block {block.name}, which all ranks took before, computes otherwise in this graph"
+        for name in dict.fromkeys(block.name for block in own.takes):
+            if name in self._taken and " ".join(own.signatures(name)) not in self._taken[name]:
+                return f"block {name}, which all ranks took before, computes otherwise in this graph"
         return None
 
     def _go_alone(self, own: Proposal, reason: str) -> None:
