@@ -38,7 +38,7 @@ from moepass.runtime.system.forking import renew_after_fork
 from moepass.runtime.system.tensor_memory import memory_of, sampled_bytes
 
 _COMPARISON = (
-    "all ranks had come to a run whose inputs are compared, because parameters changed on some rank, or it has debug on: "
+    "all ranks had come to a run whose inputs are compared, since parameters changed on some rank or it has debug on: "
     "a rank that is missing failed since then, see its output"
 )
 

@@ -9,8 +9,8 @@ import torch
 # The storage that a tensor lies in, and where in it. Unique only while a StorageWeakRef to that storage exists.
 Memory = tuple[int, int]
 
-# [Empirical] Of each sample, this many pieces of this many bytes: 200 tensors are read in a third of a millisecond.
-_PIECES, _PIECE_BYTES = 4, 64
+# [Empirical] Bytes of each of the three pieces of a sample: 200 tensors are read in a quarter of a millisecond.
+_PIECE_BYTES = 96
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
@@ -20,13 +20,19 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 def sampled_bytes(tensor: torch.Tensor) -> bytes:
     """Some bytes of a tensor on a CPU, from its first to its last: a few hundred, or all of a smaller one.
 
-    Read past torch, whose operators take ten times as long for so little.
+    Read past torch, whose operators take several times as long for so little.
     """
-    if tensor.numel() == 0:
-        return b""
-    places = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    nbytes, address = places * tensor.itemsize, tensor.data_ptr()
-    if nbytes <= _PIECES * _PIECE_BYTES:
+    nbytes, address = _extent_bytes(tensor), tensor.data_ptr()
+    if nbytes <= 3 * _PIECE_BYTES:
         return ctypes.string_at(address, nbytes)
-    step = (nbytes - _PIECE_BYTES) // (_PIECES - 1)
-    return b"".join(ctypes.string_at(address + piece * step, _PIECE_BYTES) for piece in range(_PIECES))
+    last = nbytes - _PIECE_BYTES
+    read = ctypes.string_at
+    return read(address, _PIECE_BYTES) + read(address + last // 2, _PIECE_BYTES) + read(address + last, _PIECE_BYTES)
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """From the first element of a tensor to the last, in memory."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
