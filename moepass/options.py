@@ -25,14 +25,16 @@ class Options:
 
     lower      how segments are compiled: "inductor" (default), or "eager": operator by operator, bit-identical
     disable    names of passes to leave out
-    debug      fill released slots with NaN, so that a read after a release shows in the output
+    debug      fill released slots with NaN, so that a read after a release shows in the output;
+               where ranks add up results, compare what tokens are computed from in every run
     dump       a folder: the graph before and after every pass, and the plan as JSON, are written there
 
     For models that run with expert parallelism; where `offload_experts` was called, these are arguments of it:
 
     slots      slots of the ring that the experts of all ranks stream through, 2 by default
     link       "real" (default), or "emulate:BYTES_PER_S" (CPU only)
-    timeout_s  seconds that ranks wait for each other, 60 by default: in the first run, with "collective" in every run
+    timeout_s  seconds that ranks wait for each other, 60 by default: in the first run; in every run with "collective"
+               and where ranks add up results (all_reduce)
     transport  "pull" (default): ranks on one machine copy when they like; or "collective": all gather together
     all_to_all_below
                tokens per rank, in the mean over ranks, below which a run exchanges tokens as the model itself does,

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from moepass.models.errors import InputError
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.source_lines import input_name
-from moepass.passes.ir.plan import BankSpec, Plan
+from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan
 from moepass.passes.ir.protocol import Agree, Group
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
 from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_by_group
@@ -29,7 +29,7 @@ from moepass.runtime.homes.device_home import check_transport_to
 from moepass.runtime.ranks.agreement import RunCheck, taken_blocks
 from moepass.runtime.ranks.decisions import decisions_of, has_others
 from moepass.runtime.ranks.eager_watch import refuse_eager_stance
-from moepass.runtime.ranks.replicas import ReplicaCheck, replica_check_of
+from moepass.runtime.ranks.replicas import ReplicaCheck
 from moepass.runtime.torch_private import suppresses_errors
 from moepass.runtime.transfer.link import check_link_to
 from moepass.runtime.transfer.ring import Ring
@@ -75,7 +75,8 @@ def run_checks(
 ) -> list[Callable[[], None]]:
     """What comes before each run of `captured`, of which ranks agreed on `plan`, and raises where it must not be.
 
-    It compares the run with those of the other ranks, if need be; where there is a dispatch, ranks agree anyway.
+    It compares the run with those of the other ranks, if need be; where there is a dispatch or a `replica_check`, ranks
+    agree anyway.
     """
     exchanges = _shared_exchanges(captured, groups)
     checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.localised else []
@@ -83,6 +84,7 @@ def run_checks(
         checks += [
             RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_CROSSOVER), timeout_s)
             for name, found in exchanges.items()
+            if name not in {block.group for block in _relying(plan)}
         ]
     return checks
 
@@ -109,7 +111,7 @@ def dispatching(
     (name,) = {bank.group for bank in plan.banks}
 
     def register(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        adopted_banks(_group(name), device).register_dispatched(banks, parts)
+        adopted_banks(_group(name), device).register_agreed(banks, parts)
 
     blocks = taken_blocks(plan.localised)
     return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s, blocks)
@@ -130,6 +132,8 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: 
 
     def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring, list[BankSpec]]:
         group = _group(name)
+        if _relying(plan):
+            adopted_banks(group, device).register_agreed(banks, parts)
         return adopted_banks(group, device).adopt(group, banks, parts, options, debug)
 
     return adopt
@@ -137,7 +141,7 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: 
 
 def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, debug: bool) -> ReplicaCheck | None:
     """What tells whether ranks hold the same tokens where the plan relies on it; None where it does not."""
-    relying = [block for block in plan.localised if block.tokens]
+    relying = _relying(plan)
     if not relying:
         return None
     (group_name,) = {block.group for block in relying}
@@ -145,7 +149,14 @@ def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, d
     places = {name: place for place, name in enumerate(nodes)}
     inputs = {places[name]: input_name(nodes[name]) for name in plan.replicated}
     signature = " ".join(block.signature for block in relying)
-    return replica_check_of(functools.partial(_group, group_name), inputs, signature, options.timeout_s, debug)
+    blocks = taken_blocks([block for block in plan.localised if block.group == group_name])
+    group = functools.partial(_group, group_name)
+    return ReplicaCheck(group, inputs, signature, blocks, options.timeout_s, debug)
+
+
+def _relying(plan: Plan) -> list[LocalisedBlock]:
+    """The blocks that need the same tokens on all ranks."""
+    return [block for block in plan.localised if block.tokens]
 
 
 def _group(name: str) -> ProcessGroup:

@@ -94,10 +94,6 @@ class CapturedFallback:
         """
         return self._check.difference(arguments, [part for of_bank in parts for part in of_bank])
 
-    def moved(self, arguments: Sequence[Any], parts: Sequence[Sequence[Any]]) -> None:
-        """The parameters of a run that followed the schedule lie elsewhere from now on."""
-        self._check.moved(arguments, [part for of_bank in parts for part in of_bank])
-
     def run(self, *arguments: Any) -> Any:
         self.statistics.exchanged_runs += 1
         return self._form.run(arguments, read_sizes(self._sources, arguments))

@@ -326,8 +326,6 @@ class Executor:
                 ring.reserve(self.plan.slots, 0)
             # The memory of these tensors may be another one now.
             memories = self._memories(arguments)
-            if self._fallback is not None:
-                self._fallback.moved(arguments, parts)
             if memories not in self._adopted:
                 remark = f"here for {', '.join(spec.name for spec in specs)}" if specs else ""
                 bound = bind(self._top, dict(zip(self._parts, specs, strict=True)), ring, remark)

@@ -144,7 +144,7 @@ class ParameterBanks:
         self._known: dict[BankKey, AdoptedBank] = {}
         # Banks of graphs with a dispatch, met for or not: ranks agree on each of their runs. Their storages keep the
         # keys unique.
-        self._dispatched: dict[BankKey, tuple[StorageWeakRef, ...]] = {}
+        self._agreed: dict[BankKey, tuple[StorageWeakRef, ...]] = {}
         self._next_index = 0
         self._uses_of_name: dict[str, int] = {}
         self._is_drop_due = False
@@ -186,16 +186,16 @@ class ParameterBanks:
                     # Their memory may be another one now.
                     key = _key(bank.spec, parts[number])
                     self._known[key] = bank
-                    if self._dispatched.pop(keys[number], None) is not None:
-                        self._dispatched[key] = bank.storages
+                    if self._agreed.pop(keys[number], None) is not None:
+                        self._agreed[key] = bank.storages
             return self._ring_for(debug), [found[key].spec for key in keys]
 
-    def register_dispatched(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    def register_agreed(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         """From now on ranks agree on each run of these banks, which are adopted later, when a run gathers them."""
         with self._locked():
             for bank, tensors in zip(banks, parts, strict=True):
                 storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
-                self._dispatched[_key(bank, tensors)] = storages
+                self._agreed[_key(bank, tensors)] = storages
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -283,10 +283,11 @@ class ParameterBanks:
         values = (value for _, value in model.named_parameters(remove_duplicate=False))
         memories = [memory_of(value.to_local() if hasattr(value, "to_local") else value) for value in values]
         with self._locked():
-            if any(memory in memories for _, of_tensors in self._dispatched for memory in of_tensors):
+            if any(memory in memories for _, of_tensors in self._agreed for memory in of_tensors):
                 raise InputError(
-                    f"{type(model).__name__} is compiled with all_to_all_below, where all ranks agree on each run: let "
-                    "a rank without work call the model itself, with no tokens, in place of gather_only_step"
+                    f"{type(model).__name__} is compiled with all_to_all_below, or its ranks add up the results of "
+                    "their experts, so that all of them agree on each run: let a rank without work call the model "
+                    "itself in place of gather_only_step, with no tokens, or with those of all where they add up"
                 )
             of_memory = {parts[0]: bank.spec for (_, parts), bank in self._known.items()}
         return [of_memory[memory] for memory in memories if memory in of_memory]
@@ -313,9 +314,9 @@ class ParameterBanks:
 
     def _drop_gone(self) -> None:
         self._is_drop_due = False
-        self._dispatched = {
+        self._agreed = {
             key: storages
-            for key, storages in self._dispatched.items()
+            for key, storages in self._agreed.items()
             if not any(storage.expired() for storage in storages)
         }
         gone = [key for key, bank in self._known.items() if bank.is_gone]

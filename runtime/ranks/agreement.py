@@ -2,9 +2,9 @@
 
 An exchange needs all ranks, and each knows its own tokens only. So where a plan has a dispatch, every run begins with
 a few bytes from every rank to every other, over gloo connections of the group's own: no device waits for them, and
-every wait ends. So does every run where ranks may otherwise run different experts at a time (`RunCheck`). What follows
-is computed alike on all ranks, from what was agreed alone; the last form of the group's runs, by which a form stays
-near the crossover, is a part of that.
+every wait ends. So does every run where ranks may otherwise run different experts at a time (`RunCheck`), and every one
+that relies on equal tokens (`replicas.py`). What follows is computed alike on all ranks, from what was agreed alone;
+the last form of the group's runs, by which a form stays near the crossover, is a part of that.
 
 Which of a rank's graphs takes part does not matter: ranks compile for different shapes.
 """
@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -42,6 +43,8 @@ _DIGITS = 12
 
 # In the place of the tokens below which runs are exchanged, where none are.
 _NO_CROSSOVER = -1
+# In the place of a meeting, where none tells whether the inputs of a run are those of the other ranks.
+NEVER_COMPARED = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,8 @@ class RunVote:
     """What a rank comes with: its tokens in a block, the crossover of its graph, and the blocks that are about to run.
 
     `blocks` are these in words that ranks which run the same have in common. Where the crossover `is_estimated`, both
-    are in units of it, so that it is 1.
+    are in units of it, so that it is 1. `compared_in` is the number of the meeting in which the inputs of the run, as
+    they are, were compared with those of the other ranks; 0 where nobody needs to know.
     """
 
     tokens: float
@@ -57,6 +61,7 @@ class RunVote:
     hysteresis: float
     blocks: tuple[str, ...]
     is_estimated: bool = False
+    compared_in: int = 0
 
     @staticmethod
     def of(dispatch: Dispatch, tokens: float, blocks: tuple[str, ...]) -> RunVote:
@@ -67,7 +72,13 @@ class RunVote:
 
     def encode(self) -> torch.Tensor:
         digest = hashlib.sha256("\n".join(self.blocks).encode()).digest()[:6]
-        numbers = [self.tokens, self.crossover_tokens, self.hysteresis, int.from_bytes(digest, "big")]
+        numbers = [
+            self.tokens,
+            self.crossover_tokens,
+            self.hysteresis,
+            int.from_bytes(digest, "big"),
+            self.compared_in,
+        ]
         return torch.tensor(numbers, dtype=torch.float64)
 
 
@@ -86,10 +97,14 @@ class Agreement:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
 
-    def compare(self, blocks: tuple[str, ...], timeout_s: float) -> None:
-        """Let ranks see that all of them are about to run the same blocks. Raises PeerError as `agree` does."""
+    def compare(self, blocks: tuple[str, ...], timeout_s: float, compared_in: int = 0) -> bool:
+        """Let ranks see that all of them are about to run the same blocks. Raises PeerError as `agree` does.
+
+        True where also all come with the same `compared_in`, and none with NEVER_COMPARED.
+        """
         with self._lock:
-            self._exchange(RunVote(0.0, _NO_CROSSOVER, 0.0, blocks), timeout_s)
+            present = self._exchange(RunVote(0.0, _NO_CROSSOVER, 0.0, blocks, compared_in=compared_in), timeout_s)
+        return compared_in != NEVER_COMPARED and all(numbers[-1] == compared_in for numbers in present)
 
     def agree(self, own: RunVote, timeout_s: float) -> str:
         """The form of the next run, the same on all ranks.
@@ -121,10 +136,11 @@ class Agreement:
         connections.check()
         found = {rank: torch.empty_like(sent) for rank in connections.others}
         late = (
-            f"did not come to agree on a run within {timeout_s:g} s. With all_to_all_below, and where a group runs "
-            "layers of one name with different experts, or some layers with exchanges and others without, every rank "
-            "of the group calls its compiled model equally often, as the exchanges of the model itself need it: with "
-            "no tokens if it has none; give ranks that compile longer than others a longer timeout_s"
+            f"did not come to agree on a run within {timeout_s:g} s. With all_to_all_below, where ranks add up the "
+            "results of their experts (all_reduce), and where a group runs layers of one name with different experts, "
+            "or some layers with exchanges and others without, every rank of the group calls its compiled model "
+            "equally often, as the exchanges of the model itself need it: with no tokens if it has none, and with the "
+            "tokens of all where they add up; give ranks that compile longer than others a longer timeout_s"
         )
         try:
             connections.exchange(
@@ -151,10 +167,15 @@ class Agreement:
             if not torch.distributed.is_gloo_available():
                 raise InputError(
                     "ranks agree on each run of these layers over gloo, which this build of torch lacks; leave "
-                    "all_to_all_below out, and let layers of one name compute the same"
+                    "all_to_all_below out, let layers of one name compute the same, and disable "
+                    "eliminate_expert_parallelism where ranks add up the results of their experts (all_reduce)"
                 )
+            rendezvous = Rendezvous(self._store, self.rank, self.size, timeout_s, MEETING)
+            # Who is missing, gloo would not tell.
+            rendezvous.publish("first word on a run", self.rank)
+            deque(rendezvous.read_all("first word on a run", int, check=lambda: None), maxlen=0)
             self._connections = Connections(
-                Rendezvous(self._store, self.rank, self.size, timeout_s, MEETING),
+                rendezvous,
                 "agreements",
                 "agreements on runs",
                 f"this process was forked from rank {self.rank}, and has no part in what its ranks agree on before "
@@ -165,8 +186,8 @@ class Agreement:
 
 def _difference(present: Sequence[Sequence[float]], own_rank: int, own_blocks: Sequence[str]) -> str | None:
     """What ranks do not have in common; where it is the blocks, with those of this rank."""
-    for rank, (_, crossover, hysteresis, blocks) in enumerate(present):
-        _, first_crossover, first_hysteresis, first_blocks = present[0]
+    for rank, (_, crossover, hysteresis, blocks, _) in enumerate(present):
+        _, first_crossover, first_hysteresis, first_blocks, _ = present[0]
         if blocks != first_blocks:
             return (
                 f"rank {rank} is about to run other layers than rank 0, or the same with other experts, or cuts the "

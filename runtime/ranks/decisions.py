@@ -5,7 +5,8 @@ block that two ranks take with different experts would be wrong. So every rank t
 comes here before anything is compiled, whatever it found in it, and all come out with the same decision.
 
 A decision holds for the life of the group. A rank that captures the same block again, for another shape, keeps it and
-waits for nobody.
+waits for nobody. Where nobody took a block it stays as it came in every graph to come, even in one in which it could be
+taken, as for another branch of the model: ranks that run their old graphs exchange, and would not hear of it.
 
 Several layers can have one name, where they are compiled one by one, and one layer can be captured in several ways,
 where a Python flag chooses what its experts compute. Once ranks took such a name in two ways, or left some exchanges
@@ -35,6 +36,8 @@ MEETING = (
     "every rank of the group must compile its model with backend='asyncep' and run it, the same layers in the same "
     "order: a rank that runs a model or a part of it uncompiled stays behind"
 )
+
+_STAYS = "all ranks left it as it came in a graph that they compiled before, and leave it in all graphs since: "
 
 # What the digests `experts` and `tokens` of a block are made of.
 Texts = tuple[Sequence[str], Sequence[str]]
@@ -66,10 +69,10 @@ class BlockDecisions:
         """
         with self._lock:
             keys = _keys(own)
-            unknown = [key for key in keys if key not in self._decided]
+            unknown = [key for key in keys if key not in self._decided and self._why_stays(key[0]) is None]
             if unknown and not (self._is_alone and not own.takes):
                 self._meet(group, own, texts_of, timeout_s)
-            left = {name: self._decided.get((name, signature)) for name, signature in keys if signature}
+            left = {name: self._why_left(name, signature) for name, signature in keys if signature}
             return {name: reason for name, reason in left.items() if reason is not None}
 
     def must_agree(self, own: Proposal) -> bool:
@@ -91,18 +94,15 @@ class BlockDecisions:
         if skip_abandoned(store, rank) and not own.takes:
             self._go_alone(own, "they came before this rank, and left")
             return
+        changed = self._change(own)
+        is_dispensable = not own.takes and changed is None
+        title = MEETING if changed is None else f"{MEETING}. On rank {rank} {changed}"
         try:
-            rendezvous = Rendezvous(store, rank, size, timeout_s, MEETING, is_dispensable=not own.takes)
+            rendezvous = Rendezvous(store, rank, size, timeout_s, title, is_dispensable)
             rendezvous.publish("list of blocks", own)
             found = dict(rendezvous.read_all("list of blocks", Proposal, check=lambda: None))
         except PeerError as error:
-            taken_before = [block for block in own.leaves if self._was_taken(block.name)]
-            if taken_before:
-                raise PeerError(
-                    f"{error} (block {taken_before[0].name}, which all ranks took before, stays as it came in this "
-                    f"graph, because {taken_before[0].reason})"
-                ) from error
-            if own.takes:
+            if not is_dispensable:
                 raise
             self._go_alone(own, str(error))
             return
@@ -141,8 +141,11 @@ class BlockDecisions:
         return reasons
 
     def _remember(self, proposals: Sequence[Proposal], left: Mapping[str, str]) -> None:
-        for name, signature in {key for proposal in proposals for key in _keys(proposal)}:
-            reason = self._decided[name, signature] = left.get(name, None if signature else "")
+        keys = {key for proposal in proposals for key in _keys(proposal)}
+        left = {name: reason for name, _ in keys if (reason := self._why_stays(name)) is not None} | dict(left)
+        for name, signature in keys:
+            reason = left.get(name) or (None if signature else _why_nobody_takes(name, proposals))
+            self._decided[name, signature] = reason
             if reason is None:
                 self._taken[name].add(signature)
             else:
@@ -150,13 +153,43 @@ class BlockDecisions:
         # A rank that cannot take such a block in another graph either need not ask again.
         self._decided |= {(name, ""): reason for name, reason in left.items()}
 
-    def _was_taken(self, name: str) -> bool:
-        return any(known == name and reason is None for (known, _), reason in self._decided.items())
+    def _why_stays(self, name: str) -> str | None:
+        """Why a block of that name, which was decided on and never taken, stays as it comes; the same on all ranks."""
+        return None if name in self._taken else self._decided.get((name, ""))
+
+    def _why_left(self, name: str, signature: str) -> str | None:
+        stays = self._why_stays(name)
+        if (name, signature) not in self._decided and stays is not None:
+            return f"{_STAYS}{stays}"
+        return self._decided.get((name, signature))
+
+    def _change(self, own: Proposal) -> str | None:
+        """What of `own` is not as all ranks had it before, in words; None where nothing is."""
+        for block in own.leaves:
+            if block.name in self._taken:
+                return (
+                    f"block {block.name}, which all ranks took before, stays as it came in this graph, because "
+                    f"{block.reason}"
+                )
+        for name in dict.fromkeys(block.name for block in own.takes):
+            if name in self._taken and " ".join(own.signatures(name)) not in self._taken[name]:
+                return f"block {name}, which all ranks took before, computes otherwise in this graph"
+        return None
 
     def _go_alone(self, own: Proposal, reason: str) -> None:
         """Nothing that this rank does depends on the others: its graphs stay as they came."""
         self._is_alone = True
         logger.warning("blocks that run as they came could not be compared with the other ranks: %s", reason)
+
+
+def _why_nobody_takes(name: str, proposals: Sequence[Proposal]) -> str:
+    reasons = [
+        f"rank {rank} cannot take it: {block.reason}"
+        for rank, proposal in enumerate(proposals)
+        for block in proposal.leaves
+        if block.name == name
+    ]
+    return reasons[0] if reasons else "no rank finds a block there"
 
 
 def _keys(proposal: Proposal) -> list[tuple[str, str]]:

@@ -1,10 +1,13 @@
-"""A rank that Dynamo sends to eager mode is an error at once, on all ranks.
+"""A rank that Dynamo sends to eager mode is an error at once, on all ranks; so is one that met nobody.
 
 Where a graph's exchanges were taken out, no rank joins them any more. A rank whose model Dynamo stops compiling, since
 it was compiled too often, would run them again, uncompiled, and wait for nobody. It gets an error in their place; the
 others find it in the store of the group before a later run. (A function that Dynamo cannot capture for another shape
 still has its parts compiled, which come to `decisions.py`.) Where `torch.compiler.set_stance` sends new shapes
 to eager mode, no code of ours runs when that happens, so a run before is refused.
+
+A rank that waited for others in vain, because of something that it alone compiled or brought, was computing with them
+until then: what they made of its experts may be wrong. They find that out in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from moepass.models.errors import InputError
-from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.ranks.rendezvous import PeerError, why_ended
 from moepass.runtime.torch_private import (
     compiled_code,
     eager_stance,
@@ -85,18 +88,24 @@ class FailureLook:
         self._next_look = 0.0
 
     def check(self) -> None:
-        """Raises PeerError with what the first rank that failed said."""
+        """Raises PeerError with what the first rank said that failed, or that waited for others in vain."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
         try:
             text = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
+            ended = why_ended(self._store)
         except DistError:  # whoever held the store has ended; whether well or badly, others tell
             self._next_look = float("inf")
             return
         if text is not None:
             raise PeerError(text)
+        if ended is not None:
+            raise PeerError(
+                "the ranks of this group missed each other, so that what they computed since may be wrong: "
+                f"{ended}; start all ranks again, or let all of them use a new process group"
+            )
 
 
 def refuse_eager_stance() -> None:

@@ -5,7 +5,8 @@ one word in the store, which the first says who knows. So a rank that comes late
 does not take what they left behind for an agreement.
 
 What one rank did not come to in time, another may have tried twice: the ranks cannot know any more which of their
-meetings belong together. So that is the end for their group, and every later meeting says at once why.
+meetings belong together. So that is the end for their group, and every later meeting says at once why. Ranks that only
+run what they compiled before look for it too (`eager_watch.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Rendezvous:
         self.title = title
         self._is_dispensable = is_dispensable
         with _store_errors():
-            ended = store.get(_ENDED).decode() if store.check([_ENDED]) else None
+            ended = why_ended(store)
         if ended is not None:
             raise PeerError(
                 f"the ranks of this group missed each other before, and cannot meet any more: {ended}; start all ranks "
@@ -64,9 +65,10 @@ class Rendezvous:
             )
         skip_abandoned(store, rank)
         with _store_errors():
-            number = store.add(_counter(rank), 1)
+            # The same on all ranks of a meeting, and in no other one of this group.
+            self.number = store.add(_counter(rank), 1)
         self._group_store = store
-        self._store = PrefixStore(_meeting(number), store)
+        self._store = PrefixStore(_meeting(self.number), store)
 
     def publish(self, what: str, record: object) -> None:
         """Let the other ranks read `record` as this rank's `what`."""
@@ -101,7 +103,7 @@ class Rendezvous:
     def end(self, reason: str) -> str:
         """Let no meeting of this group's ranks be any more, because of `reason` unless there was one before; gives it.
 
-        Before every meeting ranks look for it, in a meeting they do not.
+        Before every meeting ranks look for it, and now and then before a run; in a meeting they do not.
         """
         with _store_errors():
             ended: bytes = self._group_store.compare_set(_ENDED, "", reason)
@@ -144,7 +146,8 @@ class Rendezvous:
             if time.monotonic() > deadline:
                 missing = [str(other) for other in self._others() if not self._is_there(_key(what, other))]
                 ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
-                self._give_up(what, f"{ranks} did not publish a {what} within {self.timeout_s:g} s; {self.title}")
+                text = f"{ranks} did not publish a {what} within {self.timeout_s:g} s; {self.title}"
+                self._give_up(what, f"{text} (rank {self.rank} waited)")
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
 
@@ -180,6 +183,11 @@ def _counter(rank: int) -> str:
 
 def _meeting(number: int) -> str:
     return f"moepass/{number}"
+
+
+def why_ended(store: Store) -> str | None:
+    """Why the ranks of this store cannot meet any more, or None. Raises DistError where the store is gone."""
+    return store.get(_ENDED).decode() if store.check([_ENDED]) else None
 
 
 def skip_abandoned(store: Store, rank: int) -> bool:

@@ -2,12 +2,24 @@
 
 Results of masked experts may be added up over ranks only if every rank has the same tokens, experts and weights. The
 ranks compared how these are computed when they compiled. What they are computed from, parameters, buffers and inputs,
-they compare here: by checksums, in the first run of a graph, and in every run under `debug`.
+they compare here, by checksums: in the first run of a graph, in the next one after parameters changed on any rank, and
+in every run while any rank has `debug` on.
+
+What happens on one rank the others cannot know, so ranks tell each other in every run: a few bytes, which name the
+comparison that the rank's parameters are known from. Where these are not the same on all ranks, all compare. All ranks
+run such a graph equally often, since its tokens are everybody's.
+
+What tells that a parameter changed:
+
+memory    where it lies
+version   torch counts writes in place; not those through `.data` or numpy, by `dist.recv` or `dist.broadcast`, nor any
+          to an inference tensor
+sample    of a parameter on a CPU: a few hundred bytes. Weights that were loaded or received show, a few numbers of a
+          large parameter may not. On other devices, for which the host would have to wait, there is none
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,28 +31,65 @@ from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.passes.parallel.proposals import explain_difference
+from moepass.runtime.ranks.agreement import NEVER_COMPARED, agreement_of
 from moepass.runtime.ranks.checksum import checksum
-from moepass.runtime.ranks.decisions import MEETING
 from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.system.forking import renew_after_fork
-from moepass.runtime.system.tensor_memory import memory_of
+from moepass.runtime.system.tensor_memory import memory_of, sampled_bytes
 
-logger = logging.getLogger("moepass")
+_COMPARISON = (
+    "all ranks had come to a run whose inputs are compared, since parameters changed on some rank or it has debug on: "
+    "a rank that is missing failed since then, see its output"
+)
 
 
 class _State(NamedTuple):
-    """The experts and other parameters of a run, and what tells whether they are those of another, unchanged."""
+    """The experts and other parameters of a run, and what tells them from others, and whether they were changed."""
 
     tensors: tuple[torch.Tensor, ...]
     key: object
+    contents: object
+
+
+class _Compared(NamedTuple):
+    """What ranks found in the meeting `number`, for parameters with these `contents`: what differed, or None."""
+
+    number: int
+    difference: str | None
+    contents: object
+    storages: tuple[StorageWeakRef, ...]
+
+    @property
+    def is_alive(self) -> bool:
+        return not any(storage.expired() for storage in self.storages)
+
+
+class Comparisons:
+    """Those of the ranks of one group, as one of them knows them: the last for each graph and its parameters."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._last: dict[object, _Compared] = {}
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        self.lock = threading.Lock()
+
+    def find(self, state: _State) -> _Compared | None:
+        """That of these parameters, unless one of them changed since."""
+        found = self._last.get(state.key)
+        return found if found is not None and found.is_alive and found.contents == state.contents else None
+
+    def remember(self, state: _State, number: int, difference: str | None) -> None:
+        storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in state.tensors)
+        living = {key: compared for key, compared in self._last.items() if compared.is_alive}
+        self._last = {**living, state.key: _Compared(number, difference, state.contents, storages)}
 
 
 class ReplicaCheck:
-    """Compares the inputs of a graph that its replicated tokens are computed from.
+    """Compares the inputs of one graph that its replicated tokens are computed from.
 
-    `inputs` are their places among the graph's inputs, with words for each; `signature` tells graphs apart that compute
-    differently. Graphs with the same of both share one (`replica_check_of`): a rank that captures its model again,
-    alone, knows what ranks found before.
+    A rank that captures its model again, alone, knows what ranks found before: comparisons belong to the group.
     """
 
     def __init__(
@@ -48,84 +97,75 @@ class ReplicaCheck:
         group: Callable[[], ProcessGroup],
         inputs: Mapping[int, str],
         signature: str,
+        blocks: tuple[str, ...],
         timeout_s: float,
         debug: bool,
     ) -> None:
+        """`inputs` are their places among the graph's inputs, with words for each; `signature` tells graphs apart that
+        compute differently. `blocks` are those that the graph runs without exchanges, in words that all ranks have in
+        common.
+        """
         self._group = group
         self._inputs = dict(sorted(inputs.items()))
         self._signature = signature
+        self._blocks = blocks
         self._timeout_s = timeout_s
         self._debug = debug
-        # By experts and other parameters, as they were then: what kept ranks from having the same tokens, or None.
-        self._found: dict[object, tuple[str | None, tuple[StorageWeakRef, ...]]] = {}
-        self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
 
     def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> str | None:
         """What differs between ranks, in the same words on all; None where nothing does.
 
-        `experts` are this rank's tensors of the banks. Waits for the other ranks in the first run with these and with
-        the parameters among `arguments`, in the first after one of the latter was written in place, and under `debug`
-        in every one until something differed. Raises PeerError where ranks do not come within the timeout.
+        `experts` are this rank's tensors of the banks. Waits for the other ranks to come to the same run, and for their
+        checksums where these are needed. Raises PeerError where ranks are about to run different blocks, are gone, or
+        do not come within the timeout.
         """
+        group = self._group()
+        comparisons = comparisons_of(group)
         state = self._state(arguments, experts)
-        with self._lock:
-            known = self._found.get(state.key)
-            if known is not None and any(storage.expired() for storage in known[1]):
-                known = None
-            if known is not None and (known[0] is not None or not self._debug):
-                return known[0]
-            found = self._compare(arguments)
-            self._remember(state, found)
-            return found
-
-    def moved(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> None:
-        """These, in which nothing differed, lie elsewhere from now on."""
-        with self._lock:
-            self._remember(self._state(arguments, experts), None)
+        with comparisons.lock:
+            known = comparisons.find(state)
+            is_enough = known is not None and not (self._debug and known.difference is None)
+            compared_in = known.number if known is not None and is_enough else NEVER_COMPARED
+            # The meeting is the same on all ranks, and so is what they found in it.
+            if agreement_of(group).compare(self._blocks, self._timeout_s, compared_in) and known is not None:
+                return known.difference
+            number, difference = self._compare(group, arguments)
+            comparisons.remember(state, number, difference)
+            return difference
 
     def _state(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> _State:
         values = (arguments[place] for place in self._inputs)
         parameters = [value for value in values if isinstance(value, torch.nn.Parameter)]
         # What is written into experts is not looked for here: see MutationGuard.
-        written = [0 if parameter.is_inference() else parameter._version for parameter in parameters]
         tensors = (*experts, *parameters)
-        return _State(tensors, (*map(memory_of, tensors), *written))
+        key = self._signature, tuple(self._inputs.items()), *map(memory_of, tensors)
+        versions = [0 if parameter.is_inference() else parameter._version for parameter in parameters]
+        samples = [sampled_bytes(parameter) for parameter in parameters if parameter.device.type == "cpu"]
+        return _State(tensors, key, (versions, hash(b"".join(samples))))
 
-    def _remember(self, state: _State, found: str | None) -> None:
-        storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in state.tensors)
-        living = {key: value for key, value in self._found.items() if not any(item.expired() for item in value[1])}
-        self._found = {**living, state.key: (found, storages)}
-
-    def _compare(self, arguments: Sequence[Any]) -> str | None:
-        group = self._group()
+    def _compare(self, group: ProcessGroup, arguments: Sequence[Any]) -> tuple[int, str | None]:
+        """The number of the meeting, and what differs."""
         own = [self._signature] + [f"{words}: {describe(arguments[place])}" for place, words in self._inputs.items()]
         rendezvous = Rendezvous(
-            c10d._get_process_group_store(group), group.rank(), group.size(), self._timeout_s, MEETING
+            c10d._get_process_group_store(group), group.rank(), group.size(), self._timeout_s, _COMPARISON
         )
-        rendezvous.publish("checksums of inputs", own)
-        found = dict(rendezvous.read_all("checksums of inputs", list[str], check=lambda: None))
+        rendezvous.publish("list of checksums", own)
+        found = dict(rendezvous.read_all("list of checksums", list[str], check=lambda: None))
         found[group.rank()] = own
-        return explain_difference([found[rank] for rank in sorted(found)], "the inputs that it is computed from")
+        by_rank = [found[rank] for rank in sorted(found)]
+        return rendezvous.number, explain_difference(by_rank, "the inputs that it is computed from")
 
 
-_checks: weakref.WeakKeyDictionary[ProcessGroup, dict[object, ReplicaCheck]] = weakref.WeakKeyDictionary()
-_checks_lock = threading.Lock()
+_comparisons: weakref.WeakKeyDictionary[ProcessGroup, Comparisons] = weakref.WeakKeyDictionary()
+_comparisons_lock = threading.Lock()
 
 
-def replica_check_of(
-    group: Callable[[], ProcessGroup], inputs: Mapping[int, str], signature: str, timeout_s: float, debug: bool
-) -> ReplicaCheck:
-    """The check of all graphs that give the same of these; it lives as long as the group."""
-    key = signature, tuple(sorted(inputs.items())), timeout_s, debug
-    with _checks_lock:
-        known = _checks.setdefault(group(), {})
-        if key not in known:
-            known[key] = ReplicaCheck(group, inputs, signature, timeout_s, debug)
-        return known[key]
+def comparisons_of(group: ProcessGroup) -> Comparisons:
+    """Those of `group`, which live as long as the group."""
+    with _comparisons_lock:
+        if group not in _comparisons:
+            _comparisons[group] = Comparisons()
+        return _comparisons[group]
 
 
 def describe(value: Any) -> str:

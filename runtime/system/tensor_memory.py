@@ -1,12 +1,38 @@
-"""Where a tensor lies: what tells one parameter from another, whatever object stands for it."""
+"""Where a tensor lies: what tells one parameter from another, whatever object stands for it. And what lies there."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 
 # The storage that a tensor lies in, and where in it. Unique only while a StorageWeakRef to that storage exists.
 Memory = tuple[int, int]
 
+# [Empirical] Bytes of each of the three pieces of a sample: 200 tensors are read in a quarter of a millisecond.
+_PIECE_BYTES = 96
+
 
 def memory_of(tensor: torch.Tensor) -> Memory:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def sampled_bytes(tensor: torch.Tensor) -> bytes:
+    """Some bytes of a tensor on a CPU, from its first to its last: a few hundred, or all of a smaller one.
+
+    Read past torch, whose operators take several times as long for so little.
+    """
+    nbytes, address = _extent_bytes(tensor), tensor.data_ptr()
+    if nbytes <= 3 * _PIECE_BYTES:
+        return ctypes.string_at(address, nbytes)
+    last = nbytes - _PIECE_BYTES
+    read = ctypes.string_at
+    return read(address, _PIECE_BYTES) + read(address + last // 2, _PIECE_BYTES) + read(address + last, _PIECE_BYTES)
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """From the first element of a tensor to the last, in memory."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from moepass.models.testing.moe_stack import MoELayer, build_stack
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.runtime.ranks import replicas
 from moepass.runtime.ranks.rendezvous import PeerError
 
 on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
@@ -122,26 +124,44 @@ def test_under_debug_every_run_is_compared() -> None:
     assert run_ranks(2, _inputs_differ_later, False) == [[], []]
 
 
-def _compiles_again_alone() -> float:
+def _compiles_again_alone() -> int:
+    """Both ranks run the model equally often, as they must; the second compiles it twice."""
     model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
-    with torch.no_grad(), moepass.record_compilations() as compilations:
+    with torch.no_grad(), moepass.record_compilations() as compilations, _counted_checksums() as counted:
         expected = model(hidden)
-        torch.testing.assert_close(
-            compile_whole(model, debug=False, timeout_s=20)(hidden), expected, rtol=1e-5, atol=1e-5
-        )
-        dist.barrier()
-        started = time.monotonic()
+        compiled = compile_whole(model, debug=False, timeout_s=20)
+        # Adopted experts lie elsewhere in the second run.
+        for _ in range(2):
+            torch.testing.assert_close(compiled(hidden), expected, rtol=1e-5, atol=1e-5)
+        before = len(counted)
         if dist.get_rank() == 1:
             torch._dynamo.reset()
-            again = compile_whole(model, debug=False, timeout_s=20)
-            torch.testing.assert_close(again(hidden), expected, rtol=1e-5, atol=1e-5)
-            assert len(compilations) == 2
-        return time.monotonic() - started
+            compiled = compile_whole(model, debug=False, timeout_s=20)
+        torch.testing.assert_close(compiled(hidden), expected, rtol=1e-5, atol=1e-5)
+    assert len(counted) == before > 0
+    return len(compilations)
+
+
+@contextmanager
+def _counted_checksums() -> Iterator[list[Any]]:
+    """What this rank makes checksums of."""
+    counted: list[Any] = []
+    real = replicas.describe
+
+    def describe(value: Any) -> str:
+        counted.append(value)
+        return real(value)
+
+    replicas.describe = describe
+    try:
+        yield counted
+    finally:
+        replicas.describe = real
 
 
 @on_ranks
-def test_a_rank_that_compiles_again_alone_waits_for_nobody() -> None:
-    assert max(run_ranks(2, _compiles_again_alone)) < 19
+def test_a_rank_that_compiles_again_alone_compares_nothing_again() -> None:
+    assert run_ranks(2, _compiles_again_alone) == [1, 2]
 
 
 def _one_bank_and_three_routers(is_odd: bool) -> tuple[bool, list[str]]:
@@ -171,41 +191,121 @@ def test_the_routers_of_layers_that_share_experts_are_all_compared(is_odd: bool)
         assert all("router" in reason for reason in reasons)
 
 
-def _all_write_into_their_routers() -> None:
-    model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
-    with torch.no_grad(), moepass.record_compilations() as compilations:
-        compiled = compile_whole(model, debug=False, timeout_s=20)
-        for _ in range(3):
-            expected = model(hidden)
-            torch.testing.assert_close(compiled(hidden), expected, rtol=1e-5, atol=1e-5)
-            dist.barrier()
-            model.moe[1].router.weight.add_(0.5)
-    assert not compilations[0].plan.refusals
+def _change(router: nn.Module, what: str) -> None:
+    """What may happen to the weights of a router between two runs, on one of two ranks or on both."""
+    rank, weight = dist.get_rank(), router.weight
+    other = weight.detach().flip(0) * 2.0
+    if what == "all write":
+        weight.add_(0.5)
+    elif what == "one loads and sends" and rank == 0:
+        weight.copy_(other)
+    elif what == "one copies what it has" and rank == 1:
+        weight.copy_(weight.clone())
+    elif what == "one moves what it has" and rank == 1:
+        weight.data = weight.data.clone()
+    elif what == "one writes" and rank == 1:
+        weight.add_(other)
+    elif what == "one receives" and rank == 1:
+        dist.recv(weight, 0)
+    elif what == "one receives":
+        dist.send(other, 1)
+    elif what == "one writes into its data" and rank == 1:
+        weight.data.copy_(other)
+    if what == "one loads and sends":
+        dist.broadcast(weight, 0)
+
+
+def _change_later(what: str, is_inference: bool = False) -> tuple[list[str], list[int]]:
+    """The third of five runs comes after the change; how many checksums were made in each."""
+    with torch.inference_mode(is_inference):
+        model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
+    is_debugging = what == "one debugs" and dist.get_rank() == 0
+    checksums = []
+    with (
+        torch.inference_mode() if is_inference else torch.no_grad(),
+        moepass.record_compilations() as compilations,
+        _counted_checksums() as counted,
+    ):
+        compiled = compile_whole(model, debug=is_debugging, timeout_s=10)
+        for run in range(5):
+            if run == 2:
+                _change(model.moe[1].router, what)
+            before = len(counted)
+            torch.testing.assert_close(compiled(hidden), model(hidden), rtol=1e-5, atol=1e-5)
+            checksums.append(len(counted) - before)
+    return [refusal.reason for refusal in compilations[0].plan.refusals], checksums
+
+
+EQUAL = ["all write", "one loads and sends", "one copies what it has", "one moves what it has", "one debugs"]
+DIFFERENT = ["one writes", "one receives", "one writes into its data"]
 
 
 @on_ranks
-def test_routers_that_are_written_in_place_are_compared_again() -> None:
-    run_ranks(2, _all_write_into_their_routers)
+@pytest.mark.parametrize("what", EQUAL)
+def test_what_happens_on_one_rank_alone_lets_all_compare_again(what: str) -> None:
+    """Equal weights stay equal, whoever wrote them: no rank waits for another alone."""
+    (refusals, checksums), others = run_ranks(2, _change_later, what)
+    assert (refusals, checksums) == others
+    assert not refusals
+    assert checksums[2] > 0
+    assert (checksums[3] > 0, checksums[4] > 0) == ((what == "one debugs"), (what == "one debugs"))
 
 
-def _one_writes_into_its_router() -> str:
+@on_ranks
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_router_that_differs_later_keeps_the_all_reduce_from_that_run_on(what: str) -> None:
+    (refusals, checksums), others = run_ranks(2, _change_later, what)
+    assert (refusals, checksums) == others
+    assert len(refusals) == SMALL.layers
+    assert all("differ between ranks: `" in reason and "router" in reason for reason in refusals)
+    assert checksums[2] > 0
+    assert checksums[3:] == [0, 0]
+
+
+@on_ranks
+def test_parameters_that_count_no_writes_are_compared_again_too() -> None:
+    (refusals, _), _ = run_ranks(2, _change_later, "one writes into its data", True)
+    assert len(refusals) == SMALL.layers
+
+
+def _one_goes_back_to_what_was_compared() -> None:
+    """A rank knows what came of earlier weights, but the others have new ones."""
+    model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
+    router = model.moe[1].router
+    first, second = router.weight, nn.Parameter(router.weight.flip(0) * 2.0, requires_grad=False)
+    with torch.no_grad():
+        compiled = compile_whole(model, debug=False, timeout_s=10)
+        # Which of the two each rank has: taken, refused, taken, refused.
+        for choice in [(first, first), (first, first), (second, first), (second, second), (first, second)]:
+            router.weight = choice[dist.get_rank()]
+            torch.testing.assert_close(compiled(hidden), model(hidden), rtol=1e-5, atol=1e-5)
+
+
+@on_ranks
+def test_ranks_rely_on_the_same_comparison() -> None:
+    run_ranks(2, _one_goes_back_to_what_was_compared)
+
+
+def _one_stays_away() -> str:
     model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
     with torch.no_grad():
-        compiled = compile_whole(model, debug=False, timeout_s=4)
+        compiled = compile_whole(model, debug=False, timeout_s=2)
         compiled(hidden)
         dist.barrier()
         if dist.get_rank() == 0:
+            dist.barrier()
             return ""
-        model.moe[1].router.weight.add_(0.5)
         with pytest.raises(PeerError) as caught:
             compiled(hidden)
+        dist.barrier()
     return str(caught.value)
 
 
 @on_ranks
-def test_a_router_that_one_rank_writes_in_place_is_an_error_there() -> None:
-    _, text = run_ranks(2, _one_writes_into_its_router)
-    assert text.startswith("rank 0 did not publish a checksums of inputs within 4 s")
+def test_a_rank_that_stays_away_from_a_run_is_named() -> None:
+    _, text = run_ranks(2, _one_stays_away)
+    assert text.startswith("rank 0 did not come to agree on a run within 2 s. ")
+    assert "where ranks add up the results of their experts" in text
 
 
 class _AfterAnExchange(nn.Module):

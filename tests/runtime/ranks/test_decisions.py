@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from adopted_stacks import SMALL, compile_whole, hidden_rows
 from ranks import run_ranks
+from torch import nn
 from torch.nn import functional as F
 
 import moepass
@@ -23,6 +24,7 @@ from moepass.passes.ir.plan import LocalisedBlock
 from moepass.passes.parallel import eliminate_expert_parallelism as eliminate_expert_parallelism
 from moepass.passes.parallel.proof.mock_run import ContractBroken
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
+from moepass.runtime.ranks.decisions import BlockDecisions
 from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
@@ -280,3 +282,54 @@ def _the_next_model_is_taken() -> None:
 @pytest.mark.slow
 def test_a_rank_that_waits_in_vain_with_nothing_to_take_can_meet_the_others_later() -> None:
     run_ranks(2, _the_next_model_is_taken)
+
+
+class _BranchesOnBatchSize(nn.Module):
+    """A layer that cannot be taken for large batches, whose weights depend on the ids; for small ones it could be."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.router, self.experts = layer.router, layer.experts
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        ids, weights = self.router(hidden_states)
+        if hidden_states.shape[0] > 4:
+            weights = weights * (ids >= 0)
+        output: torch.Tensor = self.experts(hidden_states, ids, weights)
+        return output
+
+
+def _one_comes_to_the_other_branch(counts: list[list[int]]) -> list[dict[str, str]]:
+    model = build_stack(SMALL, "all_gather")
+    for number in range(SMALL.layers):
+        model.moe[number] = _BranchesOnBatchSize(model.moe[number])
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        compiled = compile_whole(model, timeout_s=3)
+        for step, tokens in enumerate(counts):
+            hidden = hidden_rows(SMALL, tokens[dist.get_rank()], step)
+            torch.testing.assert_close(compiled(hidden), model(hidden))
+    assert not any(compilation.plan.banks for compilation in compilations)
+    return [_refusals([compilation]) for compilation in compilations]
+
+
+def test_what_all_ranks_left_one_rank_leaves_for_its_other_shapes_too() -> None:
+    """Even where it could take it in another branch: the others run their graphs with the exchange in it."""
+    own, _ = run_ranks(2, _one_comes_to_the_other_branch, [[8, 8], [2, 8], [2, 8], [2, 2], [8, 2]])
+    assert len(own) > 1
+    assert own[0].keys() == own[-1].keys() == set(BLOCKS)
+    for name in BLOCKS:
+        assert "all ranks left it as it came in a graph that they compiled before" in own[-1][name]
+
+
+def test_what_was_left_stays_left_whatever_else_is_decided() -> None:
+    decisions = BlockDecisions()
+    decisions._remember([_proposal(leaves=("a",)), _proposal(leaves=("a",))], {})
+    # Without a group: nobody meets.
+    (reason,) = decisions.decide(None, _proposal("a"), None, 0.0).values()  # type: ignore[arg-type]
+    assert reason.startswith("all ranks left it as it came in a graph that they compiled before, ")
+    assert reason.endswith(": rank 0 cannot take it: it is odd")
+    assert not decisions.must_agree(_proposal(leaves=("a",)))
+    # Where something else has to be compared, all ranks come with it, and it is left all the same.
+    decisions._remember([_proposal("a", "b"), _proposal("a", "b")], {})
+    assert decisions.decide(None, _proposal("a", "b"), None, 0.0).keys() == {"a"}  # type: ignore[arg-type]
+    assert decisions.must_agree(_proposal(leaves=("a",)))

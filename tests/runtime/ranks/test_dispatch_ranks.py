@@ -347,18 +347,21 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_timeout_on_all() -> No
     assert 3.0 <= waited < 10
 
 
-def _no_work() -> str:
-    model = build_stack(ONE, "all_to_all")
+def _no_work(form: str, options: dict[str, Any]) -> str:
+    model = build_stack(ONE, form)
     with torch.no_grad():
-        compile_whole(model, all_to_all_below=10)(hidden_rows(SMALL, 8, 0))
+        compile_whole(model, **options)(hidden_rows(SMALL, 8, 0))
         with pytest.raises(moepass.InputError) as caught:
             moepass.gather_only_step(model)
     return str(caught.value)
 
 
-def test_a_rank_without_work_runs_the_model() -> None:
-    for text in run_ranks(2, _no_work):
-        assert text.startswith("MoEStack is compiled with all_to_all_below, where all ranks agree on each run")
+@pytest.mark.parametrize(
+    ("form", "options"), [("all_to_all", {"all_to_all_below": 10}), ("all_reduce", {"transport": "collective"})]
+)
+def test_a_rank_without_work_runs_the_model(form: str, options: dict[str, Any]) -> None:
+    for text in run_ranks(2, _no_work, form, options):
+        assert text.startswith("MoEStack is compiled with all_to_all_below, or its ranks add up the results of")
 
 
 def _work(connection: Connection, store: str, rank: int) -> None:

@@ -21,6 +21,7 @@ from moepass.models.reference.grouped_experts import grouped_product
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.ir.plan import LocalisedBlock
 from moepass.passes.parallel.proposals import Proposal, RefusedBlock
+from moepass.runtime.ranks import eager_watch
 from moepass.runtime.ranks.decisions import BlockDecisions
 from moepass.runtime.ranks.rendezvous import PeerError
 
@@ -134,6 +135,39 @@ def test_runs_that_ranks_agree_on_anyway_are_compared_too() -> None:
     for *before, last in run_ranks(2, _switched_where_runs_are_agreed_on, kinds):
         assert before == ["right", "right"]
         assert "about to run other layers than rank 0" in last
+
+
+def _one_rank_has_another_flag(kind: str) -> list[str]:
+    """Nothing tells that layers of one name differ, when the second rank comes with such a layer, alone."""
+    eager_watch.LOOK_SECONDS = 0.0
+    config = StackConfig(layers=2, max_tokens=32)
+    model, experts = _stack(config)
+    compiled, hidden = compile_whole(model, timeout_s=2), hidden_rows(config, 8, dist.get_rank())
+    with torch.no_grad():
+        expected = model(hidden)
+        outcomes = [_runs(compiled, expected, hidden)]
+        dist.barrier()
+        if dist.get_rank() == 1:
+            for module in experts:
+                module.kind = kind
+            outcomes.append(_runs(compiled, expected, hidden))
+            for module in experts:
+                module.kind = SILU
+        dist.barrier()
+        outcomes.append(_runs(compiled, expected, hidden))
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
+def test_a_rank_that_waited_in_vain_is_an_error_of_the_others_in_their_next_run(kind: str) -> None:
+    (first, later), (second, own, after) = run_ranks(2, _one_rank_has_another_flag, kind)
+    assert first == second == "right"
+    assert own.startswith("rank 0 did not publish a list of blocks within 2 s; every rank of the group must compile")
+    assert "block moe.0.experts, which all ranks took before, " in own
+    for text in (later, after):
+        assert text.startswith("the ranks of this group missed each other, so that what they computed since may be")
+        assert own in text
+    assert "(rank 1 waited)" in own
 
 
 def _one_suppresses_errors() -> tuple[str, dict[str, str]]:
