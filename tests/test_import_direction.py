@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,30 @@ def test_every_folder_with_code_is_a_room_of_the_table() -> None:
 def test_the_table_has_no_circles(folder: str) -> None:
     graph = nx.DiGraph([(room, other) for room, others in ROOMS[folder].items() for other in others])
     assert list(nx.simple_cycles(graph)) == []
+
+
+def drawing() -> str:
+    """The rooms as a Mermaid flowchart: an arrow leads to what a room may import, unless a longer way leads there."""
+    lines = ["flowchart TD"]
+    for folder in reversed(FOLDERS):
+        graph = nx.DiGraph([(room, other) for room, others in ROOMS[folder].items() for other in others])
+        graph.add_nodes_from(ROOMS[folder])
+        lines.append(f"    subgraph {folder}")
+        for room in ROOMS[folder]:
+            lines.append(f"        {_label(folder, room)}")
+        for room, other in sorted(nx.transitive_reduction(graph).edges):
+            lines.append(f"        {folder}/{room or 'face'} --> {folder}/{other or 'face'}")
+        lines.append("    end")
+    lines += [f"    {upper} --> {lower}" for lower, upper in itertools.pairwise(FOLDERS)]
+    return "\n".join(lines)
+
+
+def _label(folder: str, room: str) -> str:
+    return f"{folder}/{room or 'face'}[{room or 'backend, options'}]"
+
+
+def test_the_drawing_in_the_documentation_is_that_of_the_table() -> None:
+    assert drawing() in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), drawing()
 
 
 def test_no_room_holds_more_files_than_one_can_look_over() -> None:
