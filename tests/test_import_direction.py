@@ -171,16 +171,16 @@ def drawing() -> str:
         graph.add_nodes_from(ROOMS[folder])
         lines.append(f"    subgraph {folder}")
         for room in ROOMS[folder]:
-            lines.append(f"        {_label(folder, room)}")
+            lines.append(f"        {_mermaid_name(folder, room)}[{room or 'backend, options'}]")
         for room, other in sorted(nx.transitive_reduction(graph).edges):
-            lines.append(f"        {folder}/{room or 'face'} --> {folder}/{other or 'face'}")
+            lines.append(f"        {_mermaid_name(folder, room)} --> {_mermaid_name(folder, other)}")
         lines.append("    end")
     lines += [f"    {upper} --> {lower}" for lower, upper in itertools.pairwise(FOLDERS)]
     return "\n".join(lines)
 
 
-def _label(folder: str, room: str) -> str:
-    return f"{folder}/{room or 'face'}[{room or 'backend, options'}]"
+def _mermaid_name(folder: str, room: str) -> str:
+    return f"{folder}_{room or 'face'}".replace("/", "_")
 
 
 def test_the_drawing_in_the_documentation_is_that_of_the_table() -> None:
