@@ -71,9 +71,10 @@ class Dependence:
     group: Any
     state: State
 
-    def as_it_came(self) -> Dependence:
-        """Together with those of other expert ids, where it is about one."""
-        return self if self.group == self.truth else dataclasses.replace(self, group="ids")
+    @property
+    def is_of_id(self) -> bool:
+        """About one expert id: each of these is tried."""
+        return isinstance(self.group, tuple)
 
 
 @dataclasses.dataclass
@@ -224,8 +225,8 @@ class JointTruths:
         name = base_operation(node)
         if given.state is State.ANYWHERE or name in _BY_ELEMENT or (by_row and _is_column(given.truth)):
             return given
-        if given.group != given.truth and given.truth not in self._numbers:
-            return Dependence(given.truth, "ids", State.ANYWHERE)
+        if given.group != given.truth:
+            return dataclasses.replace(given, state=State.MOVED)
         if is_single(given.truth):
             return given
         if given.truth not in self._numbers and not grows_in_size(given.truth):
@@ -237,13 +238,12 @@ class JointTruths:
         return dataclasses.replace(given, state=State.ANYWHERE if few or counted else State.MOVED)
 
     def _add_meeting(self, node: Node, together: frozenset[Dependence]) -> None:
-        if any(each.group == "ids" for each in together):
-            # Which ids come together is not the model's to say.
-            together = frozenset(each.as_it_came() for each in together)
         if len({each.group for each in together}) == 1:
             return
+        if all(each.is_of_id for each in together) and any(each.state is State.MOVED for each in together):
+            return  # which ids come together is not the model's to say
         for each in together:
-            others = [other for other in together if other.group != each.group and other.group != "ids"]
+            others = [other for other in together if other.group != each.group]
             if each.state is State.MOVED and not all(is_single(other.truth) for other in others):
                 raise NotThisForm(
                     f"{node.name} ({node.target}) depends on {_names(together)}, of which {each.truth.name} was moved "
