@@ -19,9 +19,9 @@ Where some of a fixed number of truths are taken, or counted, each of them must 
 
 Truths about one expert id are one: each id is tried, so they are asked for together as they came.
 
-Numbers that constants and ids give are no truths, and yet gate, shift and select as truths do: of `(place >= t * n) + t
-- 1` all are 0 until an expert with t = 1 has a place beyond n. So each of them is a dependence with as many outcomes as it had
-values, unless it is computed, element by element, from truths, which then stand for it.
+Numbers that constants and ids give are no truths, and yet gate, shift and select as truths do: `(place >= t * n) + t`
+less 1 is 0 until an expert with t = 1 has a place beyond n. So each of them is a dependence with as many outcomes as it
+had values, unless it is computed, element by element, from truths, which then stand for it.
 
 Pseudo-code
     for each node: the truths of its inputs; where no input has them all, note a meeting
