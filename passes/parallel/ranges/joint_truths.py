@@ -127,7 +127,9 @@ class JointTruths:
         if found is not None and found.uniform:
             self._found[node] = frozenset()
             return
-        given = [self._of(used) for used in node.all_input_nodes if not self._is_inverted(node, used)]
+        used = [each for each in node.all_input_nodes if not self._is_inverted(node, each)]
+        # Constants of the activation function are the same for every row (row_flow.py), and no run computes with them.
+        given = [self._of(each) for each in used if not (by_row and found is None and each.op == "get_attr")]
         after = [frozenset(self._moved(node, each, found is None, by_row) for each in part) for part in given]
         together = frozenset().union(*after)
         # Of what one id gives, every value was tried.

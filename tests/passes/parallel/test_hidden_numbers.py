@@ -12,9 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from test_hidden_thresholds import CONFIG, refusal
+from torch.nn import functional as F
 
 from moepass.models.reference.expert_parallel import AllGatherExperts, AllReduceExperts, AllToAllExperts, ShardedExperts
-from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order
+from moepass.models.reference.grouped_experts import count_per_expert, grouped_product, sort_by_expert, undo_order
 
 T = torch.Tensor
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)
@@ -263,3 +264,17 @@ def test_the_slot_of_an_expert_hides_no_threshold(slots: str, moves: bool) -> No
 
 def test_the_slot_of_an_expert_hides_no_threshold_among_gathered_tokens() -> None:
     assert refusal("all_gather", _by_slot(AllGatherExperts, torch.arange, False), config=WIDE)
+
+
+class ConstantsInside(AllReduceExperts):
+    """A constant of the activation function is the same for every row, and meets no truth about rows."""
+
+    def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        scale = torch.tensor([0.5, 1.0] * (gate.shape[1] // 2))
+        return grouped_product(F.silu(gate) * up * scale, self.down_proj.transpose(1, 2), ends)
+
+
+def test_constants_of_the_activation_function_are_taken() -> None:
+    assert refusal("all_reduce", ConstantsInside, config=WIDE) == ""
