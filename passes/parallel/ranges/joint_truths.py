@@ -19,6 +19,10 @@ Where some of a fixed number of truths are taken, or counted, each of them must 
 
 Truths about one expert id are one: each id is tried, so they are asked for together as they came.
 
+Numbers that constants and ids give are no truths, and yet gate, shift and select as truths do: `(place >= t * n) + t`
+less 1 is 0 until an expert with t = 1 has a place beyond n. So each of them is a dependence with as many outcomes as it
+had values, unless it is computed, element by element, from truths, which then stand for it.
+
 Pseudo-code
     for each node: the truths of its inputs; where no input has them all, note a meeting
     in each run: at each meeting, note which combinations its elements have
@@ -51,6 +55,7 @@ _BY_ELEMENT = {
 }  # fmt: skip
 _SORTS = {"sort", "argsort"}
 _COUNTS = {"sum", "cumsum", "scatter_add", "index_add", "bincount", "histc"}
+_WRITES = {"index_put", "_unsafe_index_put", "index_copy", "scatter"}
 # Combinations beyond this number are not waited for.
 _MOST_COMBINATIONS = 64
 _CHANGE = "let nothing between the collectives of the experts depend on both"
@@ -70,9 +75,10 @@ class Dependence:
     group: Any
     state: State
 
-    def as_it_came(self) -> Dependence:
-        """Together with those of other expert ids, where it is about one."""
-        return self if self.group == self.truth else dataclasses.replace(self, group="ids")
+    @property
+    def is_of_id(self) -> bool:
+        """About one expert id: each of these is tried."""
+        return isinstance(self.group, tuple)
 
 
 @dataclasses.dataclass
@@ -80,7 +86,7 @@ class _Meeting:
     """The combinations of values that `truths` had together, in this order."""
 
     truths: tuple[Dependence, ...]
-    seen: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
+    seen: set[tuple[float, ...]] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +105,10 @@ class JointTruths:
         self._found: dict[Node, frozenset[Dependence]] = {}
         self._meetings: dict[Node, _Meeting] = {}
         self._bounds: dict[Node, _Bound] = {}
+        # What has values of its own, whatever the sizes, and is no truth.
+        self._numbers: set[Node] = set()
+        # What is computed, element by element, from truths and single constants alone.
+        self._of_truths: set[Node] = set()
         # What must be remembered of a run.
         self._watched: set[Node] = set()
         self._values: dict[Node, torch.Tensor] = {}
@@ -117,11 +127,20 @@ class JointTruths:
         if found is not None and found.uniform:
             self._found[node] = frozenset()
             return
-        given = [self._of(used) for used in node.all_input_nodes]
+        used = [each for each in node.all_input_nodes if not self._is_inverted(node, each)]
+        # Constants of the activation function are the same for every row (row_flow.py), and no run computes with them.
+        given = [self._of(each) for each in used if not (by_row and found is None and each.op == "get_attr")]
         after = [frozenset(self._moved(node, each, found is None, by_row) for each in part) for part in given]
         together = frozenset().union(*after)
-        if together and not any(together == part for part in after):
+        # Of what one id gives, every value was tried.
+        meets = found is None or found.kind > Kind.CHOSEN
+        if meets and together and not any(together == part for part in after):
             self._add_meeting(node, together)
+        if found is not None and self._is_number(node, found):
+            together = frozenset({_itself(node, found)})
+        elif found is not None and base_operation(node) in _SORTS | _COUNTS:
+            # Which place or size comes of it depends on how many there are of each number.
+            together = frozenset(each for each in together if each.truth not in self._numbers)
         self._found[node] = together
 
     def add_bound(self, node: Node, value: Node, below: bool, above: bool) -> None:
@@ -170,21 +189,53 @@ class JointTruths:
     def _of(self, node: Node) -> frozenset[Dependence]:
         if node not in self._found:
             found: frozenset[Dependence] = frozenset()
-            if node.op == "get_attr" and isinstance(fake_value(node), torch.Tensor):
+            # Constants, and the ids that the block begins with, are no nodes of its region.
+            if isinstance(fake_value(node), torch.Tensor) and (node.op == "get_attr" or _is_whole(node)):
                 known = self._range_of(node)
-                found = frozenset({_itself(node, known)}) if _is_truth(node, known) else found
+                tells = _is_truth(node, known) or self._is_number(node, known)
+                found = frozenset({_itself(node, known)}) if tells else found
             self._found[node] = found
         return self._found[node]
+
+    def _is_number(self, node: Node, found: Range) -> bool:
+        """Note whether `node` has several constants, or numbers that expert ids give: as many outcomes as values."""
+        value = fake_value(node)
+        if isinstance(value, (tuple, list)) or found.empty or found.uniform or found.grows:
+            return False
+        if found.kind > Kind.BOUND or math.isinf(found.low) or math.isinf(found.high):
+            return False
+        used = [each for each in node.all_input_nodes if isinstance(fake_value(each), torch.Tensor)]
+        if found.kind is Kind.BOUND and not all(
+            each in self._numbers or self._range_of(each).kind <= Kind.CHOSEN for each in used
+        ):
+            return False
+        if used and base_operation(node) in _BY_ELEMENT and all(self._tells_all(each) for each in used):
+            self._of_truths.add(node)
+            return False
+        self._numbers.add(node)
+        return True
+
+    def _is_inverted(self, node: Node, used: Node) -> bool:
+        """Whether `node` writes each of a fixed number of places, `used`, once: the inverse of an order."""
+        if base_operation(node) not in _WRITES or base_operation(used) not in ("arange", "iota"):
+            return False
+        size, written = fake_value(used).numel(), fake_value(node).numel()
+        return self._range_of(node.args[0]).empty and bool(size == written)  # type: ignore[arg-type]
+
+    def _tells_all(self, node: Node) -> bool:
+        """Whether the truths that `node` depends on tell its values."""
+        found = self._range_of(node)
+        return found.uniform or node in self._of_truths or _is_truth(node, found)
 
     def _moved(self, node: Node, given: Dependence, is_data: bool, by_row: bool) -> Dependence:
         name = base_operation(node)
         if given.state is State.ANYWHERE or name in _BY_ELEMENT or (by_row and _is_column(given.truth)):
             return given
         if given.group != given.truth:
-            return Dependence(given.truth, "ids", State.ANYWHERE)
+            return dataclasses.replace(given, state=State.MOVED)
         if is_single(given.truth):
             return given
-        if not grows_in_size(given.truth):
+        if given.truth not in self._numbers and not grows_in_size(given.truth):
             self._by_element.setdefault(given.truth, {})
             self._watched.add(given.truth)
         # Few different numbers are sorted into as many groups, in which all keep their order.
@@ -193,13 +244,12 @@ class JointTruths:
         return dataclasses.replace(given, state=State.ANYWHERE if few or counted else State.MOVED)
 
     def _add_meeting(self, node: Node, together: frozenset[Dependence]) -> None:
-        if any(each.group == "ids" for each in together):
-            # Which ids come together is not the model's to say.
-            together = frozenset(each.as_it_came() for each in together)
         if len({each.group for each in together}) == 1:
             return
+        if all(each.is_of_id for each in together) and any(each.state is State.MOVED for each in together):
+            return  # which ids come together is not the model's to say
         for each in together:
-            others = [other for other in together if other.group != each.group and other.group != "ids"]
+            others = [other for other in together if other.group != each.group]
             if each.state is State.MOVED and not all(is_single(other.truth) for other in others):
                 raise NotThisForm(
                     f"{node.name} ({node.target}) depends on {_names(together)}, of which {each.truth.name} was moved "
@@ -235,7 +285,7 @@ class JointTruths:
         present = [values[place].double().unique().tolist() for place in loose]
         for fixed, free in itertools.product(together, itertools.product(*present)):
             pairs = [*zip(aligned, fixed, strict=True), *zip(loose, free, strict=True)]
-            meeting.seen.add(tuple(int(outcome) for _, outcome in sorted(pairs)))
+            meeting.seen.add(tuple(float(outcome) for _, outcome in sorted(pairs)))
 
     def _own_outcomes(self, truth: Node) -> frozenset[int]:
         return self._bounds[truth].outcomes if truth in self._bounds else frozenset({0, 1})
@@ -256,7 +306,7 @@ class JointTruths:
                     f"together; other numbers of tokens may; {_CHANGE}"
                 )
 
-    def _possible(self, meeting: _Meeting, places: list[int]) -> set[tuple[int, ...]]:
+    def _possible(self, meeting: _Meeting, places: list[int]) -> set[tuple[float, ...]]:
         """What the truths of one group may be: one that is on its own anything, others what they were."""
         (first, *others) = (meeting.truths[place] for place in places)
         if not others and first.group == first.truth:
@@ -271,6 +321,11 @@ def _is_truth(node: Node, found: Range) -> bool:
         return False
     is_bool = isinstance(value, torch.Tensor) and value.dtype is torch.bool
     return found.low >= 0 and found.high <= 1 and (is_bool or found.kind > Kind.CHOSEN)
+
+
+def _is_whole(node: Node) -> bool:
+    dtype = fake_value(node).dtype
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _itself(node: Node, found: Range) -> Dependence:

@@ -124,7 +124,11 @@ class RangeArithmetic:
         factors = [part.factor for part in (left, right) if part.grows]
         # How often each size is in a symbol is known of the symbol (growing_sizes.py).
         times = sum(factors) if isinstance(fake_value(node), torch.Tensor) else max(factors)
-        return self.counted(node, found, left.shift + right.shift + sum(constants), times)
+        shift = left.shift + right.shift + sum(constants)
+        # Several numbers may be what they are in every run, and be added again and again.
+        others = [part for part in (left, right) if not part.grows and not part.uniform]
+        most = sum(max(abs(part.low), abs(part.high)) for part in others)
+        return self.counted(node, found, shift + math.copysign(most, shift), times)
 
     def counted(self, node: Node, found: Range, shift: float, factor: float) -> Range:
         """`found`, in which `shift` was added up and tokens are counted `factor` times. Raises NotThisForm."""

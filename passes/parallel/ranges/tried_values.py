@@ -41,11 +41,13 @@ class TriedValues:
 
     def __init__(self) -> None:
         self._sets: dict[Node, torch.Tensor] = {}
+        self._first: dict[Node, int] = {}
         self._truths: dict[Node, _Outcomes] = {}
         self._constants: dict[Node, torch.Tensor] = {}
 
-    def require_all(self, node: Node, number: int) -> None:
-        """Of `node` each of 0..number-1 must come."""
+    def require_all(self, node: Node, number: int, first: int = 0) -> None:
+        """Of `node` each of first..first+number-1 must come."""
+        self._first[node] = first
         known = self._sets.get(node)
         if known is None or len(known) < number:
             self._sets[node] = torch.zeros(number, dtype=torch.bool)
@@ -79,7 +81,7 @@ class TriedValues:
         if node in self._constants and isinstance(value, torch.Tensor):
             self._constants[node] = value
         if node in self._sets:
-            numbers = torch.as_tensor(value).reshape(-1).long()
+            numbers = torch.as_tensor(value).reshape(-1).long() - self._first[node]
             numbers = numbers[(numbers >= 0) & (numbers < len(self._sets[node]))]
             self._sets[node][numbers] = True
         if node in self._truths:
@@ -96,7 +98,7 @@ class TriedValues:
         with unset_fake_temporarily():  # the compiler runs in fake mode; what was seen is real
             for node, seen in self._sets.items():
                 if not bool(seen.all()):
-                    missing = int((~seen).nonzero()[0])
+                    missing = int((~seen).nonzero()[0]) + self._first[node]
                     raise NotThisForm(
                         f"{node.name} ({node.target}) may be {missing}, which no run that was tried has; compile with "
                         "more tokens, so that every expert can be tried"

@@ -322,8 +322,12 @@ class IndexRanges(RangeSums):
         if isinstance(fake_value(node), (tuple, list)):  # whoever takes an element of it is asked for that
             return
         truth = found.kind > Kind.CHOSEN and found.small and not found.uniform
-        if truth and found.low >= 0 and not _has_nothing(node) and not self.tried.requires_both(node):
+        if not truth or _has_nothing(node) or self.tried.requires_both(node):
+            return
+        if found.low >= 0:
             self.tried.require_both(node)
+        elif found.whole:  # of three numbers the one in the middle may be all that comes
+            self.tried.require_all(node, int(found.high - found.low) + 1, first=int(found.low))
 
     def _add_bound(self, node: Node, found: Range) -> None:
         """A bound that what is computed from the tokens may pass, or not, is a truth about it."""
