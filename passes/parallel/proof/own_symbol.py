@@ -41,29 +41,18 @@ _AS_CAPTURED = Scale(None, {}, (1, 1), frozenset())
 def with_own_symbol(mock: MockBlock, data: set[Node]) -> SmallCopy:
     """`mock` and `data`, or their copy. Raises NotThisForm."""
     tokens = _tokens(mock.block)
-    if not _is_computed(tokens, mock.block):
-        return SmallCopy(mock, data)
-    return _Renamer(mock, tokens).copy(data)
+    return SmallCopy(mock, data) if tokens is None else _Renamer(mock, tokens).copy(data)
 
 
-def _tokens(block: ParallelBlock) -> sympy.Expr:
-    """How many tokens the rank brings; how many rows where nothing says that."""
-    tokens = routed_tokens(block)
-    if tokens is None:
-        tokens = size_expression(fake_value(block.sources["rows"]).shape[0])
-    return sympy.expand(tokens)
-
-
-def _is_computed(tokens: sympy.Expr, block: ParallelBlock) -> bool:
-    if not tokens.atoms(Application):
-        return False
-    env = next(
-        size.node.shape_env
-        for source in block.sources.values()
-        for size in fake_value(source).shape
-        if isinstance(size, torch.SymInt)
-    )
-    return not any(env.is_unbacked_symint(symbol) for symbol in tokens.free_symbols)
+def _tokens(block: ParallelBlock) -> sympy.Expr | None:
+    """How many tokens the rank brings, or rows where nothing says that; None where it is not computed before a run."""
+    rows = fake_value(block.sources["rows" if "rows" in block.sources else "hidden"]).shape[0]
+    if not isinstance(rows, torch.SymInt):  # slots
+        return None
+    routed = routed_tokens(block)
+    tokens = sympy.expand(size_expression(rows) if routed is None else routed)
+    is_computed = bool(tokens.atoms(Application))
+    return tokens if is_computed and not any(map(rows.node.shape_env.is_unbacked_symint, tokens.free_symbols)) else None
 
 
 class _Renamer(BlockCopier):
