@@ -5,6 +5,8 @@ with the same experts and weights. That cannot be seen on one rank. What one ran
 
     a digest     of every operator and constant on the way from the graph's inputs; ranks compare digests
     the inputs   that it is computed from; ranks compare their contents when the graph runs first
+    the writes   of the graph to these inputs, as the bias that balances experts: what a later run finds in them is
+                 computed alike too, from inputs that are among those compared
 
 What ranks add up or gather among themselves, and complete banks, are the same on all of them whatever they are made of.
 What ranks send to each other is not.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ from moepass.passes.graph.contents import inputs_read, is_uninitialised
 from moepass.passes.graph.known_operators import why_not_pure
 from moepass.passes.graph.nodes import constant_of, fake_value, map_nodes
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.source_lines import named, source_line
+from moepass.passes.graph.source_lines import input_name, named, source_line
+from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.plan import gather
 
 # Their results are the same on all ranks of their group.
@@ -42,6 +45,20 @@ class Origin:
     inputs: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """The nodes on the way to `ends`, as far as they are on no way before it, in host order.
+
+    `written` is the input that `ends` are written to, None for values that were asked for. `read` are nodes whose
+    contents matter.
+    """
+
+    written: Node | None
+    ends: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    read: frozenset[Node]
+
+
 class ReplicatedValues:
     """The origins of values in one graph, for the ranks of one process group.
 
@@ -51,37 +68,68 @@ class ReplicatedValues:
     def __init__(self, graph: Graph, group_name: str) -> None:
         self._group_name = group_name
         self._digests: dict[Node, str] = {}
+        self._writes = writes_to_inputs(graph)
         self._place_of_input = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
 
     def origin(self, nodes: Sequence[Node]) -> Origin:
         """That of `nodes` together. Raises NotThisForm where they depend on what each rank has for itself."""
-        on_the_way, read = self._on_the_way(nodes)
-        for node in on_the_way:
-            if self._is_equal_by_itself(node):
-                continue
-            reason = why_not_pure(node)
-            if is_uninitialised(node):
-                reason = "gives memory that nothing was written to; fill all of it" if node in read else None
-            elif communication_of(node) is not None or node.target is COMPLETE_EXPERTS:
-                reason = "whose results differ by rank"
-            if reason is not None:
-                which = "" if reason.startswith("whose ") else "which "
-                raise NotThisForm(
-                    "its results are summed over ranks, so all must have the same tokens, but these depend on "
-                    f"{named(node)}, {which}{reason}"
-                )
-        digest = hashlib.sha256("\n".join(self._digest(node) for node in nodes).encode()).hexdigest()
-        return Origin(digest, tuple(node.name for node in on_the_way if node.op == "placeholder"))
+        ways = list(self._ways(nodes))
+        read = {node for way in ways for node in way.read}
+        for way in ways:
+            for node in way.nodes:
+                self._check_equal(node, node in read, way)
+        texts = [self._digest(node) for node in nodes]
+        for way in ways[1:]:
+            texts += [f"{self._described_write(way)} {self._digest(node)}" for node in way.ends]
+        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+        return Origin(digest, tuple(node.name for way in ways for node in way.nodes if node.op == "placeholder"))
 
     def lines(self, nodes: Sequence[Node]) -> list[str]:
         """What `origin` is a digest of, one line for each operation in host order, for people to compare."""
         names: dict[Node, str] = {}
         lines = []
-        for node in self._on_the_way(nodes)[0]:
-            names[node] = f"%{len(names)}"
-            line = source_line(node)
-            lines.append(self._describe(node, names) + (f" ({line})" if line else ""))
+        for way in self._ways(nodes):
+            begins = "" if way.written is None else f"what is written to {input_name(way.written)}: "
+            for node in way.nodes:
+                names[node] = f"%{len(names)}"
+                line = source_line(node)
+                lines.append(begins + self._describe(node, names) + (f" ({line})" if line else ""))
         return lines
+
+    def _check_equal(self, node: Node, is_read: bool, way: _Way) -> None:
+        """Raises NotThisForm where ranks may have different contents of `node`, whatever they have of its inputs."""
+        if self._is_equal_by_itself(node):
+            return
+        reason = why_not_pure(node)
+        if is_uninitialised(node):
+            reason = "gives memory that nothing was written to; fill all of it" if is_read else None
+        elif communication_of(node) is not None or node.target is COMPLETE_EXPERTS:
+            reason = "whose results differ by rank"
+        if reason is not None:
+            which = "" if reason.startswith("whose ") else "which "
+            written = ""
+            if way.written is not None:
+                written = f", by what is written to {named(way.written)} at {named(way.ends[-1])} for later runs"
+            raise NotThisForm(
+                "its results are summed over ranks, so all must have the same tokens, but these depend on "
+                f"{named(node)}, {which}{reason}{written}"
+            )
+
+    def _ways(self, nodes: Sequence[Node]) -> Iterator[_Way]:
+        """That to `nodes`, and those to what the graph writes to inputs that are on a way."""
+        pending: list[tuple[Node | None, tuple[Node, ...]]] = [(None, tuple(nodes))]
+        told: set[Node] = set()
+        while pending:
+            written, ends = pending.pop(0)
+            on_the_way, read = self._on_the_way(ends)
+            fresh = tuple(node for node in on_the_way if node not in told)
+            told.update(fresh)
+            pending += [(node, self._writes[node]) for node in fresh if node in self._writes]
+            yield _Way(written, ends, fresh, frozenset(read))
+
+    def _described_write(self, way: _Way) -> str:
+        assert way.written is not None
+        return f"written to input {self._place_of_input[way.written]}"
 
     def _on_the_way(self, nodes: Sequence[Node]) -> tuple[list[Node], set[Node]]:
         """`nodes` and what they are computed from, in host order, and those whose contents matter among them.

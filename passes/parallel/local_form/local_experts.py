@@ -9,6 +9,7 @@ graph was decomposed when it was captured, and Inductor refuses what should have
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.input_sizes import size_expression
@@ -30,6 +32,10 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 _SIZE = "the number of its rows or tokens"
+_OPERATORS: dict[Any, Callable[[Any, Any], Any]] = {
+    sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv, CleanDiv: operator.floordiv,
+    Mod: operator.mod, PythonMod: operator.mod,
+}  # fmt: skip
 
 
 def _in_words(arguments: Any) -> str:
@@ -188,25 +194,32 @@ class LocalForm:
         """
         if not isinstance(size, torch.SymInt):
             return size
-        known = {
-            str(value): node
-            for node in self.graph.nodes
-            if isinstance(value := fake_value(node), torch.SymInt) and value.node.expr.is_Symbol
-        }
-        return self._expression(size.node.expr, known)
+        before = itertools.takewhile(lambda node: node is not self.block.sink, self.graph.nodes)
+        known: dict[str, Node] = {}
+        for node in before:
+            if isinstance(value := fake_value(node), torch.SymInt):
+                known.setdefault(str(value.node.expr), node)
+        # Its tokens, or several rows of each: whatever their number is computed from, it is computed once.
+        tokens = size_expression(fake_value(self.block.sink).shape[0])
+        times = ratio(size.node.expr, tokens)
+        if times is None or not times.is_Integer or times == 1:
+            return self._expression(size.node.expr, known)
+        return self._emit(operator.mul, self._expression(tokens, known), int(times))
 
     def _expression(self, expression: Any, known: dict[str, Node]) -> Any:
         if expression.is_Integer:
             return int(expression)
+        if str(expression) in known:
+            return known[str(expression)]
         if expression.is_Symbol:
-            return known.get(str(expression)) or self._symbol(str(expression))
-        operators = {sympy.Add: operator.add, sympy.Mul: operator.mul}
-        if expression.func not in operators:
+            return self._symbol(str(expression))
+        if expression.func not in _OPERATORS:
             raise NotThisForm(
-                f"{_SIZE} depends on others by {expression.func.__name__}; expected sums and products of sizes"
+                f"{_SIZE} depends on others by {expression.func.__name__}; expected sums, products, quotients and "
+                "remainders of sizes"
             )
         terms = [self._expression(term, known) for term in expression.args]
-        return functools.reduce(lambda left, right: self._emit(operators[expression.func], left, right), terms)
+        return functools.reduce(lambda left, right: self._emit(_OPERATORS[expression.func], left, right), terms)
 
     def _symbol(self, name: str) -> Node:
         for node in graph_inputs(self.graph):

@@ -180,8 +180,9 @@ def ratio(total: sympy.Expr, unit: sympy.Expr) -> sympy.Expr | None:
     if not total.free_symbols or (unit.free_symbols and total.free_symbols != unit.free_symbols):
         return None
     # A sum of hundreds of symbols takes long to factor: one of its terms tells the factor, and a product verifies it.
-    symbol = min(total.free_symbols, key=str)
-    above, below = total.coeff(symbol), unit.coeff(symbol) if unit.free_symbols else unit
+    terms = total.as_coefficients_dict()
+    term = min((term for term in terms if not term.is_number), key=str)
+    above, below = terms[term], unit.as_coefficients_dict()[term] if unit.free_symbols else unit
     if not above.is_Integer or not below.is_Integer or below == 0 or above % below:
         return None
     if not unit.free_symbols:

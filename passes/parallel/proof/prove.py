@@ -8,6 +8,7 @@ Contract
 Pseudo-code
     the activation function treats every row alone (row_flow), so any function of a row stands for it
     data may be moved, weighed and added up only (data_flow); places and sizes get ranges and demands (value_ranges)
+    a number of tokens that is computed from other sizes gets a symbol of its own (own_symbol)
     make a small copy of the block: few tokens, slots and features (small_copy)
     where none can be made: the block as it was captured, if that fits in memory
     run it with mock peers, in every scenario, and with every expert chosen (peer_equivalence)
@@ -36,6 +37,7 @@ from moepass.passes.parallel.proof.mock_run import (
     among,
     anywhere,
 )
+from moepass.passes.parallel.proof.own_symbol import with_own_symbol
 from moepass.passes.parallel.proof.peer_equivalence import check_run
 from moepass.passes.parallel.proof.small_copy import small_copies
 from moepass.passes.parallel.proof.small_guess import NoSmallCopy
@@ -56,7 +58,8 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
     data = data_nodes(block, local)
     # The compiler runs in fake mode; these numbers, and the constants of the graph, are real.
     with unset_fake_temporarily(), torch.no_grad():
-        mock = MockBlock(block, local, result, functions)
+        own = with_own_symbol(MockBlock(block, local, result, functions), data)
+        mock, data = own.mock, own.data
         ranges = _ranges(mock, data)
         failure: NotThisForm | ContractBroken | None = None
         try:

@@ -21,7 +21,7 @@ import copy
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def small_copies(
         try:
             for guess in itertools.islice(guesses(small, check), _MOST_COPIES):
                 found = True
-                yield _Copier(small, guess).copy(data)
+                yield BlockCopier(small, guess).copy(data)
         except NoSmallCopy as error:
             reason = reason or str(error)
         # How many tokens there are differs from graph to graph, how many slots is the model's own constant. In a graph
@@ -85,8 +85,8 @@ def small_copies(
         raise NoSmallCopy(reason or "nothing in it can be smaller")
 
 
-class _Copier:
-    """Copies a block and its local form into a graph of their own."""
+class BlockCopier:
+    """Copies a block and its local form into a graph of their own, its numbers read as `guess` says."""
 
     def __init__(self, small: SmallMock, guess: Guess) -> None:
         self._small = small
@@ -109,7 +109,8 @@ class _Copier:
         block, local = self._small.block, self._small.local
         for node in dict.fromkeys((*block.sources.values(), *block.expert_tensors, *local.complete.values())):
             self._leaf(node)
-        for node in (*block.region, *local.written):
+        region, written = self.calls(block.region), self.calls(local.written)
+        for node in (*region, *written):
             self._call(node)
         of = self._nodes.__getitem__
         widths = zip(block.products, self._small.widths, strict=True)
@@ -132,14 +133,14 @@ class _Copier:
             sources={role: of(node) for role, node in block.sources.items()},
             sink=of(block.sink),
             exchanges=tuple(map(self._exchange, block.exchanges)),
-            region=tuple(map(of, block.region)),
+            region=tuple(map(of, region)),
         )
         small_local = copy.copy(local)
         small_local.block = small_block
         small_local.graph = self._graph
         small_local.complete = {of(shard): of(complete) for shard, complete in local.complete.items()}
         small_local.products = {of(node): number for node, number in local.products.items()}
-        small_local.written = [of(node) for node in local.written]
+        small_local.written = [of(node) for node in written]
         small_local.copied, small_local.left_out = set(map(of, local.copied)), set(map(of, local.left_out))
         small_local.origins = {of(node): of(origin) for node, origin in local.origins.items()}
         small_local.rows, small_local.ends, small_local.outputs = of(local.rows), of(local.ends), of(local.outputs)
@@ -152,6 +153,14 @@ class _Copier:
         small_local.kept = {of(mask): of(masked) for mask, masked in local.kept.items()}
         mock = MockBlock(small_block, small_local, of(self._small.result), self._small.functions.mapped(of))
         return SmallCopy(mock, {of(node) for node in data})
+
+    def calls(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Those of `nodes` of the block, or of the local form, that the copy calls too; others are leaves of it."""
+        return nodes
+
+    def expression(self, size: torch.SymInt) -> Any:
+        """A captured size, as it is copied."""
+        return size.node.expr
 
     def _exchange(self, exchange: Collective) -> Collective:
         of = self._nodes.__getitem__
@@ -266,7 +275,7 @@ class _Copier:
         return self._env.create_symintnode(expression, hint=reading.small)
 
     def _expression(self, size: torch.SymInt) -> Any:
-        expression = size.node.expr
+        expression = self.expression(size)
         if len(expression.free_symbols) > _MOST_SYMBOLS:
             return self._unknown.setdefault(expression, self._env.create_unbacked_symint())
         known = {symbol: self._copied_symbol(symbol) for symbol in sorted(expression.free_symbols, key=str)}

@@ -70,12 +70,17 @@ def capture(
             def run(values: list[Any]) -> Any:
                 found.append(Captured(module, tuple(values), {name: Group(rank, ranks)}))
                 # What the fake group answers is of no use to anybody.
-                return [torch.empty(0)]
+                return [torch.empty(0)] * len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
 
-        backend = aot_autograd(fw_compiler=keep, inference_compiler=keep, decompositions=decompositions(lower))
+        backend = aot_autograd(
+            fw_compiler=keep,
+            inference_compiler=keep,
+            decompositions=decompositions(lower),
+            keep_inference_input_mutations=True,
+        )
         torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(hidden_states(config, tokens, rank))
     (captured,) = found
     return captured

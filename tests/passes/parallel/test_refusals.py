@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from readable_refusals import check_readable
 from simulated_ranks import Captured, capture, hidden_states, pretend_rank
@@ -112,6 +114,34 @@ def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monk
     assert re.match(
         r"\d collectives stay in the graph \(.*\), because of moe.0.experts: its rows or counts", plan.reason
     )
+
+
+@pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_without_experts_refuses_what_the_others_refuse(form: str, rank: int) -> None:
+    """Two experts on three ranks: rank 0 holds none, so its graph has exchanges and no product."""
+    plan = _plan(capture(dataclasses.replace(CONFIG, experts=2, top_k=1), form, rank, 3, 12))
+    (refusal,) = plan.refusals
+    check_readable(plan.refusals)
+    assert refusal.where == "moe.0.experts"
+    assert refusal.crosses_ranks
+    assert "because of moe.0.experts: " in plan.reason
+    if rank == 0 and form != "all_to_all":
+        assert "this rank adds nothing but zeros to the sum over ranks" in refusal.reason
+        assert "collectives.py" in refusal.source_line
+
+
+def test_a_sum_of_what_a_rank_has_is_none_of_zeros() -> None:
+    """As tensor parallelism has them: only what is zero for every input is told of."""
+
+    def model(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        padded = torch.zeros(16, 8).index_add(0, torch.arange(4), rows @ weight)
+        summed: torch.Tensor = sum_over_ranks(padded, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        return summed
+
+    with pretend_rank(0, 2):
+        (plan,) = plans_of(model, torch.zeros(4, 8), torch.zeros(8, 8))
+    assert not plan.refusals
 
 
 class ConvertedProducts(nn.Module):

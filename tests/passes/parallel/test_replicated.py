@@ -18,9 +18,10 @@ from torch import nn
 
 import moepass
 from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
+from moepass.models.reference.grouped_experts import count_per_expert
 from moepass.models.testing.moe_stack import MoELayer, build_stack
 from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.runtime.ranks import replicas
 from moepass.runtime.ranks.rendezvous import PeerError
@@ -104,6 +105,111 @@ def test_equal_tokens_are_taken_whatever_else_is_special() -> None:
     for refusals, banks in run_ranks(2, _tokens_differ, "nothing"):
         assert not refusals
         assert banks == 2
+
+
+class _Balanced(MoELayer):
+    """A layer whose router adds a bias to its logits, which the graph itself writes, for its next run."""
+
+    def __init__(self, layer: MoELayer, what: str) -> None:
+        super().__init__(layer.router, layer.experts)
+        self.what = what
+        self.register_buffer("bias", torch.zeros(SMALL.experts))
+        self.register_buffer("load", torch.zeros(SMALL.experts))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = hidden_states @ self.router.weight.t() + self.bias
+        weights, ids = logits.softmax(-1).topk(SMALL.top_k, -1)
+        load = count_per_expert(ids.reshape(-1), SMALL.experts).to(torch.float32)
+        owned = self.experts.placement.owned
+        if self.what == "own":
+            self.bias[owned.start : owned.stop] -= 0.3 * load[owned.start : owned.stop]
+        if self.what == "own, one run later":
+            self.bias -= 0.3 * self.load
+            self.load[owned.start : owned.stop] += load[owned.start : owned.stop]
+        if self.what == "random":
+            self.bias -= torch.randn_like(load)
+        if self.what == "scattered":
+            self.bias -= scatter_sums(load, 2, self.experts.group_name).repeat(2)
+        if self.what == "alike":
+            self.bias -= 0.3 * load
+        if self.what == "alike, one run later":
+            self.bias -= 0.3 * self.load
+            self.load += load
+        if self.what == "summed":
+            own = torch.nn.functional.pad(load[owned.start : owned.stop], (owned.start, len(load) - owned.stop))
+            self.bias -= 0.3 * sum_over_ranks(own, self.experts.group_name)
+        output: torch.Tensor = self.experts(hidden_states, ids, weights.to(hidden_states.dtype))
+        return output
+
+
+def _writes_its_bias(what: str) -> tuple[list[str], int]:
+    model = build_stack(SMALL, "all_reduce")
+    model.moe[1] = _Balanced(model.moe[1], what)
+    batches = [hidden_rows(SMALL, 8, seed) for seed in range(3)]
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = [model(hidden) for hidden in batches]
+        for written in (model.moe[1].bias, model.moe[1].load):
+            written.zero_()
+        compiled = compile_whole(model, debug=False)
+        for hidden, wanted in zip(batches, expected, strict=True):
+            torch.testing.assert_close(compiled(hidden), wanted, rtol=1e-5, atol=1e-5)
+    (compilation,) = compilations
+    return [f"{refusal.where}: {refusal.reason}" for refusal in compilation.plan.refusals], len(compilation.plan.banks)
+
+
+@on_ranks
+@pytest.mark.parametrize("what", ["own", "own, one run later"])
+def test_a_bias_that_each_rank_writes_for_itself_keeps_its_all_reduce(what: str) -> None:
+    first, second = run_ranks(2, _writes_its_bias, what)
+    assert first == second
+    (refusal,), banks = first
+    assert banks == 1, "the layer before is taken"
+    buffer = "moe.1.bias" if what == "own" else "moe.1.load"
+    assert f"what is written to {buffer}: aten.slice.Tensor" in refusal
+    assert "in forward: self." in refusal, "the line of the write"
+
+
+@on_ranks
+def test_a_bias_that_all_ranks_write_alike_is_taken() -> None:
+    for refusals, banks in run_ranks(2, _writes_its_bias, "alike, one run later"):
+        assert not refusals
+        assert banks == 2
+
+
+@pytest.mark.parametrize("what", ["own", "own, one run later", "alike", "alike, one run later", "summed"])
+def test_what_a_graph_writes_to_its_buffers_is_part_of_how_tokens_are_computed(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    localised = [_take_balanced(what, rank, monkeypatch).plan.localised for rank in range(2)]
+    assert all(len(blocks) == 1 for blocks in localised)
+    (first,), (second,) = localised
+    assert first.experts == second.experts
+    assert (first.tokens == second.tokens) == (what.startswith("alike") or what == "summed")
+
+
+@pytest.mark.parametrize(("what", "why"), [("random", "draws random numbers"), ("scattered", "results differ by rank")])
+def test_a_buffer_that_no_rank_can_write_alike_keeps_its_all_reduce(
+    what: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = _take_balanced(what, 0, monkeypatch)
+    assert not result.plan.localised
+    (refusal,) = result.refusals
+    assert why in refusal.reason
+    assert "by what is written to input `" in refusal.reason
+    assert "self.bias -= " in refusal.reason, "the line of the write"
+
+
+def _take_balanced(what: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> PassResult:
+    import simulated_ranks
+
+    def build(config: Any, form: str) -> nn.Module:
+        stack = build_stack(config, form)
+        stack.moe[0] = _Balanced(stack.moe[0], what)
+        return stack
+
+    monkeypatch.setattr(simulated_ranks, "build_stack", build)
+    captured = capture(SMALL, "all_reduce", rank, 2, 8, moe_alone=True, dynamic=False)
+    return run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
 
 
 def _inputs_differ_later(debug: bool) -> list[str]:
