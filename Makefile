@@ -13,10 +13,14 @@ export TOKENIZERS_PARALLELISM := false
 
 help:
 	@echo "make demo        score real text with the embedded model, its experts streamed from host memory"
-	@echo "make test        ruff, mypy and the fast tests (7 to 15 minutes on 2 cores)"
-	@echo "make test-slow   the tests that take longer (17 to 55 minutes on 2 cores)"
+	@echo "make install     a virtual environment in $(VENV) with pinned versions (the other targets do this first)"
+	@echo "make test        ruff, mypy and the fast tests (15 minutes on 2 cores)"
+	@echo "make test-slow   the tests that take longer (an hour and more on 2 cores)"
 	@echo "make test-gpu    the tests that need a CUDA device, and a torch that knows it"
+	@echo "make lint        ruff alone"
+	@echo "make types       mypy alone"
 	@echo "make benchmarks  every measurement of docs/results"
+	@echo "make clean       remove everything that the other targets made"
 
 install: $(INSTALLED)
 
