@@ -27,6 +27,7 @@ from moepass.models.formulas.attention import (
 from moepass.models.formulas.communication import (
     STRATEGIES,
     all_gather_bytes,
+    background_bytes,
     communication_bytes,
     exchanged_bytes,
     gathered_bytes,
@@ -77,6 +78,7 @@ __all__ = [
     "all_gather_bytes",
     "attention_pairs",
     "attention_parameters",
+    "background_bytes",
     "bank_bytes",
     "batch",
     "causal_pairs",

@@ -55,6 +55,16 @@ def staged_bytes(bank_bytes: Size, ranks: Size) -> Size:
     return divided(bank_bytes, ranks)
 
 
+def background_bytes(home: str, bank_bytes: Size, ranks: Size) -> Size:
+    """Bytes that come to one rank per layer with streamed experts, over whatever links, beside the computation.
+
+    `home` is where experts rest: `peer` (the rank has 1/N itself), `hybrid`, `host` or `disk`; none come with `device`.
+    """
+    if home == "device":
+        return 0 * bank_bytes
+    return gathered_bytes(bank_bytes, ranks) if home == "peer" else bank_bytes
+
+
 def all_gather_bytes(complete_bytes: Size, ranks: Size | None) -> Size:
     """Bytes that a rank sends and receives in an AllGather to, or a ReduceScatter of, `complete_bytes`.
 

@@ -17,6 +17,7 @@ from moepass.explaining.advice import advice
 from moepass.explaining.compiler_view import Explanation, explain_meta_model
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import ExplainedModel, explained_model
+from moepass.explaining.how_to_run import how_to_run
 from moepass.explaining.report import (
     REPORT_SCHEMA,
     ComparisonRow,
@@ -109,6 +110,7 @@ def explain(
     assumptions = [
         "routing is even over the experts, and every rank has equally many tokens",
         "nothing is decoded, so no keys and values are kept",
+        "strategies other than asyncep do not overlap communication with computation",
     ]
     if hardware == DEFAULT_HARDWARE:
         assumptions.append(f"hardware {DEFAULT_HARDWARE}, which is the default")
@@ -131,24 +133,26 @@ def explain(
         assumptions.append("fp8 is a forecast alone: moepass compiles what is captured, and has no fp8 experts yet")
     blocks, refusals = explained_blocks(compiler, found.architecture, setting.dtype)
     crossover = crossover_tokens(best)
+    strategy = StrategyPart(
+        chosen=best.chosen,
+        reason=best.reason,
+        runner_up=best.runner_up,
+        home=best.home,
+        homes_tried=tuple(tried),
+        memory_budget_bytes=budget,
+        crossover_tokens=crossover,
+    )
+    schedule = _schedule_part(shown)
     return Report(
         schema=REPORT_SCHEMA,
         version=__version__,
         model=_model_part(found.architecture),
         hardware=_hardware_part(machine, setting.dtype),
         workload=workload,
-        strategy=StrategyPart(
-            chosen=best.chosen,
-            reason=best.reason,
-            runner_up=best.runner_up,
-            home=best.home,
-            homes_tried=tuple(tried),
-            memory_budget_bytes=budget,
-            crossover_tokens=crossover,
-        ),
+        strategy=strategy,
         blocks=blocks,
         saturation=_saturation_part(best),
-        schedule=_schedule_part(shown),
+        schedule=schedule,
         memory=_memory_part(shown),
         comparison=tuple(
             ComparisonRow(
@@ -157,6 +161,7 @@ def explain(
                 cost.communication_bytes,
                 cost.memory_bytes,
                 cost.fits,
+                cost.background_bytes,
             )
             for cost in best.comparison
         ),
@@ -169,7 +174,14 @@ def explain(
         assumptions=tuple(assumptions),
         sources=_sources(found, machine),
         compiler=compiler,
+        how_to_run=how_to_run(strategy, schedule, _checkpoint(model), best.cost(best.chosen).fits),
     )
+
+
+def _checkpoint(model: Any) -> str | None:
+    """The folder that `model` names, if it is one."""
+    is_folder = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
+    return os.fsdecode(model) if is_folder else None
 
 
 def _check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:

@@ -139,6 +139,7 @@ class ComparisonRow(_Part, frozen=True):
     comm_bytes_per_layer: float
     memory_bytes: float
     fits: bool
+    background_bytes_per_layer: float = 0.0
 
 
 class CurveRow(_Part, frozen=True):
@@ -194,6 +195,7 @@ class Report(_Part, frozen=True):
     assumptions: tuple[str, ...]
     sources: dict[str, str]
     compiler: CompilerPart
+    how_to_run: str = ""
 
     @property
     def verdict(self) -> str:

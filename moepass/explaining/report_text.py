@@ -163,7 +163,7 @@ def _comparison(report: Report) -> Table:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
-    for heading in ("step", "of chosen", "sent per layer", "memory", "fits"):
+    for heading in ("step", "of chosen", "waited for\nper layer", "background\nper layer", "memory", "fits"):
         table.add_column(heading, justify="right", no_wrap=True)
     base = next((row.step_seconds for row in report.comparison if row.strategy == report.strategy.chosen), None)
     rows = sorted(report.comparison, key=lambda row: (not row.fits, row.step_seconds or float("inf")))
@@ -176,6 +176,7 @@ def _comparison(report: Report) -> Table:
             step,
             ratio,
             _bytes(row.comm_bytes_per_layer),
+            _bytes(row.background_bytes_per_layer),
             _bytes(row.memory_bytes),
             "yes" if row.fits else "no",
             style=style,
@@ -192,6 +193,8 @@ def _notes(report: Report) -> Table:
     table.add_column()
     if report.advice:
         table.add_row("advice", Text("\n".join(report.advice)))
+    if report.how_to_run:
+        table.add_row("run it", Text(report.how_to_run))
     table.add_row("assumed", Text("; ".join(report.assumptions), style="dim"))
     table.add_row("sources", Text(source_text(report), style="dim"))
     return table

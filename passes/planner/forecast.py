@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moepass.models.formulas.communication import background_bytes
 from moepass.models.formulas.layers import flops_per_token, model_flops
 from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
@@ -106,7 +107,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     """
     architecture, hardware = setting.architecture, setting.hardware
     layer = architecture.typical_moe_layer
-    _, transfer = _bank(setting, layer, home)
+    nbytes, transfer = _bank(setting, layer, home)
     stages = model_stages(setting, home)
     schedule, simulation, memory = _asyncep(setting, home, stages, most_slots)
     streamed = StrategyCost(
@@ -115,6 +116,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         0.0,
         memory.peak_bytes,
         simulation is not None and memory.peak_bytes <= setting.budget_bytes,
+        float(background_bytes(home, nbytes, setting.ranks)),
     )
     comparison = (*compare_strategies(setting), streamed, resident_cost(setting))
     chosen, runner_up = ranking(comparison, setting.ranks)

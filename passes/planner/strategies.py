@@ -43,7 +43,7 @@ class StrategyCost:
     """`step_seconds` for the texts of all ranks; bytes per device.
 
     `communication_bytes` are those of a typical layer with experts, by the table of arXiv 2605.02960; nothing hides
-    them.
+    them. `background_bytes` are those of its experts that come beside the computation, where they are streamed.
     """
 
     strategy: str
@@ -51,6 +51,7 @@ class StrategyCost:
     communication_bytes: float
     memory_bytes: float
     fits: bool
+    background_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,8 @@ from moepass.passes.planner.strategies import ASYNCEP, RESIDENT, StrategyCost
 _PREFERRED = {RESIDENT: 0, ASYNCEP: 1}
 # Parts of a step below which nobody speaks of waiting.
 _NOTHING = 0.0005
+# [Empirical] How far a predicted step may be off: benchmarks/prediction.py. A smaller gain is a tie.
+MODEL_ERROR = 0.10
 
 
 def ranking(comparison: Sequence[StrategyCost], ranks: int) -> tuple[str, str | None]:
@@ -39,8 +41,13 @@ def reason(
     gain = ""
     if runner_up is not None:
         ratio = costs[runner_up].step_seconds / costs[chosen].step_seconds
-        how = f"{ratio:.2f} times as fast as" if ratio >= 1.005 else "no slower than"
-        gain = f", {how} {runner_up}, the next that fits"
+        if ratio >= 1 + MODEL_ERROR:
+            gain = f", {ratio:.2f} times as fast as {runner_up}, the next that fits"
+        else:
+            gain = (
+                f"; a tie with {runner_up}, the next that fits: predicted {ratio:.2f} times as fast, and predictions "
+                f"are up to {MODEL_ERROR:.0%} off"
+            )
     if chosen == RESIDENT:
         return f"all experts fit on every device, so nothing moves{gain}"
     waits = 1.0 if simulation is None else simulation.exposed_seconds / simulation.step_seconds

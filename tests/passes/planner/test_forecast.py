@@ -26,7 +26,7 @@ from moepass.passes.planner.forecast import (
     model_stages,
     streaming_machine,
 )
-from moepass.passes.planner.strategies import Setting, activations_bytes, banks_bytes, resident_cost
+from moepass.passes.planner.strategies import Setting, StrategyCost, activations_bytes, banks_bytes, resident_cost
 from moepass.passes.planner.threshold_curve import threshold_curve
 from moepass.passes.planner.verdict import reason
 from moepass.profiles.hardware_profiles import load_hardware
@@ -280,3 +280,19 @@ def test_a_profile_measured_on_a_cpu_has_a_host_that_computes_and_an_emulated_li
     rate = hardware.host.bytes_per_s.value * hardware.efficiency.bandwidth.value / 4
     waiting = streaming_machine(_setting(hardware=with_emulated_link(hardware, rate)), "host")
     assert waiting.copy_slowdown == pytest.approx(1.25, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (1.5, "all experts fit on every device, so nothing moves, 1.50 times as fast as dp_ep, the next that fits"),
+        (
+            1.04,
+            "all experts fit on every device, so nothing moves; a tie with dp_ep, the next that fits: predicted 1.04 "
+            "times as fast, and predictions are up to 10% off",
+        ),
+    ],
+)
+def test_a_gain_smaller_than_the_error_of_predictions_is_a_tie(ratio: float, expected: str) -> None:
+    costs = [StrategyCost("resident", 1.0, 0.0, 1.0, True), StrategyCost("dp_ep", ratio, 1.0, 1.0, True)]
+    assert reason(costs, "resident", "dp_ep", None) == expected

@@ -1,0 +1,34 @@
+"""The call that runs a model as a report chose."""
+
+from __future__ import annotations
+
+import json
+
+from moepass.explaining.report import SchedulePart, StrategyPart
+from moepass.passes.planner.strategies import ASYNCEP, RESIDENT
+
+# A longer list of layers is told by where it stands in the report.
+_MOST_LAYERS_SHOWN = 12
+
+
+def how_to_run(strategy: StrategyPart, schedule: SchedulePart | None, checkpoint: str | None, fits: bool) -> str:
+    """Python to run, or in words why there is none. `checkpoint` is the folder of a checkpoint, None for anything else.
+
+    `fits` says whether the chosen strategy keeps to the memory budget.
+    """
+    compiled = 'compiled = torch.compile(model, backend="asyncep")'
+    if not fits:
+        return "nothing fits this machine; see the advice"
+    if strategy.chosen == RESIDENT:
+        return compiled
+    if strategy.chosen != ASYNCEP or schedule is None:
+        return f"moepass does not run {strategy.chosen}: run it with the engine that you use today"
+    words = [f"home={json.dumps(strategy.home)}", f"slots={schedule.slots}"]
+    if schedule.resident_layers:
+        are_few = len(schedule.resident_layers) <= _MOST_LAYERS_SHOWN
+        layers = list(schedule.resident_layers) if are_few else "report.schedule.resident_layers"
+        words.append(f"resident_layers={layers}")
+    options = ", ".join(words)
+    if checkpoint is not None:
+        return f"model = moepass.load_pretrained({json.dumps(checkpoint)}, {options}); {compiled}"
+    return f"moepass.offload_experts(model, {options}); {compiled}"

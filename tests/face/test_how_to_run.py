@@ -1,0 +1,52 @@
+"""The last line of a report is Python that runs, and it is what the report chose."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from moepass.explaining.explain_model import explain
+from moepass.explaining.how_to_run import how_to_run
+from moepass.explaining.report import StrategyPart
+
+
+def _strategy(chosen: str) -> StrategyPart:
+    return StrategyPart(
+        chosen=chosen, reason="", runner_up=None, home="peer", homes_tried=(), memory_budget_bytes=1.0,
+        crossover_tokens=None,
+    )  # fmt: skip
+
+
+def test_the_call_names_home_slots_and_layers_of_the_schedule() -> None:
+    report = explain("qwen3-235b-a22b", hardware="8xh100-80g")
+    assert report.schedule is not None
+    call, compiled = report.how_to_run.split("; ")
+    (offload,) = ast.parse(call).body
+    assert isinstance(offload, ast.Expr)
+    assert isinstance(offload.value, ast.Call)
+    given = {word.arg: ast.literal_eval(word.value) for word in offload.value.keywords}
+    assert given == {
+        "home": report.strategy.home,
+        "slots": report.schedule.slots,
+        "resident_layers": list(report.schedule.resident_layers),
+    }
+    ast.parse(compiled)
+    row = next(row for row in report.comparison if row.strategy == "asyncep")
+    assert row.comm_bytes_per_layer == 0
+    assert report.saturation is not None
+    assert row.background_bytes_per_layer == report.saturation.gather_bytes
+
+
+def test_a_checkpoint_is_loaded_by_each_rank() -> None:
+    report = explain("demo", hardware="8xh100-80g", home="peer")
+    assert report.strategy.chosen == "resident"
+    assert report.how_to_run == 'compiled = torch.compile(model, backend="asyncep")'
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fits", "words"),
+    [("dp_ep", True, "moepass does not run dp_ep"), ("asyncep", False, "nothing fits this machine")],
+)
+def test_where_there_is_nothing_to_call(chosen: str, fits: bool, words: str) -> None:
+    assert how_to_run(_strategy(chosen), None, None, fits).startswith(words)
