@@ -237,7 +237,7 @@ class LocalisedBlock:
 
     The other ranks must say the same of it: `experts` is a digest of everything between a row and its expert's output.
     Where its tokens, ids and weights must be the same on all ranks, `tokens` is a digest of how they are computed, else
-    empty.
+    empty. `weights` are types and shapes of the expert weights of all ranks together.
     """
 
     name: str
@@ -245,6 +245,7 @@ class LocalisedBlock:
     group: str
     experts: str
     tokens: str = ""
+    weights: str = ""
 
     @property
     def signature(self) -> str:

@@ -35,7 +35,7 @@ from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, m
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_shape, named
-from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan, gather
+from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan, dtype_name, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import pack_layout
 from moepass.passes.parallel.block_text import block_text
@@ -91,7 +91,8 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
             refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.group_name))
         else:
             experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
-            localised.append(LocalisedBlock(block.name, block.form, block.group_name, experts, origin.digest))
+            weights = _describe_weights(block)
+            localised.append(LocalisedBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
     local.graph.lint()
     local.recompile()
@@ -298,3 +299,8 @@ def _sizes(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return str(tuple(value.shape)), str(value.stride())
     return [_sizes(item) for item in value] if isinstance(value, (tuple, list)) else str(value)
+
+
+def _describe_weights(block: ParallelBlock) -> str:
+    values = [fake_value(tensor) for tensor in block.expert_tensors]
+    return ", ".join(f"{dtype_name(value.dtype)} {[block.experts, *value.shape[1:]]}" for value in values)

@@ -57,6 +57,10 @@ class Proposal:
         left = tuple(RefusedBlock(block.name, reason) for block in self.takes)
         return dataclasses.replace(self, takes=(), leaves=(*self.leaves, *left))
 
+    def weights(self, name: str) -> tuple[str, ...]:
+        """Types and shapes of the expert weights of those blocks."""
+        return tuple(block.weights for block in self.takes if block.name == name)
+
     def signatures(self, name: str) -> tuple[str, ...]:
         """Of the blocks with this name that the rank takes, in host order: a layer may be applied twice."""
         return tuple(block.signature for block in self.takes if block.name == name)

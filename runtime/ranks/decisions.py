@@ -49,8 +49,8 @@ class BlockDecisions:
     def __init__(self) -> None:
         # By name and signature of a block, which is empty for one that a rank cannot take: why it is left, or None.
         self._decided: dict[tuple[str, str], str | None] = {}
-        # By name of a block: the signatures with which it is taken.
-        self._taken: dict[str, set[str]] = defaultdict(set)
+        # By name of a block: the signatures with which it is taken, each with the shapes of its experts' weights.
+        self._taken: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
         self._has_left_exchanges = False
         self._is_alone = False
         self._lock = threading.Lock()
@@ -85,7 +85,16 @@ class BlockDecisions:
             return False
         if self._has_left_exchanges and self._taken:
             return True
-        return any(len(self._taken.get(name, ())) > 1 for name, _ in keys)
+        return any(self._is_ambiguous(name, signature) for name, signature in keys)
+
+    def _is_ambiguous(self, name: str, signature: str) -> bool:
+        """Whether a rank may take another block of that name for this one.
+
+        Weights of other shapes are of another model, which no rank runs in the place of this one: with exchanges that
+        would have failed as well.
+        """
+        taken = self._taken.get(name, {})
+        return signature in taken and sum(weights == taken[signature] for weights in taken.values()) > 1
 
     def _meet(
         self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
@@ -143,11 +152,12 @@ class BlockDecisions:
     def _remember(self, proposals: Sequence[Proposal], left: Mapping[str, str]) -> None:
         keys = {key for proposal in proposals for key in _keys(proposal)}
         left = {name: reason for name, _ in keys if (reason := self._why_stays(name)) is not None} | dict(left)
+        shapes = {name: proposal.weights(name) for proposal in proposals for name, _ in _keys(proposal)}
         for name, signature in keys:
             reason = left.get(name) or (None if signature else _why_nobody_takes(name, proposals))
             self._decided[name, signature] = reason
             if reason is None:
-                self._taken[name].add(signature)
+                self._taken[name][signature] = shapes[name]
             else:
                 self._has_left_exchanges = True
         # A rank that cannot take such a block in another graph either need not ask again.

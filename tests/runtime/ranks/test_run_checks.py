@@ -199,8 +199,8 @@ def _decided(*proposals: Proposal) -> BlockDecisions:
     return decisions
 
 
-def _takes(name: str, experts: str = "1") -> Proposal:
-    return Proposal(takes=(LocalisedBlock(name, FORM, "0", experts),))
+def _takes(name: str, experts: str = "1", weights: str = "float32 [4, 8, 8]") -> Proposal:
+    return Proposal(takes=(LocalisedBlock(name, FORM, "0", experts, weights=weights),))
 
 
 def test_runs_are_compared_only_where_ranks_may_run_different_experts() -> None:
@@ -208,6 +208,8 @@ def test_runs_are_compared_only_where_ranks_may_run_different_experts() -> None:
     dense = Proposal(exchanges=("all_reduce at attention",))
     assert not _decided(_takes("a"), _takes("b")).must_agree(_takes("a"))
     assert not _decided(left, dense).must_agree(left)
+    models = _takes("a"), _takes("a", "2", "float32 [6, 8, 8]")
+    assert not any(_decided(*models).must_agree(one) for one in models)
     two = _decided(_takes("a"), _takes("a", "2"), _takes("b"))
     assert two.must_agree(_takes("a"))
     assert two.must_agree(_takes("a", "2"))
