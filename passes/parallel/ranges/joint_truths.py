@@ -121,7 +121,9 @@ class JointTruths:
 
         `by_row` tells that each row of it depends on the same row of what it is computed from, as a product does.
         """
-        if found is not None and _is_truth(node, found):
+        # The inverse of an order of two is an order as well, whose numbers say yes or no by chance.
+        inverts = any(self._is_inverted(node, each) for each in node.all_input_nodes)
+        if found is not None and _is_truth(node, found) and not inverts:
             self._found[node] = frozenset({_itself(node, found)})
             return
         if found is not None and found.uniform:
