@@ -1,0 +1,39 @@
+"""What documentation and comments point to is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("benchmarks", "docs", "examples", "models", "moepass", "passes", "runtime", "tests")
+# Results say how files were called when they were measured.
+PAGES = [
+    page
+    for page in [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
+    if page.parent.name != "results"
+]
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+_LINK = re.compile(r"\]\(([^)#\s]+)")
+_PATH = re.compile(rf"\b((?:{'|'.join(FOLDERS)})/[\w/]+\.(?:py|md|json|html|svg))\b")
+
+
+def _missing(page: Path) -> Iterator[str]:
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".md":
+        links = (link for link in _LINK.findall(text) if not link.startswith(("http:", "https:")))
+        yield from (link for link in links if not (page.parent / link).exists())
+    yield from (path for path in _PATH.findall(text) if not (ROOT / path).exists())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_point_to_what_is_there(page: Path) -> None:
+    assert list(_missing(page)) == []
+
+
+def test_sources_point_to_what_is_there() -> None:
+    found = {str(path.relative_to(ROOT)): list(_missing(path)) for path in SOURCES}
+    assert {name: missing for name, missing in found.items() if missing} == {}
