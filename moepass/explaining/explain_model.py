@@ -174,7 +174,7 @@ def explain(
         assumptions=tuple(assumptions),
         sources=_sources(found, machine),
         compiler=compiler,
-        how_to_run=how_to_run(strategy, schedule, _checkpoint(model), best.cost(best.chosen).fits),
+        how_to_run=how_to_run(strategy, schedule, _checkpoint(model), best.cost(best.chosen).fits, setting.dtype),
     )
 
 

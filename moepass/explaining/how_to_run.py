@@ -11,11 +11,15 @@ from moepass.passes.planner.strategies import ASYNCEP, RESIDENT
 _MOST_LAYERS_SHOWN = 12
 
 
-def how_to_run(strategy: StrategyPart, schedule: SchedulePart | None, checkpoint: str | None, fits: bool) -> str:
+def how_to_run(
+    strategy: StrategyPart, schedule: SchedulePart | None, checkpoint: str | None, fits: bool, dtype: str
+) -> str:
     """Python to run, or in words why there is none. `checkpoint` is the folder of a checkpoint, None for anything else.
 
-    `fits` says whether the chosen strategy keeps to the memory budget.
+    `fits` says whether the chosen strategy keeps to the memory budget. `dtype` is that of the experts.
     """
+    if dtype == "fp8":
+        return "moepass runs no fp8 experts yet: --dtype bf16 says what it does with this model today"
     compiled = 'compiled = torch.compile(model, backend="asyncep")'
     if not fits:
         return "nothing fits this machine; see the advice"

@@ -45,8 +45,12 @@ def test_a_checkpoint_is_loaded_by_each_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "fits", "words"),
-    [("dp_ep", True, "moepass does not run dp_ep"), ("asyncep", False, "nothing fits this machine")],
+    ("chosen", "fits", "dtype", "words"),
+    [
+        ("dp_ep", True, "bf16", "moepass does not run dp_ep"),
+        ("asyncep", False, "bf16", "nothing fits this machine"),
+        ("asyncep", True, "fp8", "moepass runs no fp8 experts yet"),
+    ],
 )
-def test_where_there_is_nothing_to_call(chosen: str, fits: bool, words: str) -> None:
-    assert how_to_run(_strategy(chosen), None, None, fits).startswith(words)
+def test_where_there_is_nothing_to_call(chosen: str, fits: bool, dtype: str, words: str) -> None:
+    assert how_to_run(_strategy(chosen), None, None, fits, dtype).startswith(words)
