@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import threading
 import warnings
 import weakref
@@ -19,6 +20,8 @@ from moepass.runtime.system.forking import renew_after_fork
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_ring
+
+logger = logging.getLogger("moepass")
 
 # Of each tensor that eager code reads; enough to see that all of it was changed.
 _SAMPLED_NUMBERS = 64
@@ -185,7 +188,17 @@ class BankStore:
         self._eager = None
 
     def _warn_of_uncompiled_code(self, bank: int) -> None:
-        if self._has_warned or not _is_called_by_compiled_model():
+        if self._has_warned:
+            return
+        if not _is_called_by_compiled_model():
+            if self._ring is not None:
+                self._has_warned = True
+                logger.warning(
+                    "%s: this call runs the uncompiled model, whose experts are copied layer by layer without overlap, "
+                    "although it was compiled. Methods of a compiled model, as model.generate(), do that: call the "
+                    "compiled model itself, compiled(...)",
+                    self.banks[bank].spec.name,
+                )
             return
         self._has_warned = True
         warnings.warn(
