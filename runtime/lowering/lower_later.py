@@ -22,6 +22,8 @@ from typing import Any
 
 import sympy
 import torch
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
 from moepass.passes.graph.input_sizes import size_expression
@@ -60,8 +62,8 @@ def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> La
     if how == "eager":
         return LateGraph(captured)
     private = copy_graph_module(captured)
-    # What tensors are made here belongs to no mode of the caller.
-    with torch.inference_mode(False), torch.no_grad():
+    # What tensors are made here belongs to no mode of the caller, which may be in the middle of a capture.
+    with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
         symbols, fake_mode = _describe_anew(private, sizes)
         cut = cut_into_segments(private)
         run = lower_segments(cut.top, how)
