@@ -1,5 +1,5 @@
 """Every formula of moepass for FLOPs, parameters, bytes and thresholds: one place, which models, passes, the router and
-reports all read.
+reports all read. May import sizes.
 
     products        matrix products: GEMM, batched, grouped, convolution
     attention       pairs of tokens that attention looks at, and what they cost

@@ -20,9 +20,13 @@ class SizeSource:
     position: int
     dimension: int | None
 
-    def read(self, arguments: Sequence[Any]) -> int:
+    def find(self, arguments: Sequence[Any]) -> Any:
+        """The size among the inputs, a number or, where these are described and not given, a symbol."""
         value = arguments[self.position]
-        return int(value if self.dimension is None else value.shape[self.dimension])
+        return value if self.dimension is None else value.shape[self.dimension]
+
+    def read(self, arguments: Sequence[Any]) -> int:
+        return int(self.find(arguments))
 
 
 def size_sources(graph: Graph) -> dict[str, SizeSource]:
@@ -43,13 +47,9 @@ def size_sources(graph: Graph) -> dict[str, SizeSource]:
 
 def sizes_at_capture(graph: Graph) -> dict[str, int]:
     """What each symbol of `size_sources` was when the graph was captured."""
-    shown = [fake_value(node) for node in graph_inputs(graph)]
-    found = {}
-    for name, source in size_sources(graph).items():
-        value = shown[source.position]
-        size = value if source.dimension is None else value.shape[source.dimension]
-        found[name] = int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
-    return found
+    described = [fake_value(node) for node in graph_inputs(graph)]
+    sizes = {name: source.find(described) for name, source in size_sources(graph).items()}
+    return {name: int(size.node.hint if isinstance(size, torch.SymInt) else size) for name, size in sizes.items()}
 
 
 def _add(sources: dict[str, SizeSource], size: object, source: SizeSource) -> None:

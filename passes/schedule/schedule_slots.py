@@ -3,10 +3,10 @@
 Contract
     in    canonical graph and a plan with slot_stays, one per gather in the order in which they are first read
     out   scheduled graph: no gather left; every prefetch names the event that it waits for
-    a residency that fits no gather is an error, never a silent change of the schedule
+    a stay that fits no gather is an error, never a silent change of the schedule
 
 Pseudo-code
-    for each residency and its gather:
+    for each planned stay and its gather:
         acquire right before the first reader of the bank and its lookup; the views of the bank that stand in front of
         that follow it
         release right after the last reader
@@ -29,26 +29,26 @@ def schedule(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
     """Insert the slot operations. Raises PassError where plan and graph do not belong together."""
     scheduled = copy_graph_module(module)
     stays = lifetimes(scheduled.graph)
-    if [stay.bank for stay in stays] != [residency.bank for residency in plan.slot_stays]:
+    if [stay.bank for stay in stays] != [planned.bank for planned in plan.slot_stays]:
         raise PassError(
-            f"the plan schedules banks {[residency.bank for residency in plan.slot_stays]}, "
+            f"the plan schedules banks {[planned.bank for planned in plan.slot_stays]}, "
             f"the graph gathers {[stay.bank for stay in stays]}"
         )
     releases: list[Node] = []
     start = _start_of_graph(scheduled)
-    for stay, residency in zip(stays, plan.slot_stays, strict=True):
-        after = None if residency.after is None else releases[residency.after]
+    for stay, planned in zip(stays, plan.slot_stays, strict=True):
+        after = None if planned.after is None else releases[planned.after]
         position = start if after is None else after
-        filled = _insert_prefetch(scheduled, stay, residency.slot, after, position)
+        filled = _insert_prefetch(scheduled, stay, planned.slot, after, position)
         if after is None:
             # Fresh slots fill in the order in which their banks are needed.
             start = filled
-        tensors = _insert_acquire(scheduled, stay, residency.slot, filled)
-        releases.append(_insert_release(scheduled, stay, residency.slot, tensors))
+        tensors = _insert_acquire(scheduled, stay, planned.slot, filled)
+        releases.append(_insert_release(scheduled, stay, planned.slot, tensors))
     for stay in stays:
         scheduled.graph.erase_node(stay.gather)
     scheduled.recompile()
-    return PassResult(scheduled, plan, matches=tuple(residency.block for residency in plan.slot_stays))
+    return PassResult(scheduled, plan, matches=tuple(planned.block for planned in plan.slot_stays))
 
 
 def _start_of_graph(module: GraphModule) -> Node | None:

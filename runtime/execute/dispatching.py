@@ -142,8 +142,8 @@ class Dispatcher:
             storages = tuple(StorageWeakRef(part.untyped_storage()) for of_bank in parts for part in of_bank)
             self._registered = {**self._living(), key: storages}
         tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
-        presence = RunVote.of(self._dispatch, tokens, self._blocks)
-        return agreement_of(self._group()).agree(presence, self._timeout_s) == EXCHANGED
+        vote = RunVote.of(self._dispatch, tokens, self._blocks)
+        return agreement_of(self._group()).agree(vote, self._timeout_s) == EXCHANGED
 
     def run_exchanged(self, *arguments: Any) -> Any:
         """The run, as the captured graph says."""

@@ -234,7 +234,7 @@ class Executor:
         recording = current_recording()
         if recording is None:
             return self._run(arguments)
-        recording.now(device_of(arguments))  # whose clock is there before the first copy
+        recording.begin_run(device_of(arguments))
         started = time.perf_counter()
         outputs = self._run(arguments)
         recording.add("run", f"graph {self._number}", HOST, started, time.perf_counter())

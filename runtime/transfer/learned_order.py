@@ -1,5 +1,5 @@
 """What comes next, learned from what came before: which banks follow each other, and which a run begins with, so that
-slots fill across the crossover of two runs.
+slots fill across the boundary of two runs.
 """
 
 from __future__ import annotations

@@ -80,10 +80,10 @@ class TimelineRecording:
             raise InputError("the timeline is complete once the block of record_timeline has been left; read it there")
         return self._timeline
 
-    def now(self, device: torch.device) -> Moment:
-        """When what was issued to `device` so far is done: on a CPU now. Raises InputError where nobody can tell."""
+    def begin_run(self, device: torch.device) -> None:
+        """A run on `device` begins: its events can be timed from now on. Raises InputError where nothing tells when."""
         if device.type == "cpu":
-            return time.perf_counter()
+            return
         if device.type != "cuda":
             raise InputError(
                 f"record_timeline: the model computes on {device}, where nothing tells when; timelines are recorded on "
@@ -91,6 +91,12 @@ class TimelineRecording:
             )
         if self._clock is None:
             self._clock = DeviceClock(device)
+
+    def now(self, device: torch.device) -> Moment:
+        """When what was issued to `device` so far is done, which on a CPU is now. Inside a run on that device."""
+        if device.type == "cpu":
+            return time.perf_counter()
+        assert self._clock is not None, "a run on the device begins first"
         return self._clock.now()
 
     def add(self, op: str, layer: str, stream: str, started: Moment, ended: Moment) -> None:

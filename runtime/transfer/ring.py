@@ -73,7 +73,7 @@ class Ring:
         self.device = device
         self.home = home
         self.debug = debug
-        self._turns = NonReentrantLock(_REENTERED)
+        self._lock = NonReentrantLock(_REENTERED)
         self._is_quiet = True
         self._statistics = RingStatistics()
         self._buffers = _buffers(slots, slot_bytes, device)
@@ -103,11 +103,11 @@ class Ring:
 
         Raises InputError inside a run of the same thread.
         """
-        with self._turns.pause():
+        with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
             if slots <= self.slots and slot_bytes <= largest:
                 return
-            self._turns.check()
+            self._lock.check()
             slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
             self.reset()
             self._renew_buffers(slots, slot_bytes)
@@ -126,7 +126,7 @@ class Ring:
         Where ranks gather together, an exception ends that for all of them. Raises InputError where this thread is in a
         run already, and what `begin_run` raises.
         """
-        with self._turns.take():
+        with self._lock.take():
             try:
                 # Not quiet: after a second interrupt, or in a child that was forked while another thread was in a run.
                 if not self._is_quiet:

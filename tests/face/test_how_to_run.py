@@ -38,7 +38,15 @@ def test_the_call_names_home_slots_and_layers_of_the_schedule() -> None:
     assert row.background_bytes_per_layer == report.saturation.gather_bytes
 
 
-def test_a_checkpoint_is_loaded_by_each_rank() -> None:
+def test_each_rank_loads_its_part_of_a_checkpoint() -> None:
+    report = explain("qwen3-235b-a22b", hardware="8xh100-80g")
+    assert report.schedule is not None
+    call, _ = how_to_run(report.strategy, report.schedule, "./my checkpoint", True, "bf16").split("; ")
+    assert call.startswith('model = moepass.load_pretrained("./my checkpoint", home=')
+    ast.parse(call)
+
+
+def test_where_all_experts_fit_there_is_nothing_to_offload() -> None:
     report = explain("demo", hardware="8xh100-80g", home="peer")
     assert report.strategy.chosen == "resident"
     assert report.how_to_run == 'compiled = torch.compile(model, backend="asyncep")'

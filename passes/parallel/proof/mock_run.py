@@ -28,7 +28,7 @@ from moepass.passes.graph.operations import base_operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
-from moepass.passes.parallel.ranges.value_ranges import IndexRanges
+from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
 
 aten = torch.ops.aten
@@ -153,7 +153,7 @@ class MockRun:
     """One run: concrete sizes, concrete expert tensors, and an interpreter of nodes."""
 
     def __init__(
-        self, mock: MockBlock, generator: torch.Generator, scenario: Scenario, ranges: IndexRanges | None
+        self, mock: MockBlock, generator: torch.Generator, scenario: Scenario, ranges: ValueRanges | None
     ) -> None:
         self.mock = mock
         self.block = block = mock.block

@@ -42,7 +42,7 @@ from moepass.passes.parallel.proof.peer_equivalence import check_run
 from moepass.passes.parallel.proof.small_copy import small_copies
 from moepass.passes.parallel.proof.small_guess import NoSmallCopy
 from moepass.passes.parallel.proof.small_sizes import run_bytes
-from moepass.passes.parallel.ranges.value_ranges import IndexRanges
+from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import row_functions
 
 # [Empirical] A run of a few rows takes milliseconds.
@@ -77,11 +77,11 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
         raise failure
 
 
-def _ranges(mock: MockBlock, data: set[Node]) -> IndexRanges:
-    return IndexRanges(mock.block, data, mock.local.copied)
+def _ranges(mock: MockBlock, data: set[Node]) -> ValueRanges:
+    return ValueRanges(mock.block, data, mock.local.copied)
 
 
-def _prove(mock: MockBlock, ranges: IndexRanges) -> None:
+def _prove(mock: MockBlock, ranges: ValueRanges) -> None:
     for seed, scenario in enumerate((*SCENARIOS, *_with_every_id(mock))):
         check_run(MockRun(mock, torch.Generator().manual_seed(seed), scenario, ranges))
     ranges.check()

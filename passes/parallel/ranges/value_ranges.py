@@ -92,7 +92,7 @@ _FILLS = {"full": None, "scalar_tensor": None, "new_full": None, "full_like": No
 _SIZES = {"sym_size", "sym_numel", "sym_stride"}
 
 
-class IndexRanges(RangeSums):
+class ValueRanges(RangeSums):
     """The ranges of a block's places and sizes, and what its mock runs must try of them. Raises NotThisForm."""
 
     def __init__(self, block: ParallelBlock, data: set[Node], inside: Collection[Node]) -> None:

@@ -35,7 +35,7 @@ TOKENS = 9
 NODES = 150
 
 
-def _localise(captured: Captured, leave: Mapping[str, str]) -> PassResult:
+def _eliminate(captured: Captured, leave: Mapping[str, str]) -> PassResult:
     return run_passes(
         (eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups, leave=leave)
     )
@@ -48,7 +48,7 @@ def _captured(form: str) -> tuple[Captured, ...]:
 
 @functools.cache
 def _unchanged(form: str, rank: int) -> PassResult:
-    return _localise(_captured(form)[rank], {})
+    return _eliminate(_captured(form)[rank], {})
 
 
 def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
@@ -56,7 +56,7 @@ def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
     leave: dict[str, str] = {}
     while True:
         results = [
-            _unchanged(form, rank) if one is _captured(form)[rank] and not leave else _localise(one, leave)
+            _unchanged(form, rank) if one is _captured(form)[rank] and not leave else _eliminate(one, leave)
             for rank, one in enumerate(ranks)
         ]
         exchanges = [exchanges_by_group(one.module.graph) for one in ranks]

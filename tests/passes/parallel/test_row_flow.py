@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
-from test_rank_pairs import _banks, _localise
+from test_rank_pairs import _banks, _eliminate
 from torch.nn import functional as F
 
 from moepass.models.reference.expert_parallel import EP_FORMS
@@ -43,7 +43,7 @@ def _captured(
 
 
 def _plan(form: str, activation: Activation, rank: int = 1, tokens: int = 9, dynamic: bool = True) -> Plan:
-    return _localise(_captured(form, activation, rank, tokens, dynamic), {}).plan
+    return _eliminate(_captured(form, activation, rank, tokens, dynamic), {}).plan
 
 
 def _largest_difference(
@@ -52,7 +52,7 @@ def _largest_difference(
     """Between what the ranks compute and what they compute after the rewrite, of tokens that are `times` as large;
     None where that is refused."""
     ranks = [_captured(form, activation, rank, tokens, dynamic) for rank in range(2)]
-    results = [_localise(one, {}) for one in ranks]
+    results = [_eliminate(one, {}) for one in ranks]
     if not all(result.plan.localised for result in results):
         return None
     hidden = [times * hidden_states(CONFIG, tokens, 0 if form == "all_reduce" else rank) for rank in range(2)]
@@ -160,7 +160,7 @@ def test_rows_that_meet_only_for_large_numbers_are_refused_in_every_form(form: s
 
 def test_a_wide_activation_is_not_judged_by_a_narrow_one() -> None:
     config = dataclasses.replace(CONFIG, width=256)
-    plan = _localise(_captured("all_to_all", _turned_far_out, 1, config=config), {}).plan
+    plan = _eliminate(_captured("all_to_all", _turned_far_out, 1, config=config), {}).plan
     assert "flip" in plan.refusals[0].reason
 
 
@@ -180,7 +180,7 @@ def test_what_only_some_features_read_is_proved_too() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, "all_to_all", Experts)
         captured = capture(config, "all_to_all", 1, 2, 9)
-    assert not _localise(captured, {}).plan.localised
+    assert not _eliminate(captured, {}).plan.localised
 
 
 def _features_first(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -370,7 +370,7 @@ def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, "all_gather", Experts)
         captured = capture(CONFIG, "all_gather", 1, 2, 9, dynamic=dynamic)
-    (refusal,) = _localise(captured, {}).plan.refusals
+    (refusal,) = _eliminate(captured, {}).plan.refusals
     assert "reads what ranks exchange at `_c10d_functional.all_gather" in refusal.reason
 
 

@@ -140,7 +140,7 @@ def test_waits_and_copies_are_timed_by_events() -> None:
     banks = [BANKS[0], BANKS[1], BANKS[2]]
     with FakeCuda(random.Random(0)).installed() as cuda, moepass.record_timeline() as recording:
         ring = _ring(1)
-        recording.now(torch.device("cuda", 0))
+        recording.begin_run(torch.device("cuda", 0))
         run_banks(ring, 0, banks, 1, lambda *read: [cuda.issue(lambda: None) for _ in range(5)])
         cuda.finish()
         statistics = ring.statistics

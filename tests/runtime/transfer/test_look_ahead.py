@@ -1,4 +1,4 @@
-"""Slots fill across the crossover of two runs: used when the guess is right, harmless when it is wrong."""
+"""Slots fill across the boundary of two runs: used when the guess is right, harmless when it is wrong."""
 
 from __future__ import annotations
 
