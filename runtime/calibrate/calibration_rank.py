@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -137,8 +138,7 @@ def _describe(device: torch.device) -> tuple[str, int]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return cpu_info("model name") or "CPU", memory
+    return cpu_info("model name") or "CPU", psutil.virtual_memory().total
 
 
 def run_rank(task: RankTask, report: Report) -> RankMeasurements:
