@@ -29,7 +29,7 @@ from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.homes.shared_parameters import share_parts
 from moepass.runtime.ranks.decisions import MEETING
 from moepass.runtime.ranks.eager_watch import FailureLook
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.processes import ProcessWatch
 from moepass.runtime.system.tensor_memory import Memory, memory_of
 from moepass.runtime.transfer.home_protocol import Home
@@ -149,10 +149,7 @@ class ParameterBanks:
         self._uses_of_name: dict[str, int] = {}
         self._is_drop_due = False
         self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._owner = OwnerProcess()
 
     def adopt(
         self,
@@ -199,6 +196,7 @@ class ParameterBanks:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        self._owner.check()
         with self._lock:
             self._drop_gone()
             yield

@@ -48,8 +48,6 @@ class PendingGather(PendingCopy):
 
     def wait(self) -> None:
         """Block until the slot is full. Raises PeerError where the gather failed."""
-        if self._is_inherited:
-            self.group.check()
         self.end()
         if self.error is not None:
             raise PeerError(str(self.error)) from self.error

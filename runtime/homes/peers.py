@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from moepass.models.errors import InputError
 from moepass.models.limits import check_wait
 from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.system.forking import OwnerProcess, finalize_in_owner
 from moepass.runtime.system.processes import ProcessIdentity, ProcessWatch, this_process
 from moepass.runtime.system.shared_memory import (
     PAGE_BYTES,
@@ -96,7 +96,8 @@ class PeerGroup:
         self._processes: dict[int, ProcessIdentity] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._segment: SharedSegment | None = None
-        self._leave: weakref.finalize[[torch.Tensor, int], PeerGroup] | None = None
+        self._leave: weakref.finalize[..., object] | None = None
+        self._owner = OwnerProcess()
 
     @staticmethod
     def of(
@@ -163,7 +164,7 @@ class PeerGroup:
         """
         self._segment = create_segment(PAGE_BYTES + nbytes, f"moepass-rank-{self.rank}")
         state = self._segment.map(0, 1)
-        self._leave = weakref.finalize(self, _say_goodbye, state, os.getpid())
+        self._leave = finalize_in_owner(self, state.fill_, _LEFT)
         self._leave.atexit = False  # `_leave_all` does it then
         _groups.add(self)
         return self._segment
@@ -198,6 +199,7 @@ class PeerGroup:
 
     def check_alive(self) -> None:
         """Raises PeerError where a rank has ended that did not say goodbye. One system call; waits for nothing."""
+        self._owner.check()
         missed = [
             self._name(rank)
             for rank in sorted(self._watch.gone())
@@ -228,12 +230,6 @@ def _leave_all() -> None:
     if getattr(sys, "last_value", None) is None:
         for group in list(_groups):
             group.leave()
-
-
-def _say_goodbye(state: torch.Tensor, pid: int) -> None:
-    # A forked child has its parent's handlers, and its objects.
-    if os.getpid() == pid:
-        state.fill_(_LEFT)
 
 
 def _compare(rank: int, introduction: Introduction, other_rank: int, other: Introduction) -> None:

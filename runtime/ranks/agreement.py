@@ -31,7 +31,6 @@ from moepass.passes.schedule.dispatch import choose_form
 from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.decisions import MEETING, decisions_of
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
-from moepass.runtime.system.forking import renew_after_fork
 
 logger = logging.getLogger("moepass")
 
@@ -91,10 +90,6 @@ class Agreement:
         self._connections: Connections | None = None
         # The last form, by crossover and hysteresis: graphs with another crossover have their own.
         self._last: dict[tuple[int, float], str] = {}
-        self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
         self._lock = threading.Lock()
 
     def compare(self, blocks: tuple[str, ...], timeout_s: float, compared_in: int = 0) -> bool:
@@ -178,8 +173,6 @@ class Agreement:
                 rendezvous,
                 "agreements",
                 "agreements on runs",
-                f"this process was forked from rank {self.rank}, and has no part in what its ranks agree on before "
-                "each run; run the model in that process",
             )
         return self._connections
 

@@ -6,7 +6,6 @@ The first error ends the connections for good, on every rank, with that error's 
 from __future__ import annotations
 
 import datetime
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch.distributed import Work
 
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.system.forking import OwnerProcess
 
 _TAG = 0
 # Nobody sends with this one. A multiple of small numbers: gloo spreads tags over its network devices by remainder.
@@ -29,16 +29,15 @@ class Connections:
     `exchange` belongs to one thread at a time; `check` and `fail` may be called by any.
     """
 
-    def __init__(self, rendezvous: Rendezvous, name: str, purpose: str, inherited: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, purpose: str) -> None:
         """`name` tells these connections from others of the same meeting; `purpose` stands for them in errors.
 
-        `inherited` is the error of a process that was forked from this one. Raises PeerError where ranks do not connect
-        within the rendezvous's timeout.
+        Raises PeerError where ranks do not connect within the rendezvous's timeout.
         """
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self._rendezvous = rendezvous
-        self._name, self._purpose, self._inherited = name, purpose, inherited
-        self._process = os.getpid()
+        self._name, self._purpose = name, purpose
+        self._owner = OwnerProcess()
         self._failing = threading.Lock()
         self._failure: str | None = None
         try:
@@ -63,8 +62,7 @@ class Connections:
 
     def check(self) -> None:
         """Raises PeerError where an exchange failed before, on any rank that this one heard of; waits for nothing."""
-        if os.getpid() != self._process:
-            raise PeerError(self._inherited)
+        self._owner.check()
         if self._failure is not None:
             raise PeerError(self._failure)
 
@@ -105,8 +103,7 @@ class Connections:
 
         On return nobody waits in `exchange` any more, but for the time that it takes to notice.
         """
-        if os.getpid() != self._process:
-            return reason
+        self._owner.check()
         with self._failing:
             if self._failure is None:
                 try:

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from moepass.passes.ir.plan import LocalisedBlock
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, blocks_to_leave, explain_difference
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, skip_abandoned
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.system.forking import OwnerProcess
 
 logger = logging.getLogger("moepass")
 
@@ -54,10 +54,7 @@ class BlockDecisions:
         self._has_left_exchanges = False
         self._is_alone = False
         self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._owner = OwnerProcess()
 
     def decide(
         self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
@@ -67,6 +64,7 @@ class BlockDecisions:
         Waits for the other ranks where something of `own` was not decided yet. Raises PeerError naming ranks that do
         not come within `timeout_s`, and where ranks differ in the number of tokens below which they exchange.
         """
+        self._owner.check()
         with self._lock:
             keys = _keys(own)
             unknown = [key for key in keys if key not in self._decided and self._why_stays(key[0]) is None]

@@ -45,8 +45,6 @@ class GatherGroup:
             rendezvous,
             "gathers",
             "transport 'collective'",
-            f"this process was forked from rank {rendezvous.rank} and has no part in its gathers (transport "
-            "'collective'); run the model in that process, or bring the experts there after the fork",
         )
 
     @property

@@ -12,6 +12,7 @@ run what they compiled before look for it too (`eager_watch.py`).
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -21,6 +22,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from moepass.models.errors import MoepassError
+from moepass.runtime.system.forking import OwnerProcess
 
 T = TypeVar("T")
 
@@ -56,6 +58,8 @@ class Rendezvous:
         self.timeout_s = timeout_s
         self.title = title
         self._is_dispensable = is_dispensable
+        # A forked child has the same connection to the store as its parent.
+        _owners.setdefault(store, OwnerProcess()).check()
         with _store_errors():
             ended = why_ended(store)
         if ended is not None:
@@ -166,6 +170,9 @@ class Rendezvous:
     def _is_there(self, key: str) -> bool:
         with _store_errors():
             return bool(self._store.check([key]))
+
+
+_owners: weakref.WeakKeyDictionary[Store, OwnerProcess] = weakref.WeakKeyDictionary()
 
 
 def _key(what: str, rank: int) -> str:

@@ -34,7 +34,6 @@ from moepass.passes.parallel.proposals import explain_difference
 from moepass.runtime.ranks.agreement import NEVER_COMPARED, agreement_of
 from moepass.runtime.ranks.checksum import checksum
 from moepass.runtime.ranks.rendezvous import Rendezvous
-from moepass.runtime.system.forking import renew_after_fork
 from moepass.runtime.system.tensor_memory import memory_of, sampled_bytes
 
 _COMPARISON = (
@@ -70,10 +69,6 @@ class Comparisons:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._last: dict[object, _Compared] = {}
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self.lock = threading.Lock()
 
     def find(self, state: _State) -> _Compared | None:
         """That of these parameters, unless one of them changed since."""

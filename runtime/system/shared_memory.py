@@ -151,8 +151,8 @@ def open_segment(address: SegmentAddress) -> SharedSegment:
     found = os.fstat(descriptor)
     if found.st_ino != address.inode:
         raise SharedMemoryError(
-            f"process {process.pid} is gone or has closed its shared memory; descriptor {address.descriptor} is something "
-            "else now"
+            f"process {process.pid} is gone or has closed its shared memory; descriptor {address.descriptor} is "
+            "something else now"
         )
     if found.st_size != address.nbytes:
         raise SharedMemoryError(

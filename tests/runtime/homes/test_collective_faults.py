@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import threading
 import time
@@ -207,32 +206,6 @@ def test_ranks_with_different_transports_are_told() -> None:
         "ranks disagree on the transport: pull on rank 0, collective on rank 1; give every rank the same model and "
         "checkpoint, in one group on one machine"
     }
-
-
-def _forked_child() -> str:
-    model = bias_stack(depth=1)
-    offload_collective(model)
-    with torch.no_grad():
-        model(tokens())
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                model(tokens())
-                text = "nothing was wrong"
-            except PeerError as error:
-                text = str(error)
-            os.write(write, text.encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        told = os.read(read, 10_000).decode()
-        model(tokens())  # the parent goes on
-    return told
-
-
-def test_a_forked_child_is_told_that_it_cannot_gather() -> None:
-    for rank, text in enumerate(run_ranks(2, _forked_child)):
-        assert text.startswith(f"this process was forked from rank {rank} and has no part in its gathers")
 
 
 def _serve(connection: Connection, store: str, rank: int, size: int, mode: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,19 +98,6 @@ def test_one_slot_serves_banks_of_different_layouts() -> None:
         assert torch.equal(slot[half:], b[1 : half + 1])
     assert torch.equal(a, kept[0])
     assert torch.equal(b, kept[1])
-
-
-def test_a_forked_child_writes_into_slots_of_its_own() -> None:
-    segment, memory = _segment()
-    slot = slot_memory(2 * NBYTES)
-    _fill(slot, _source(segment, memory, Piece(0, 0, NBYTES)))
-    expected = slot.clone()
-    child = os.fork()
-    if child == 0:
-        slot.fill_(1)
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert torch.equal(slot, expected)
 
 
 def test_a_mapping_that_fails_is_an_error_of_that_copy() -> None:
