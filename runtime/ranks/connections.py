@@ -35,7 +35,7 @@ class Connections:
         Raises PeerError where ranks do not connect within the rendezvous's timeout.
         """
         self.rank, self.size = rendezvous.rank, rendezvous.size
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
         self._name, self._purpose = name, purpose
         self._owner = OwnerProcess()
         self._failing = threading.Lock()
@@ -65,6 +65,14 @@ class Connections:
         self._owner.check()
         if self._failure is not None:
             raise PeerError(self._failure)
+
+    def share(self, own: torch.Tensor, deadline: float, late: str, lost: str) -> list[torch.Tensor]:
+        """What each rank has in the place of `own`, by rank; of one size on all. The rest is as in `exchange`."""
+        found = [torch.empty_like(own) if rank != self.rank else own for rank in range(self.size)]
+        self.exchange(
+            {rank: [found[rank]] for rank in self.others}, {rank: [own] for rank in self.others}, deadline, late, lost
+        )
+        return found
 
     def exchange(
         self,
@@ -107,7 +115,7 @@ class Connections:
         with self._failing:
             if self._failure is None:
                 try:
-                    self._failure = self._rendezvous.tell_first(f"end of {self._name}", reason)
+                    self._failure = self.rendezvous.tell_first(f"end of {self._name}", reason)
                 except PeerError as error:
                     self._failure = f"{reason} ({error})"
                 self._disconnect()

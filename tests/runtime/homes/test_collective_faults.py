@@ -54,7 +54,7 @@ def test_another_order_is_one_error_on_all_ranks_and_never_other_weights() -> No
     assert first == second
     assert len(set(first)) == 1
     assert first[0].startswith(
-        "ranks gather different things at the same time: bank blocks.0 on rank 0, bank blocks.1 on rank 1. "
+        "ranks disagree on what they gather: bank blocks.0 on rank 0, bank blocks.1 on rank 1; with transport "
     )
 
 
@@ -74,7 +74,7 @@ def test_another_plan_is_one_error_on_all_ranks_before_the_first_bank_comes() ->
     assert first == second
     assert len(set(first)) == 1
     assert first[0].startswith(
-        "ranks gather bank blocks.0 by different plans: 3 gathers through 2 slots on rank 0, 3 gathers through 3 slots "
+        "ranks disagree on the plan by which they gather bank blocks.0: 3 gathers through 2 slots on rank 0, 3 gathers "
     )
 
 

@@ -135,7 +135,7 @@ def test_ranks_that_ask_for_different_things_get_one_error_for_good() -> None:
     requests: list[Request] = [(5, 0, 8), (5, 0, 8), (6, 0, 8)]
     texts = set(_on_ranks(3, lambda rank: _error(groups[rank].ask, requests[rank], True)))
     (text,) = texts
-    assert text.startswith("ranks gather different things at the same time: bank 5 on rank 0, bank 6 on rank 2.")
+    assert text.startswith("ranks disagree on what they gather: bank 5 on rank 0, bank 6 on rank 2; with transport")
     assert "a rank without work calls moepass.gather_only_step(model)" in text
     started = time.perf_counter()
     assert {_error(group.ask, (5, 0, 8), True) for group in groups} == texts
@@ -152,7 +152,7 @@ def test_ranks_that_gather_by_different_plans_get_one_error_for_good() -> None:
     texts = set(_on_ranks(3, lambda rank: _error(groups[rank].ask, (5, 0, 8), True, plans[rank])))
     (text,) = texts
     assert text.startswith(
-        "ranks gather bank 5 by different plans: 3 gathers through 2 slots on rank 1, 1 gathers through 1 slots on rank"
+        "ranks disagree on the plan by which they gather bank 5: 3 gathers through 2 slots on rank 1, 1 gathers "
     )
     assert {_error(group.check) for group in groups} == texts
 
@@ -216,11 +216,11 @@ def test_nothing_is_written_after_a_gather_has_failed() -> None:
     def exchange(rank: int) -> str:
         groups[rank].ask((5, 0, 8), True)
         if rank == 0:
-            text = _error(groups[0].exchange, (5, 0, 8), {1: []}, {1: [slot]})
+            text = _error(groups[0].gather, (5, 0, 8), {1: []}, {1: [slot]})
             has_failed.set()
             return text
         assert has_failed.wait(10)
-        return _error(groups[1].exchange, (5, 0, 8), {0: [part]}, {})
+        return _error(groups[1].gather, (5, 0, 8), {0: [part]}, {})
 
     texts = set(_on_ranks(2, exchange))
     assert texts == {"rank 1 did not bring its part of bank 5 within 0.4 s (transport 'collective')"}
