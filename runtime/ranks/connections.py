@@ -1,6 +1,10 @@
 """gloo connections of some ranks' own, on which small and large messages go from rank to rank: every wait ends.
 
 The first error ends the connections for good, on every rank, with that error's text.
+
+This is a process group of torch with a timeout, but not one of `torch.distributed.new_group`: that is made by all ranks
+of the default group together, and its errors name neither the rank that is missing nor, on the other ranks, the first
+cause. Its `monitored_barrier` names missing ranks on rank 0 alone, and `abort` wakes nobody who waits (torch 2.13).
 """
 
 from __future__ import annotations

@@ -290,8 +290,11 @@ def _scale(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (edit_config(rms_norm_eps=1e-3), r"PeerError: ranks disagree on config.json \(a digest\): \w+ on rank 0, \w+"),
-        (_scale("model.layers.1.self_attn.q_proj.weight"), "PeerError: ranks disagree on the dense weights"),
+        (
+            edit_config(rms_norm_eps=1e-3),
+            r"DisagreementError: ranks disagree on config.json \(a digest\): \w+ on rank 0, \w+",
+        ),
+        (_scale("model.layers.1.self_attn.q_proj.weight"), "DisagreementError: ranks disagree on the dense weights"),
         (edit_weights(lambda all_: all_.update({key: value.bfloat16() for key, value in all_.items()})), "the tensors"),
     ],
     ids=["config", "weights", "tensors"],
