@@ -8,6 +8,7 @@ a run (`agree_on_run`). Either way every rank gets the same error, which names t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,16 @@ class Topic:
     value: Any
     remedy: str = ""
     is_vote: bool = False
+
+    @functools.cached_property
+    def number(self) -> float:
+        """What stands for the value before a run; NaN where there is none."""
+        if self.is_vote:
+            return float(self.value)
+        if self.value is None:
+            return math.nan
+        # 48 bits, which a float64 holds exactly, of what `repr` says: all of it, where `str` is for people.
+        return float(int.from_bytes(hashlib.sha256(repr(self.value).encode()).digest()[:6], "big"))
 
 
 class DisagreementError(PeerError):
@@ -84,7 +95,7 @@ def agree_on_run(
     the connections have failed, since the ranks do not run the same.
     """
     try:
-        own = torch.tensor([_number(topic) for topic in topics], dtype=torch.float64)
+        own = torch.tensor([topic.number for topic in topics], dtype=torch.float64)
         by_rank = [numbers.tolist() for numbers in connections.share(own, deadline, late, lost)]
         for place, topic in enumerate(topics):
             numbers = {rank: found[place] for rank, found in enumerate(by_rank) if not math.isnan(found[place])}
@@ -104,17 +115,3 @@ def agree_on_run(
             raise PeerError(told) from error
         raise
     return [[number for number, topic in zip(found, topics, strict=True) if topic.is_vote] for found in by_rank]
-
-
-def _number(topic: Topic) -> float:
-    if topic.is_vote:
-        return float(topic.value)
-    if topic.value is None:
-        return math.nan
-    # Of what `repr` says of it: all of it, where `str` is for people.
-    return float(_digest(repr(topic.value)))
-
-
-def _digest(text: str) -> int:
-    """48 bits, which a float64 holds exactly."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

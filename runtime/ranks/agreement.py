@@ -12,6 +12,7 @@ Which of a rank's graphs takes part does not matter: ranks compile for different
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import threading
@@ -69,22 +70,30 @@ class RunVote:
         return RunVote(tokens, dispatch.crossover_tokens, dispatch.hysteresis, blocks)
 
     def topics(self) -> list[Topic]:
-        crossover = "none" if self.crossover_tokens == _NO_CROSSOVER else self.crossover_tokens
         return [
-            Topic(
-                "the layers that they are about to run without exchanges",
-                ", ".join(self.blocks) or "none",
-                "all ranks must run the same layers, with the same activation functions, in the same order, equally "
-                "often, and cut the model in the same graphs",
-            ),
-            Topic(
-                "the tokens per rank below which runs are exchanged",
-                f"{crossover} (hysteresis {self.hysteresis:g})",
-                "give all ranks the same all_to_all_below",
-            ),
+            *_shared_topics(self.blocks, self.crossover_tokens, self.hysteresis),
             Topic("tokens", self.tokens, is_vote=True),
             Topic("the last comparison of inputs", self.compared_in, is_vote=True),
         ]
+
+
+# Made again in every run otherwise.
+@functools.lru_cache(maxsize=256)
+def _shared_topics(blocks: tuple[str, ...], crossover_tokens: int, hysteresis: float) -> tuple[Topic, Topic]:
+    crossover = "none" if crossover_tokens == _NO_CROSSOVER else crossover_tokens
+    return (
+        Topic(
+            "the layers that they are about to run without exchanges",
+            ", ".join(blocks) or "none",
+            "all ranks must run the same layers, with the same activation functions, in the same order, equally often, "
+            "and cut the model in the same graphs",
+        ),
+        Topic(
+            "the tokens per rank below which runs are exchanged",
+            f"{crossover} (hysteresis {hysteresis:g})",
+            "give all ranks the same all_to_all_below",
+        ),
+    )
 
 
 class Agreement:
