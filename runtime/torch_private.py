@@ -11,6 +11,7 @@ import torch
 from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.utils import register_hook_for_recompile_user_context
+from torch._guards import TracingContext
 
 
 def compiled_code() -> CodeType | None:
@@ -50,6 +51,42 @@ def eager_stance() -> str | None:
     """The stance of torch.compiler in which Dynamo runs what is not compiled yet in eager mode; None in others."""
     stance: str = eval_frame._stance.stance
     return stance if stance == "eager_on_recompile" else None
+
+
+def inductor_source(compiled: object) -> str | None:
+    """The Python module that Inductor wrote, where that is all of `compiled`, which runs on a CPU; None elsewhere."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    if not isinstance(compiled, CompiledFxGraph) or set(compiled.device_types) - {"cpu"}:
+        return None
+    parts = (
+        compiled.constants,
+        compiled.frozen_param_names,
+        compiled.torchbind_constants,
+        compiled.opaque_value_type_classes,
+        compiled.inputs_to_check,
+        compiled.extern_libs_key,
+        compiled._wrap_compiled_regions,
+    )
+    return None if any(parts) else compiled.source_code
+
+
+def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
+    """What `inductor_source` gave, as a function of a list of inputs. It runs the text: give it no other.
+
+    What it compiles is taken from Inductor's cache where that has it.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    call: Callable[[list[Any]], Any] = PyCodeCache.load(source).call
+    return call
+
+
+def traced_files() -> frozenset[str]:
+    """The source files whose code stands in the graph that Dynamo captures at this moment."""
+    traced = TracingContext.get_traced_code() or ()
+    # Names as <string> are of code that others of these files made, or Python itself brings.
+    return frozenset(code.co_filename for code in traced if not code.co_filename.startswith("<"))
 
 
 def _compilation() -> dict[str, Any]:

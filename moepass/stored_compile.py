@@ -1,0 +1,162 @@
+"""Compile a module once for all processes: what one of them captured and compiled, the next one runs without Dynamo."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from moepass.backend import note_compilation
+from moepass.options import parse_options
+from moepass.passes.graph.graph_records import NotStorableError
+from moepass.runtime.banks.banked_modules import BankedParameter
+from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store
+from moepass.runtime.captures.capture_watch import watch_capture
+from moepass.runtime.captures.fingerprint import (
+    describe_model,
+    digest_of,
+    file_digests,
+    machine,
+    settings,
+    versions,
+)
+from moepass.runtime.captures.stored_capture import CaptureRecord, StoredCapture, record_capture
+
+logger = logging.getLogger("moepass")
+
+# The folders of this package, whose sources decide what is compiled.
+_PACKAGES = ("moepass", "moepass.models", "moepass.passes", "moepass.runtime")
+
+
+class StoredModule:
+    """A module compiled with backend "asyncep": call it with tensors, without gradients.
+
+    The first call takes what earlier processes stored for this module. A call that none of that serves goes through
+    `torch.compile`, and what that compiles is stored, if it can be.
+
+    The module, torch's settings and the functions that transformers has registered must stay as they are from the first
+    call on, and in the process that stores as in the one that loads; what is registered is not compared. So this is for
+    programs that make their model themselves, as the command line does. `torch.compile` is for everybody else.
+    """
+
+    def __init__(self, module: nn.Module, options: Mapping[str, Any], store: CaptureStore | None = None) -> None:
+        """`options` are those of the backend. `store` None takes that of the environment, if there is one."""
+        self._module = module
+        self._options = dict(options)
+        self._store = store or find_store()
+        self._compiled: Any = torch.compile(module, backend="asyncep", options=self._options)
+        self._captures: list[StoredCapture] | None = None
+        self._key = ""
+        parsed = parse_options(self._options)
+        if parsed.dump or parsed.debug:
+            self._store = None  # both are about what happens while compiling, or change how it runs
+
+    def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
+        if self._store is None or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return self._call_compiled(*arguments)
+        if self._captures is None:
+            self._captures = self._load(self._store)
+        for capture in self._captures:
+            inputs = capture.inputs_for(arguments)
+            if inputs is not None:
+                result: torch.Tensor = capture.run(inputs)
+                return result
+        return self._call_and_store(self._store, arguments)
+
+    def _load(self, store: CaptureStore) -> list[StoredCapture]:
+        try:
+            self._key = digest_of(self._description())
+        except NotStorableError as error:
+            self._do_not_store(error)
+            return []
+        found = []
+        for content in store.load(self._key):
+            try:
+                record = msgspec.json.decode(content, type=CaptureRecord)
+                changed = _changed_file(record.files)
+                if changed:
+                    logger.info("a stored capture was made of another %s, and is not used", changed)
+                    continue
+                capture = StoredCapture(record, self._module, _bank_store(self._module))
+            except (ValueError, KeyError, msgspec.DecodeError, NotStorableError) as error:
+                store.report(self._key[:12], f"{type(error).__name__}: {error}")
+                continue
+            note_compilation(capture.executor)
+            found.append(capture)
+        return found
+
+    def _call_and_store(self, store: CaptureStore, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        with watch_capture() as watch:
+            result = self._call_compiled(*arguments)
+        if not watch.graphs and not watch.problem:
+            return result  # Dynamo had compiled it before
+        try:
+            files = {file for graph in watch.graphs for file in graph.files}
+            record = record_capture(watch, self._module, arguments, result, file_digests(files))
+            if digest_of(self._description()) != self._key:
+                raise NotStorableError("a module that changed while it ran")
+        except (NotStorableError, OSError) as error:
+            self._do_not_store(error)
+            return result
+        content = msgspec.json.encode(record)
+        store.save(self._key, record.name(), content, type(self._module).__name__, versions())
+        return result
+
+    def _call_compiled(self, *arguments: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._compiled(*arguments)
+        return result
+
+    def _do_not_store(self, reason: Exception) -> None:
+        logger.info("what is compiled here is not stored for later processes: %s", reason)
+        self._store = None
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "moepass": _own_digest(),
+            "versions": versions(),
+            "machine": machine(),
+            "settings": settings(),
+            "options": {name: repr(value) for name, value in sorted(self._options.items())},
+            "model": describe_model(self._module),
+        }
+
+
+def _bank_store(module: nn.Module) -> BankStore | None:
+    stores = {id(part.store): part.store for part in module.modules() if isinstance(part, BankedParameter)}
+    if len(stores) > 1:
+        raise NotStorableError("a model of several offload_experts calls")
+    return next(iter(stores.values()), None)
+
+
+def _changed_file(files: Mapping[str, str]) -> str:
+    """The first of `files` whose content is not that of its digest; empty where there is none."""
+    for file, digest in files.items():
+        try:
+            if file_digests([file])[file] != digest:
+                return file
+        except OSError:
+            return file
+    return ""
+
+
+@functools.cache
+def _own_digest() -> str:
+    """Of all sources of moepass."""
+    roots = {Path(folder) for name in _PACKAGES for folder in sys.modules[name].__path__}
+    files = {path.resolve() for root in roots for path in root.rglob("*.py")}
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
