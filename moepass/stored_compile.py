@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
+from moepass import __version__
 from moepass.backend import note_compilation
 from moepass.options import parse_options
 from moepass.passes.graph.graph_records import NotStorableError
@@ -27,6 +28,7 @@ from moepass.runtime.captures.fingerprint import (
     file_digests,
     machine,
     settings,
+    short_versions,
     versions,
 )
 from moepass.runtime.captures.stored_capture import CaptureRecord, StoredCapture, record_capture
@@ -48,9 +50,15 @@ class StoredModule:
     programs that make their model themselves, as the command line does. `torch.compile` is for everybody else.
     """
 
-    def __init__(self, module: nn.Module, options: Mapping[str, Any], store: CaptureStore | None = None) -> None:
-        """`options` are those of the backend. `store` None takes that of the environment, if there is one."""
+    def __init__(
+        self, module: nn.Module, options: Mapping[str, Any], name: str, store: CaptureStore | None = None
+    ) -> None:
+        """`options` are those of the backend, `name` is what people call the model.
+
+        `store` None takes that of the environment, if there is one.
+        """
         self._module = module
+        self._name = name
         self._options = dict(options)
         self._store = store or find_store()
         self._compiled: Any = torch.compile(module, backend="asyncep", options=self._options)
@@ -61,16 +69,30 @@ class StoredModule:
             self._store = None  # both are about what happens while compiling, or change how it runs
 
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
-        if self._store is None or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        devices = {value.device.type for value in arguments}
+        if self._store is None or torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, devices)):
             return self._call_compiled(*arguments)
         if self._captures is None:
             self._captures = self._load(self._store)
-        for capture in self._captures:
+        for capture in list(self._captures):
             inputs = capture.inputs_for(arguments)
-            if inputs is not None:
+            if inputs is not None and self._is_ready(capture):
                 result: torch.Tensor = capture.run(inputs)
                 return result
         return self._call_and_store(self._store, arguments)
+
+    def _is_ready(self, capture: StoredCapture) -> bool:
+        assert self._store is not None
+        assert self._captures is not None
+        if "executor" in vars(capture):
+            return True
+        try:
+            note_compilation(capture.executor)
+        except ValueError as error:
+            self._store.report(self._key[:12], str(error))
+            self._captures.remove(capture)
+            return False
+        return True
 
     def _load(self, store: CaptureStore) -> list[StoredCapture]:
         try:
@@ -86,12 +108,9 @@ class StoredModule:
                 if changed:
                     logger.info("a stored capture was made of another %s, and is not used", changed)
                     continue
-                capture = StoredCapture(record, self._module, _bank_store(self._module))
-            except (ValueError, KeyError, msgspec.DecodeError, NotStorableError) as error:
-                store.report(self._key[:12], f"{type(error).__name__}: {error}")
-                continue
-            note_compilation(capture.executor)
-            found.append(capture)
+                found.append(StoredCapture(record, self._module, _bank_store(self._module)))
+            except (ValueError, NotStorableError) as error:  # msgspec's errors are ValueErrors
+                store.report(self._key[:12], str(error))
         return found
 
     def _call_and_store(self, store: CaptureStore, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -108,7 +127,7 @@ class StoredModule:
             self._do_not_store(error)
             return result
         content = msgspec.json.encode(record)
-        store.save(self._key, record.name(), content, type(self._module).__name__, versions())
+        store.save(self._key, record.name(), content, self._name, {"moepass": __version__, **short_versions()})
         return result
 
     def _call_compiled(self, *arguments: torch.Tensor) -> torch.Tensor:
@@ -158,5 +177,3 @@ def _own_digest() -> str:
     for path in sorted(files):
         digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
-
-

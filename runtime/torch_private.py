@@ -82,6 +82,26 @@ def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
     return call
 
 
+def vector_instructions() -> str:
+    """Those that Inductor compiles for on this machine's CPU."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return str(pick_vec_isa())
+
+
+def expect_vector_instructions(expected: str) -> None:
+    """Spare Inductor its test compilation where `vector_instructions` gave `expected` on this processor before."""
+    from torch._inductor import config, cpu_vec_isa
+
+    if cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
+        return  # it has asked
+    with config.patch({"cpp.vec_isa_ok": True}):
+        found = str(cpu_vec_isa.pick_vec_isa())
+    if found != expected:
+        # A compiler of then or now cannot do what the processor can: let it ask.
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
 def traced_files() -> frozenset[str]:
     """The source files whose code stands in the graph that Dynamo captures at this moment."""
     traced = TracingContext.get_traced_code() or ()

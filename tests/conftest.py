@@ -1,10 +1,12 @@
-"""Every test starts with an empty Dynamo, one thread per worker and no network."""
+"""Every test starts with an empty Dynamo, no stored captures, one thread per worker and no network."""
 
 from __future__ import annotations
 
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# No test runs what another one, or an earlier state of the code, has stored.
+os.environ["MOEPASS_CACHE_DIR"] = ""
 
 from collections.abc import Iterator
 

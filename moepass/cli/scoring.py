@@ -50,7 +50,7 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
     loaded.to(compute_device)
 
     def compile_module(module: torch.nn.Module) -> Forward:
-        return StoredModule(module, {"lower": lower})
+        return StoredModule(module, {"lower": lower}, model)
 
     return Scorer.of(loaded, tokenizer, prompt, compile_module if compiled else None)
 

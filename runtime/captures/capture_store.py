@@ -1,7 +1,7 @@
 """The folder of stored captures: one file per capture, which only its owner can write.
 
-A file is a line of JSON about it and, behind it, the capture, whose digest that line has. Both are data: nothing in them
-is unpickled or evaluated. But a capture holds the source text of code that Inductor wrote, and that text is run. So a
+A file is a line of JSON about it and, behind it, the capture, also JSON, whose digest that line has. Nothing in them is
+unpickled or evaluated. But a capture holds the source text of code that Inductor wrote, and that text is run. So a
 folder or a file that belongs to somebody else, or that others can write to, is not read. Whoever can write as the owner
 needs no cache to run code as him.
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger("moepass")
 
 FOLDER_VARIABLE = "MOEPASS_CACHE_DIR"
 SCHEMA = "moepass.capture/1"
-_SUFFIX = ".capture"
+_SUFFIX, _UNFINISHED = ".capture", ".part"
 # Those of the largest models have some ten MB.
 _MOST_BYTES = 256 << 20
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -66,7 +66,12 @@ class CaptureStore:
 
     def load(self, key: str) -> Iterator[bytes]:
         """The captures that were saved under `key`. What cannot be trusted is reported in the log, and left out."""
-        for path in self._paths(f"{key}-"):
+        try:
+            paths = self._paths(f"{key}-*{_SUFFIX}")
+        except _UnusableError as error:
+            logger.warning("stored captures in %s are ignored: %s", self.folder, error)
+            return
+        for path in paths:
             try:
                 header, content = _split(_read_own(path))
                 if header.key != key:
@@ -93,7 +98,7 @@ class CaptureStore:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_own(self.folder.stat(), "the folder")
             # Complete under its name or not at all, whoever else writes or reads it now.
-            number, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".part")
+            number, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=_UNFINISHED)
             try:
                 with open(number, "wb") as file:
                     file.write(msgspec.json.encode(header) + b"\n" + content)
@@ -108,19 +113,26 @@ class CaptureStore:
         return True
 
     def entries(self) -> list[Entry]:
-        """All files of the folder, the latest first; those that cannot be used last."""
-        found = [self._entry(path) for path in self._paths("")]
+        """All stored captures, the latest first and what cannot be used last. Raises InputError for a foreign folder."""
+        found = [self._entry(path) for path in self._listed(f"*{_SUFFIX}")]
         return sorted(found, key=lambda entry: -entry.header.created if entry.header else 0.0)
 
     def clear(self) -> list[Entry]:
         """Remove every stored capture; gives what was removed. Raises InputError where one cannot be."""
         removed = self.entries()
-        for entry in removed:
+        # What a process began to write, and did not finish, goes too.
+        for path in [*(entry.path for entry in removed), *self._listed(f".*{_UNFINISHED}")]:
             try:
-                entry.path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             except OSError as error:
-                raise InputError(f"{entry.path} cannot be removed: {error.strerror}") from error
+                raise InputError(f"{path} cannot be removed: {error.strerror}") from error
         return removed
+
+    def _listed(self, pattern: str) -> list[Path]:
+        try:
+            return self._paths(pattern)
+        except _UnusableError as error:
+            raise InputError(f"stored captures in {self.folder} cannot be used: {error}") from error
 
     def _entry(self, path: Path) -> Entry:
         nbytes = path.lstat().st_size
@@ -129,17 +141,15 @@ class CaptureStore:
         except _UnusableError as error:
             return Entry(path, nbytes, None, str(error))
 
-    def _paths(self, beginning: str) -> list[Path]:
+    def _paths(self, pattern: str) -> list[Path]:
+        """Raises _UnusableError."""
         try:
             _check_own(self.folder.stat(), "the folder")
-            return sorted(
-                path for path in self.folder.iterdir() if path.name.startswith(beginning) and path.suffix == _SUFFIX
-            )
+            return sorted(self.folder.glob(pattern))
         except FileNotFoundError:
             return []
-        except (OSError, _UnusableError) as error:
-            logger.warning("stored captures in %s are ignored: %s", self.folder, error)
-            return []
+        except OSError as error:
+            raise _UnusableError(f"the folder cannot be read: {error.strerror}") from error
 
 
 def find_store() -> CaptureStore | None:

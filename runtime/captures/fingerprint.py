@@ -33,6 +33,11 @@ _HOOKS = "_hooks"
 # What transformers keeps of Python's `hash`, which differs from process to process.
 _HASHES = {"_original_object_hash"}
 
+_SHOWN_AS_THEY_ARE = (
+    *(float, complex, bytes, re.Pattern),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
 
 def versions() -> dict[str, str]:
     import transformers
@@ -42,6 +47,11 @@ def versions() -> dict[str, str]:
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "transformers": transformers.__version__,
     }
+
+
+def short_versions() -> dict[str, str]:
+    """For people."""
+    return {name: text.split()[1 if name == "python" else 0] for name, text in versions().items()}
 
 
 def machine() -> dict[str, Any]:
@@ -62,10 +72,10 @@ def settings() -> dict[str, Any]:
     return {
         # Not `get_hash`, which writes sets in the order of this process.
         "configs": [
-            _Description().value(config.save_config_portable(), config.__name__)  # type: ignore[attr-defined]
+            _Description().value(config.save_config_portable(), config.__name__)
             for config in (dynamo, functorch, inductor)
         ],
-        "dtype": str(torch.get_default_dtype()),
+        "defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
         "deterministic": [
             torch.are_deterministic_algorithms_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
@@ -127,12 +137,10 @@ class _Description:
     def value(self, value: Any, where: str) -> Any:
         if value is None or isinstance(value, (bool, int, str)):
             return value
-        if isinstance(value, (float, complex, bytes, re.Pattern, torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        if isinstance(value, _SHOWN_AS_THEY_ARE):
             return [type(value).__name__, repr(value)]
         if isinstance(value, enum.Enum):
             return [_name_of(type(value)), value.name]
-        if isinstance(value, torch.Tensor):
-            return _describe_tensor(value, where)
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, torch._ops.OpOverload)):
             return _name_of(value)
         if isinstance(value, types.MethodType):
@@ -140,6 +148,8 @@ class _Description:
         known = self._number(value)
         if known is not None:
             return known
+        if isinstance(value, torch.Tensor):
+            return _describe_tensor(value, where)
         if isinstance(value, functools.partial):
             return [_name_of(value.func), *(self.value(part, where) for part in (value.args, value.keywords))]
         if isinstance(value, Mapping):

@@ -7,6 +7,7 @@ graph's own sizes, and the conditions on these sizes that were found while the g
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,8 @@ from moepass.passes.ir.plan import BANK_TENSOR, BankSpec, Plan, dtype_name
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.captures.capture_watch import CaptureWatch, CompiledGraph, GraphRun
 from moepass.runtime.execute.executor import Executor
-from moepass.runtime.lowering.segment_records import SegmentRecord, read_segments
+from moepass.runtime.lowering.segment_records import SegmentRecord, read_segments, reads_compiled_code
+from moepass.runtime.torch_private import vector_instructions
 
 _RELATIONS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
@@ -94,7 +96,8 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
 class CaptureRecord(msgspec.Struct, frozen=True):
     """`sizes` says by name which dimension of which argument is a size. `result` is the output that the call gave.
 
-    `files` are the sources of the traced code with their digests.
+    `files` are the sources of the traced code with their digests. `vector_instructions` are those that Inductor
+    compiled for; empty where it compiled nothing.
     """
 
     inputs: tuple[StateInput | ArgumentInput | SizeInput, ...]
@@ -106,6 +109,7 @@ class CaptureRecord(msgspec.Struct, frozen=True):
     top: tuple[NodeRecord, ...]
     segments: dict[str, SegmentRecord]
     files: dict[str, str]
+    vector_instructions: str = ""
 
     def name(self) -> str:
         """Equal for captures that serve the same calls."""
@@ -118,11 +122,13 @@ def record_capture(
 ) -> CaptureRecord:
     """What one call of the compiled `model` compiled. Raises NotStorableError where that alone gives no such call."""
     graph, run = _only_run(watch)
-    if any(not isinstance(value, torch.Tensor) for value in arguments):
-        raise NotStorableError("a call with arguments that are no tensors")
     inputs = graph_inputs(graph.captured.graph)
     tensors = {id(value): path for path, value in _state(model)}
     places = {id(value): place for place, value in enumerate(arguments)}
+    # What Dynamo knows of an argument that is no input of its own is in guards that are not kept.
+    own = {id(value) for value in run.inputs} - tensors.keys()
+    if len(places) != len(arguments) or places.keys() - own:
+        raise NotStorableError("a call in which an argument is no tensor, is not read, or is given twice")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
@@ -156,23 +162,21 @@ def record_capture(
         record_graph(graph.top.graph),
         graph.segments,
         files,
+        vector_instructions() if any(reads_compiled_code(segment) for segment in graph.segments.values()) else "",
     )
 
 
 class StoredCapture:
-    """A capture, ready to run for one model."""
+    """A capture for one model. Its executor is made when it is asked for."""
 
     def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None) -> None:
         """`store` has the banks of `model`. Raises ValueError where they, or its state, are not those of the record."""
         self._record = record
+        self._store = store
         self._state = [_StateReader(model, item) for item in record.inputs if isinstance(item, StateInput)]
-        banks = {spec.index: spec for spec in record.plan.banks}
-        _check_banks(banks, store)
+        _check_banks(record.plan.banks, store)
         for reader in self._state:
             reader.read()
-        top = read_graph(record.top, read_segments(record.segments))
-        ring = store.ring() if store is not None and record.plan.slot_stays else None
-        self.executor = Executor(top, record.plan, ring)
 
     def inputs_for(self, arguments: Sequence[Any]) -> list[Any] | None:
         """The inputs of the graph for a call with these arguments; None where it is not right for them."""
@@ -197,6 +201,17 @@ class StoredCapture:
                     return None
                 inputs.append(value)
         return inputs
+
+    @functools.cached_property
+    def executor(self) -> Executor:
+        """Raises ValueError where the record makes no executor."""
+        record = self._record
+        try:
+            top = read_graph(record.top, read_segments(record.segments, record.vector_instructions))
+        except (KeyError, RuntimeError) as error:
+            raise ValueError(f"it makes no graph: {type(error).__name__}: {error}") from error
+        ring = self._store.ring() if self._store is not None and record.plan.slot_stays else None
+        return Executor(top, record.plan, ring)
 
     def run(self, inputs: list[Any]) -> Any:
         return self.executor(inputs)[self._record.result]
@@ -311,8 +326,8 @@ def _check_text(text: str, sizes: Mapping[str, object]) -> None:
         raise NotStorableError(str(error)) from error
 
 
-def _check_banks(planned: Mapping[int, BankSpec], store: BankStore | None) -> None:
+def _check_banks(planned: Sequence[BankSpec], store: BankStore | None) -> None:
     own = {} if store is None else {bank.spec.index: bank.spec for bank in store.banks}
-    for index, spec in planned.items():
-        if own.get(index) != spec:
-            raise ValueError(f"bank {index} of the model is {own.get(index)}, not {spec}")
+    for spec in planned:
+        if own.get(spec.index) != spec:
+            raise ValueError(f"bank {spec.index} of the model is {own.get(spec.index)}, not {spec}")

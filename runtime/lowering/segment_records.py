@@ -14,7 +14,11 @@ from moepass.passes.ir.plan import dtype_name
 from moepass.passes.segments.expert_program import ExpertProgram, Product, RowWork
 from moepass.runtime.lowering.lower_experts import ExpertLoop, RowsInAnyNumber
 from moepass.runtime.lowering.lower_segments import LoweredSegment
-from moepass.runtime.torch_private import inductor_source, load_inductor_source
+from moepass.runtime.torch_private import (
+    expect_vector_instructions,
+    inductor_source,
+    load_inductor_source,
+)
 
 
 class EagerGraph(msgspec.Struct, frozen=True, tag="eager"):
@@ -74,8 +78,19 @@ def record_segments(lowered: GraphModule) -> dict[str, SegmentRecord]:
     }
 
 
-def read_segments(records: Mapping[str, SegmentRecord]) -> dict[str, LoweredSegment]:
-    """Raises ValueError or KeyError for records that `record_segments` did not make."""
+def reads_compiled_code(record: SegmentRecord) -> bool:
+    """Whether code that Inductor wrote belongs to it."""
+    return not isinstance(record.run, EagerGraph)
+
+
+def read_segments(records: Mapping[str, SegmentRecord], vector_instructions: str) -> dict[str, LoweredSegment]:
+    """The segments, which were compiled on this machine for these `vector_instructions`.
+
+    Raises ValueError or KeyError for records that `record_segments` did not make.
+    """
+    if vector_instructions:
+        # Inductor would ask a compiler and another process first, seconds in which nothing else happens.
+        expect_vector_instructions(vector_instructions)
     return {name: _read_segment(record) for name, record in records.items()}
 
 
