@@ -113,7 +113,7 @@ class CaptureStore:
         return True
 
     def entries(self) -> list[Entry]:
-        """All stored captures, the latest first and what cannot be used last. Raises InputError for a foreign folder."""
+        """The latest first, and what cannot be used last. Raises InputError where others can write to the folder."""
         found = [self._entry(path) for path in self._listed(f"*{_SUFFIX}")]
         return sorted(found, key=lambda entry: -entry.header.created if entry.header else 0.0)
 
@@ -171,16 +171,19 @@ def find_store() -> CaptureStore | None:
 def _read_own(path: Path) -> bytes:
     """Raises _UnusableError."""
     try:
-        # The checks are of the file that is open, whatever takes its name meanwhile.
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(number, "rb") as file:
+        try:
+            # The checks are of the file that is open, whatever takes its name meanwhile.
             known = os.fstat(number)
             if not stat.S_ISREG(known.st_mode):
                 raise _UnusableError("it is no ordinary file")
             _check_own(known, "it")
             if known.st_size > _MOST_BYTES:
                 raise _UnusableError(f"it has {known.st_size} bytes; the limit is {_MOST_BYTES}")
-            return file.read()
+            with open(number, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(number)
     except OSError as error:
         raise _UnusableError(f"it cannot be read: {error.strerror}") from error
 

@@ -72,7 +72,7 @@ def settings() -> dict[str, Any]:
     return {
         # Not `get_hash`, which writes sets in the order of this process.
         "configs": [
-            _Description().value(config.save_config_portable(), config.__name__)
+            _ModelDescription().value(config.save_config_portable(), config.__name__)
             for config in (dynamo, functorch, inductor)
         ],
         "defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
@@ -101,14 +101,14 @@ def file_digests(files: Iterable[str]) -> dict[str, str]:
 
 def describe_model(model: nn.Module) -> Any:
     """Everything in `model` but the numbers of its tensors. Raises NotStorableError, which names what has no text."""
-    describe = _Description()
+    describe = _ModelDescription()
     found: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         found[path] = [describe.module(module, path)]
     return found
 
 
-class _Description:
+class _ModelDescription:
     """Texts of values; an object that was described once is its number from then on, so that circles end."""
 
     def __init__(self) -> None:

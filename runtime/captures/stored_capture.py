@@ -176,7 +176,8 @@ class StoredCapture:
         self._state = [_StateReader(model, item) for item in record.inputs if isinstance(item, StateInput)]
         _check_banks(record.plan.banks, store)
         for reader in self._state:
-            reader.read()
+            if reader.read() is None:
+                raise ValueError(f"{reader.path} of the model is not what it was stored for")
 
     def inputs_for(self, arguments: Sequence[Any]) -> list[Any] | None:
         """The inputs of the graph for a call with these arguments; None where it is not right for them."""
@@ -195,6 +196,8 @@ class StoredCapture:
                 inputs.append(int(evaluate_text(item.text, sizes)))
             elif isinstance(item, StateInput):
                 inputs.append(next(state).read())
+                if inputs[-1] is None:
+                    return None
             else:
                 value = arguments[item.position]
                 if value.requires_grad or not item.layout.holds_for(value, sizes):
@@ -226,18 +229,15 @@ class _StateReader:
             self._owner = model.get_submodule(owner)
         except AttributeError as error:
             raise ValueError(f"the model has no module {owner}") from error
-        self._item = item
-        self._last: object = None
+        self.path, self._layout = item.path, item.layout
+        self._last: torch.Tensor | None = None
 
-    def read(self) -> torch.Tensor:
-        """Raises ValueError where it is none of the record's type and shape any more."""
+    def read(self) -> torch.Tensor | None:
+        """None where it is not of the record's type and shape."""
         value = getattr(self._owner, self._name, None)
-        if value is not self._last:
-            if not isinstance(value, torch.Tensor) or not self._item.layout.holds_for(value, {}):
-                raise ValueError(f"{self._item.path} is not {self._item.layout}")
-            self._last = value
-        assert isinstance(value, torch.Tensor)
-        return value
+        if value is None or value is not self._last:
+            self._last = value if self._layout.holds_for(value, {}) else None
+        return self._last
 
 
 def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
