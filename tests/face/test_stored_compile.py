@@ -19,8 +19,10 @@ from torch._dynamo.utils import counters
 import moepass
 from moepass import stored_compile
 from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
+from moepass.models.testing.tiny import TINY_FAMILIES, tiny_model
 from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.runtime.captures.fingerprint import digest_of
+from moepass.runtime.serving.scoring import PromptModel
 from moepass.stored_compile import StoredModule
 
 SMALL = StackConfig(layers=2, hidden=16, width=16, experts=4)
@@ -160,19 +162,81 @@ def test_sizes_that_a_capture_is_not_right_for_are_compiled_and_stored_too(store
     assert not _compiles(store, model, tokens=9)
 
 
-def test_calls_that_dynamo_would_not_serve_either_are_not_served(filled: Filled) -> None:
-    store, _ = filled
+def test_calls_that_the_capture_is_not_for_go_to_the_compiler(filled: Filled) -> None:
+    store, expected = filled
     loaded = StoredModule(_stack(), EAGER, "stack", store)
-    # Another stride, one row (torch treats it as a constant), another type.
-    transposed = torch.randn(SMALL.hidden, 6).t()
-    for rows in (transposed, _tokens(1)):
-        assert _graphs_compiled_by(lambda rows=rows: loaded(rows)) == 1
-    with pytest.raises(Exception, match=r"float64|Double|dtype|size"):
-        loaded(_tokens(6).double())
+    compiled: list[torch.Tensor] = []
+
+    def compile_it(rows: torch.Tensor) -> torch.Tensor:
+        compiled.append(rows)
+        return rows
+
+    loaded._compiled = compile_it
+    assert torch.equal(loaded(_tokens(6)), expected[6])
+    others = [
+        torch.randn(SMALL.hidden, 6).t(),  # other strides
+        _tokens(1),  # torch compiles one row for itself
+        _tokens(6).double(),
+        _tokens(6, 8),
+        _tokens(6)[None],
+        _tokens(6)[0],
+        _tokens(6).to("meta"),
+        _tokens(6).to_sparse(),
+        _tokens(6).requires_grad_(),
+    ]
+    for rows in others:
+        loaded(rows)
     with torch.autocast("cpu", torch.bfloat16):
-        assert _graphs_compiled_by(lambda: loaded(_tokens(6))) == 1
+        loaded(_tokens(6))
     with torch.enable_grad():
-        assert _graphs_compiled_by(lambda: loaded(_tokens(6))) == 1
+        loaded(_tokens(6))
+    assert len(compiled) == len(others) + 2
+    assert torch.equal(loaded(_tokens(2)), expected[2])
+    assert len(compiled) == len(others) + 2
+
+
+@pytest.mark.slow
+def test_code_of_inductor_gives_the_same_bits(store: CaptureStore) -> None:
+    options = {"lower": "inductor"}
+    counts = (6, 2, 33, 1200)  # experts without a row, with one, and with more than a chunk
+    fresh = StoredModule(_stack(), options, "stack", store)
+    expected = {count: fresh(_tokens(count)) for count in counts}
+    loaded = StoredModule(_stack(), options, "stack", store)
+    found: dict[int, torch.Tensor] = {}
+    assert _graphs_compiled_by(lambda: found.update({count: loaded(_tokens(count)) for count in counts})) == 0
+    assert not any("fxgraph" in name for name in counters["inductor"])
+    assert all(torch.equal(found[count], expected[count]) for count in counts)
+    record = (store.folder / next(store.folder.iterdir()).name).read_bytes()
+    assert b'"type":"experts"' in record
+    assert b'"type":"inductor"' in record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_families_are_stored_and_give_the_same_bits(store: CaptureStore, family: str) -> None:
+    def make() -> PromptModel:
+        model = tiny_model(family)
+        moepass.offload_experts(model)
+        return PromptModel(model)
+
+    def inputs(rows: int, tokens: int) -> list[torch.Tensor]:
+        ids = torch.randint(3, 60, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0
+        given = [ids, mask, torch.full((rows, 1), tokens - 3)]
+        for place, tensor in enumerate(given):
+            # The recurrent layers of jamba hold for one number of tokens.
+            for dim in [0] if place == 2 or family == "jamba" else [0, 1]:
+                torch._dynamo.mark_dynamic(tensor, dim)
+        return given
+
+    sizes = [(2, 7), (3, 7)] if family == "jamba" else [(2, 7), (3, 12), (2, 33)]
+    fresh = StoredModule(make(), EAGER, family, store)
+    expected = [fresh(*inputs(*size)) for size in sizes]
+    loaded = StoredModule(make(), EAGER, family, store)
+    found: list[torch.Tensor] = []
+    assert _graphs_compiled_by(lambda: found.extend(loaded(*inputs(*size)) for size in sizes)) == 0
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 
 
 # ---- misses: each part of the key ------------------------------------------------------------------------------------
