@@ -32,6 +32,7 @@ from moepass.runtime.captures.fingerprint import (
     versions,
 )
 from moepass.runtime.captures.stored_capture import CaptureRecord, StoredCapture, record_capture
+from moepass.runtime.torch_private import is_autocasting
 
 logger = logging.getLogger("moepass")
 
@@ -69,8 +70,7 @@ class StoredModule:
             self._store = None  # both are about what happens while compiling, or change how it runs
 
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
-        devices = {value.device.type for value in arguments}
-        if self._store is None or torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, devices)):
+        if self._store is None or torch.is_grad_enabled() or is_autocasting():
             return self._call_compiled(*arguments)
         if self._captures is None:
             self._captures = self._load(self._store)

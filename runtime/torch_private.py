@@ -47,6 +47,11 @@ def suppresses_errors() -> bool:
     return bool(torch._dynamo.config.suppress_errors)
 
 
+def is_autocasting() -> bool:
+    """Whether autocast is on for some kind of device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
 def eager_stance() -> str | None:
     """The stance of torch.compiler in which Dynamo runs what is not compiled yet in eager mode; None in others."""
     stance: str = eval_frame._stance.stance
