@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -60,14 +59,14 @@ class StoredModule:
         """
         self._module = module
         self._name = name
-        self._options = dict(options)
-        self._store = store or find_store()
-        self._compiled: Any = torch.compile(module, backend="asyncep", options=self._options)
+        self._options = parse_options(options)
+        # Both are about what happens while compiling, or change how it runs.
+        is_inspected = self._options.dump is not None or self._options.debug
+        self._store = None if is_inspected else store or find_store()
+        self._compiled: Any = torch.compile(module, backend="asyncep", options=dict(options))
         self._captures: list[StoredCapture] | None = None
+        # What captures are stored under; empty where what is compiled cannot be stored.
         self._key = ""
-        parsed = parse_options(self._options)
-        if parsed.dump or parsed.debug:
-            self._store = None  # both are about what happens while compiling, or change how it runs
 
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
         if self._store is None or torch.is_grad_enabled() or is_autocasting():
@@ -79,7 +78,7 @@ class StoredModule:
             if inputs is not None and self._is_ready(capture):
                 result: torch.Tensor = capture.run(inputs)
                 return result
-        return self._call_and_store(self._store, arguments)
+        return self._call_and_store(self._store, arguments) if self._key else self._call_compiled(*arguments)
 
     def _is_ready(self, capture: StoredCapture) -> bool:
         assert self._store is not None
@@ -92,6 +91,7 @@ class StoredModule:
             self._store.report(self._key[:12], str(error))
             self._captures.remove(capture)
             return False
+        logger.info("%s runs as an earlier process has compiled it", self._name)
         return True
 
     def _load(self, store: CaptureStore) -> list[StoredCapture]:
@@ -104,12 +104,12 @@ class StoredModule:
         for content in store.load(self._key):
             try:
                 record = msgspec.json.decode(content, type=CaptureRecord)
-                changed = _changed_file(record.files)
-                if changed:
-                    logger.info("a stored capture was made of another %s, and is not used", changed)
-                    continue
+                if file_digests(record.files) != record.files:
+                    raise NotStorableError("other sources of the model")
                 found.append(StoredCapture(record, self._module, _bank_store(self._module)))
-            except (ValueError, NotStorableError) as error:  # msgspec's errors are ValueErrors
+            except NotStorableError as error:
+                logger.info("a stored capture of %s is not used, because it is of %s", self._name, error)
+            except ValueError as error:  # msgspec's errors are ValueErrors
                 store.report(self._key[:12], str(error))
         return found
 
@@ -120,10 +120,11 @@ class StoredModule:
             return result  # Dynamo had compiled it before
         try:
             files = {file for graph in watch.graphs for file in graph.files}
-            record = record_capture(watch, self._module, arguments, result, file_digests(files))
             if digest_of(self._description()) != self._key:
+                self._captures = []
                 raise NotStorableError("a module that changed while it ran")
-        except (NotStorableError, OSError) as error:
+            record = record_capture(watch, self._module, arguments, result, file_digests(files))
+        except NotStorableError as error:
             self._do_not_store(error)
             return result
         content = msgspec.json.encode(record)
@@ -135,8 +136,8 @@ class StoredModule:
         return result
 
     def _do_not_store(self, reason: Exception) -> None:
-        logger.info("what is compiled here is not stored for later processes: %s", reason)
-        self._store = None
+        logger.info("what is compiled for %s is not stored for later processes: %s", self._name, reason)
+        self._key = ""
 
     def _description(self) -> dict[str, Any]:
         return {
@@ -145,7 +146,7 @@ class StoredModule:
             "versions": versions(),
             "machine": machine(),
             "settings": settings(),
-            "options": {name: repr(value) for name, value in sorted(self._options.items())},
+            "options": repr(self._options),
             "model": describe_model(self._module),
         }
 
@@ -157,23 +158,9 @@ def _bank_store(module: nn.Module) -> BankStore | None:
     return next(iter(stores.values()), None)
 
 
-def _changed_file(files: Mapping[str, str]) -> str:
-    """The first of `files` whose content is not that of its digest; empty where there is none."""
-    for file, digest in files.items():
-        try:
-            if file_digests([file])[file] != digest:
-                return file
-        except OSError:
-            return file
-    return ""
-
-
 @functools.cache
 def _own_digest() -> str:
     """Of all sources of moepass."""
     roots = {Path(folder) for name in _PACKAGES for folder in sys.modules[name].__path__}
-    files = {path.resolve() for root in roots for path in root.rglob("*.py")}
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
+    digests = file_digests({path.resolve() for root in roots for path in root.rglob("*.py")})
+    return digest_of([[Path(file).name, digest] for file, digest in digests.items()])

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 from torch import nn
 
@@ -94,9 +95,19 @@ def digest_of(description: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(description, order="sorted")).hexdigest()
 
 
-def file_digests(files: Iterable[str]) -> dict[str, str]:
-    """By path. Raises OSError where one cannot be read."""
-    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)}
+def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
+    """By path. Raises NotStorableError where a file may be another one than this process has read as code."""
+    # Times of files and of processes are counted in steps of some hundredths of a second.
+    latest = psutil.Process().create_time() - 0.1
+    found = {}
+    for file in map(Path, sorted(files)):
+        try:
+            if file.stat().st_ctime > latest:
+                raise NotStorableError(f"{file}, which was changed since this process began")
+            found[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
+        except OSError as error:
+            raise NotStorableError(f"{file}, which cannot be read ({error.strerror})") from error
+    return found
 
 
 def describe_model(model: nn.Module) -> Any:
@@ -135,21 +146,28 @@ class _ModelDescription:
         return "module" if isinstance(value, nn.Module) else self.value(value, where)
 
     def value(self, value: Any, where: str) -> Any:
-        if value is None or isinstance(value, (bool, int, str)):
-            return value
+        if value is None or value is ... or isinstance(value, (bool, int, str)):
+            return str(value) if value is ... or type(value) is int else value  # JSON's integers are small
         if isinstance(value, _SHOWN_AS_THEY_ARE):
             return [type(value).__name__, repr(value)]
         if isinstance(value, enum.Enum):
             return [_name_of(type(value)), value.name]
-        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, torch._ops.OpOverload)):
+        if isinstance(value, (type, types.BuiltinFunctionType, torch._ops.OpOverload)):
             return _name_of(value)
+        if isinstance(value, types.CodeType):
+            constants = [self.value(part, where) for part in value.co_consts]
+            return [value.co_code.hex(), list(value.co_names), list(value.co_freevars), constants]
         if isinstance(value, types.MethodType):
-            return [_name_of(value.__func__), _name_of(type(value.__self__))]
+            return [self.value(value.__func__, where), _name_of(type(value.__self__))]
         known = self._number(value)
         if known is not None:
             return known
         if isinstance(value, torch.Tensor):
             return _describe_tensor(value, where)
+        if isinstance(value, types.FunctionType):
+            held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            parts = (value.__code__, value.__defaults__, value.__kwdefaults__, held)
+            return [_name_of(value), *(self.value(part, where) for part in parts)]
         if isinstance(value, functools.partial):
             return [_name_of(value.func), *(self.value(part, where) for part in (value.args, value.keywords))]
         if isinstance(value, Mapping):

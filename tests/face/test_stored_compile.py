@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import moepass
 from moepass import stored_compile
 from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
 from moepass.models.testing.tiny import TINY_FAMILIES, tiny_model
+from moepass.runtime.captures import fingerprint
 from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.runtime.captures.fingerprint import digest_of
 from moepass.runtime.serving.scoring import PromptModel
@@ -246,8 +248,21 @@ def _with_attribute(model: nn.Module) -> None:
     model.get_submodule("moe.1.router").top_k = 1  # type: ignore[assignment]
 
 
-def _with_hook(model: nn.Module) -> None:
-    model.get_submodule("dense.0").register_forward_hook(lambda module, inputs, output: output * 2)
+def _with_hook(model: nn.Module, factor: int = 2) -> None:
+    model.get_submodule("dense.0").register_forward_hook(lambda module, inputs, output: output * factor)
+
+
+def test_functions_are_told_apart_by_their_code_and_by_what_they_hold() -> None:
+    def hooked(factor: int) -> nn.Module:
+        model = _stack()
+        _with_hook(model, factor)
+        return model
+
+    assert _key(hooked(2)) == _key(hooked(2)) != _key(hooked(3))
+    models = [_stack(), _stack()]
+    models[0].apply_to = eval("lambda value: value + 1")
+    models[1].apply_to = eval("lambda value: value + 2")
+    assert _key(models[0]) != _key(models[1])
 
 
 def _with_shared_weights(model: nn.Module) -> None:
@@ -344,6 +359,7 @@ def test_another_key_is_compiled_anew(filled: Filled) -> None:
 def test_code_that_was_edited_is_compiled_anew(
     store: CaptureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: time.time() + 1)
     source = tmp_path / "edited_model.py"
     text = "from torch import nn\n\n\nclass Model(nn.Module):\n    def forward(self, rows):\n        return rows * 2\n"
 
@@ -366,6 +382,18 @@ def test_code_that_was_edited_is_compiled_anew(
     assert torch.equal(loaded(torch.ones(4)), torch.full((4,), 3.0))
     source.unlink()
     assert _compiles_rows(store, type(loaded._module)())
+
+
+def test_code_that_was_edited_while_the_process_ran_is_not_stored(
+    store: CaptureStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="moepass")
+    began = Path(__file__).stat().st_ctime
+    monkeypatch.setattr(stored_compile, "_own_digest", lambda: "")
+    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: began)
+    StoredModule(Sum(), EAGER, "sum", store)(torch.ones(4), torch.ones(4))
+    assert store.entries() == []
+    assert "test_stored_compile.py, which was changed since this process began" in caplog.text
 
 
 def _compiles_rows(store: CaptureStore, model: nn.Module) -> bool:
