@@ -40,7 +40,7 @@ class _OnGpu(Segments):
 
 def _offload(model: torch.nn.Module, memory: Segments) -> moepass.OffloadReport:
     def packer(*args: Any) -> DevicePacker:
-        return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), memory)
+        return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), lambda: memory)
 
     with mock.patch.object(offload, "_packer", packer):
         return moepass.offload_experts(model, home="peer")
