@@ -151,13 +151,13 @@ def _compile(
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
             ring = store.ring(options.debug)
     device = _ring_device(captured)
-    adopt = adoption(result.plan, device, options.adoption(), options.debug)
+    adopt = adoption(result.plan, device, options.adoption())
     eager_watch.watch({bank.group for bank in result.plan.banks if bank.group})
     dispatcher = dispatching(result.plan, captured, options.lower, device, options.adoption())
     check = replica_check(result.plan, captured, options.adoption(), options.debug)
     fallback = None if check is None else CapturedFallback(check, captured, options.lower)
     checks = run_checks(result.plan, captured, groups, options.adoption().timeout_s)
-    executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback, checks)
+    executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback, checks, options.debug)
     recorded = _recorded.get()
     if recorded is not None:
         recorded.append(Compilation(executor))

@@ -49,6 +49,18 @@ torch.library.register_fake("moepass::complete_experts", _fake_complete_experts,
 COMPLETE_EXPERTS = torch.ops.moepass.complete_experts.default
 
 
+def complete_bank(name: str, parts: Sequence[torch.Tensor], expert_bounds: Sequence[int], group_name: str) -> BankSpec:
+    """The bank that `parts`, each [own experts, ...], are this rank's part of, whether in a graph or not.
+
+    Its tensors are called by their places: ranks must agree on the names.
+    """
+    layout = pack_layout(
+        (f"tensor_{place}", (expert_bounds[-1], *(int(size) for size in part.shape[1:])), part.dtype)
+        for place, part in enumerate(parts)
+    )
+    return BankSpec(0, name, "peer", layout.nbytes, layout.tensors, tuple(expert_bounds), group_name)
+
+
 @dataclasses.dataclass(frozen=True)
 class Completion:
     """The arguments of a `complete_experts` node by name, and the node."""
@@ -76,12 +88,8 @@ class Completion:
         return module_path(self.node) or self.node.name
 
     def bank(self, index: int) -> BankSpec:
-        """Its tensors are called by their places: ranks must agree on the names."""
-        layout = pack_layout(
-            (f"tensor_{place}", tuple(int(size) for size in value.shape), value.dtype)
-            for place, value in enumerate(fake_value(self.node))
-        )
-        return BankSpec(index, self.where, "peer", layout.nbytes, layout.tensors, self.bounds, self.group_name)
+        parts = [fake_value(part) for part in self.parts]
+        return dataclasses.replace(complete_bank(self.where, parts, self.bounds, self.group_name), index=index)
 
     def write_gather(self, bank: int) -> None:
         """Make the node a gather of `bank`; what reads its tensors goes on doing so."""

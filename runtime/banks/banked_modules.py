@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BANK_TENSOR, TensorSpec
-from moepass.runtime.banks.banks import BankStore, has_address
+from moepass.runtime.banks.banks import BankStore
 
 # The class of a module with banked parameters, by the names of these; an attribute of the module's own class, so that
 # it lives as long as that.
@@ -43,8 +43,6 @@ class BankedParameter(nn.Module):
         if spec.expert_bounds:
             self.layout += (spec.home, list(spec.expert_bounds), spec.nbytes)
         self.slots = store.slots
-        # A shard without an address does not say which bank it is of, so the code of such a bank is its own.
-        self.guarded_bank = None if has_address(self.shard) else (store.number, bank, spec.name)
 
     @property
     def spec(self) -> TensorSpec:
@@ -63,7 +61,7 @@ class BankedParameter(nn.Module):
         if torch.compiler.is_compiling():
             # The comparison is for its guard: the plan depends on the slots.
             assert self.slots >= 1
-            store, bank, name = self.guarded_bank or self.moepass_bank()
+            store, bank, name = self.moepass_bank()
             read: torch.Tensor = BANK_TENSOR(self.shard, store, bank, name, *self.layout)
             return read
         if self.training and torch.is_grad_enabled():

@@ -211,6 +211,9 @@ class DevicePacker(PeerPacker):
         memories, keeps = memory.exchange() if size > 1 else ([own], None)
         for number, index in enumerate(indices):
             shards = [memories[rank].narrow(0, places[rank][number], layouts[rank][number]) for rank in range(size)]
+            if not shards[self.group.rank].numel():
+                # A storage of its own, by which the bank is known.
+                shards[self.group.rank] = torch.empty_like(own[:0])
             self._taken[index] = _TakenShards(shards, memory, keeps)
 
     def _memory(self, index: int) -> torch.Tensor:
