@@ -294,7 +294,7 @@ def moments(plan: Plan) -> list[Moment]:
             rows.append(Moment(name.replace("segment_", "s"), _short_span(where), tuple(slots)))
         else:
             assert step.slot is not None
-            word = {"prefetch": "fills:", "acquire": "in use:", "release": ""}[step.op]
+            word = {"prefetch": "fills:", "decode": "fills:", "acquire": "in use:", "release": ""}[step.op]
             slots[step.slot] = f"{word} {short_name(step.name)}" if word else ""
     return rows
 

@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, module_path, readers
 from moepass.passes.graph.source_lines import source_line
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, Plan, Refusal, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import pack_layout
@@ -58,7 +59,8 @@ def complete_bank(name: str, parts: Sequence[torch.Tensor], expert_bounds: Seque
         (f"tensor_{place}", (expert_bounds[-1], *(int(size) for size in part.shape[1:])), part.dtype)
         for place, part in enumerate(parts)
     )
-    return BankSpec(0, name, "peer", layout.nbytes, layout.tensors, tuple(expert_bounds), group_name)
+    plain = BankFormat.plain(layout.nbytes)
+    return BankSpec(0, name, "peer", plain, layout.tensors, tuple(expert_bounds), group_name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,8 +40,9 @@ class BankedParameter(nn.Module):
         self.layout: tuple[Any, ...] = (
             index, tensor.name, tensor.offset_bytes, list(tensor.shape), tensor.torch_dtype, store.device,
         )  # fmt: skip
-        if spec.expert_bounds:
-            self.layout += (spec.home, list(spec.expert_bounds), spec.nbytes)
+        if spec.expert_bounds or spec.format.is_encoded:
+            sizes = [spec.format.home_bytes, spec.format.link_bytes, spec.format.slot_bytes]
+            self.layout += (spec.home, list(spec.expert_bounds), sizes, spec.format.decoder)
         self.slots = store.slots
 
     @property
@@ -88,6 +89,11 @@ class BankedParameter(nn.Module):
             raise InputError(
                 f"the experts of {bank.spec.name} lie in shards on {len(bank.spec.expert_bounds) - 1} ranks, and this "
                 "rank has only its part of them: take or load a state_dict before offload_experts, or use home='host'"
+            )
+        if bank.spec.format.is_encoded:
+            raise InputError(
+                f"the experts of {bank.spec.name} rest encoded ({bank.spec.format.decoder}): take or load a state_dict "
+                "before offload_experts"
             )
         with torch.inference_mode(False):
             return self.spec.view(bank.shard)

@@ -13,9 +13,11 @@ from typing import NoReturn
 import torch
 
 from moepass.models.errors import InputError
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, shard_layout
 from moepass.runtime.banks.identity import BankKeeper, register_bank
+from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring
@@ -40,7 +42,7 @@ class Bank:
     @property
     def home_bytes(self) -> int:
         """Bytes at rest."""
-        return self.spec.nbytes if self.spec.home == "disk" else self.shard.numel()
+        return self.spec.format.home_bytes if self.spec.home == "disk" else self.shard.numel()
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The bank's tensors in `memory`, which holds the complete bank."""
@@ -52,18 +54,32 @@ def describe_bank(
 ) -> BankSpec:
     """The bank that complete `tensors`, each [experts, ...], are packed into."""
     layout = pack_layout((key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items())
-    return BankSpec(index, name, home, layout.nbytes, layout.tensors, expert_bounds)
+    return BankSpec(index, name, home, BankFormat.plain(layout.nbytes), layout.tensors, expert_bounds)
 
 
-def pack_bank(index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool) -> Bank:
-    """Pack `tensors`, each [experts, ...], into one buffer in host memory; pinned where a CUDA device will read it."""
+def pack_bank(
+    index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool, decoder: str = ""
+) -> Bank:
+    """Pack `tensors`, each [experts, ...], into one buffer in host memory; pinned where a CUDA device will read it.
+
+    With `decoder` it rests in the format of that name. Raises InputError where there is none, or it cannot hold them.
+    """
     spec = describe_bank(index, name, tensors, home=home)
     bank_device = next(iter(tensors.values())).device
     home_device = bank_device if bank_device.type == "meta" else torch.device("cpu")
     with torch.inference_mode(False):  # inference tensors have no version counter, which tells of changes in place
-        shard = torch.empty(spec.nbytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
-    write_parts(spec, 0, list(tensors.values()), shard)
+        shard = torch.empty(spec.format.slot_bytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
+        write_parts(spec, 0, list(tensors.values()), shard)
+        if decoder:
+            shard, spec = _encoded(spec, shard, decoder, pin)
     return Bank(spec, shard)
+
+
+def _encoded(spec: BankSpec, plain: torch.Tensor, decoder: str, pin: bool) -> tuple[torch.Tensor, BankSpec]:
+    codec = codec_of(decoder)
+    shard = codec.encode(plain)
+    found = BankFormat(shard.numel(), codec.link_bytes(shard.numel()), plain.numel(), decoder)
+    return (shard.pin_memory() if pin else shard), dataclasses.replace(spec, format=found)
 
 
 def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
@@ -118,8 +134,8 @@ class BankStore(BankKeeper):
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes that the ring takes on the compute device: its slots times the largest bank."""
-        return self.ring_slots * self.slot_bytes
+        """Bytes that the ring takes on the compute device: its slots times the largest bank, and a staging buffer."""
+        return self.ring_slots * self.slot_bytes + self.staging_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -153,7 +169,7 @@ class BankStore(BankKeeper):
         self._eager = last = None  # before the copy, so that at most one bank is held
         with torch.inference_mode(False):  # what is held serves calls with gradients too
             spec = self.banks[bank].spec
-            tensors = self.banks[bank].views(self.read(spec, [shard], 0, spec.nbytes))
+            tensors = self.banks[bank].views(self.read(spec, [shard], 0, spec.format.slot_bytes))
         self._eager = (key, tensors, _sample(tensors))
         return tensors
 

@@ -16,6 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.passes.ir.plan import BankSpec
+from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.system.forking import renew_after_fork
 from moepass.runtime.system.tensor_memory import Memory, memory_of
 from moepass.runtime.transfer.home_protocol import Home
@@ -87,7 +88,12 @@ class BankKeeper:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot: those of the largest bank."""
-        return max((spec.nbytes for spec in self.specs()), default=0)
+        return max((spec.format.slot_bytes for spec in self.specs()), default=0)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the ring's staging buffer: the largest encoded bank on its way; 0 where none is encoded."""
+        return max((spec.format.link_bytes for spec in self.specs() if spec.format.is_encoded), default=0)
 
     def ring(self, debug: bool = False) -> Ring:
         """The ring, for a compiled graph; the first one makes it."""
@@ -95,20 +101,25 @@ class BankKeeper:
             if self._ring is None:
                 self._ring = make_ring(self.ring_slots, self.slot_bytes, self.device, self.link, home=self.home)
             # Banks may have come since it was made.
-            self._ring.reserve(self.ring_slots, self.slot_bytes)
+            self._ring.reserve(self.ring_slots, self.slot_bytes, self.staging_bytes)
             # Once asked for, poisoning stays on: graphs share the ring.
             self._ring.debug = self._ring.debug or debug
             return self._ring
 
     def read(self, bank: BankSpec, inputs: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
-        """Bytes [start, stop) of the complete `bank`, in fresh memory on the device; synchronous.
+        """Bytes [start, stop) of the complete `bank` as in a slot, in fresh memory on the device; synchronous.
 
         Raises PeerError where a rank that holds a part of it is gone.
         """
         self.home.check()
         sources = self.home.sources(bank, inputs)
         self.home.copying(bank)
-        return self.home.transport.read(bank, sources, start, stop, self.device)
+        read, found = self.home.transport.read, bank.format
+        if not found.is_encoded:
+            return read(bank, sources, start, stop, self.device)
+        slot = torch.empty(found.slot_bytes, dtype=torch.uint8, device=self.device)
+        codec_of(found.decoder).decode(read(bank, sources, 0, found.link_bytes, self.device), slot)
+        return slot[start:stop]
 
     def read_tensor(self, bank: BankSpec, inputs: Sequence[torch.Tensor], index: int) -> torch.Tensor:
         """Tensor `index` of the complete `bank`, in fresh memory on the device. Raises as `read`."""

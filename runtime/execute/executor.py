@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from moepass.models.errors import InputError, MoepassError
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call
-from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, Refusal, acquire, prefetch, release
+from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, Refusal, acquire, decode, prefetch, release
 from moepass.passes.ir.timeline import COMPUTE, HOST
 from moepass.runtime.banks.identity import MemoryTable, find_bank, memories_of
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics
@@ -54,6 +54,11 @@ class Prefetch(RingOperation):
         return self.ring.prefetch(shards, self.banks[bank], slot, after)
 
 
+class Decode(RingOperation):
+    def forward(self, copied: object, bank: int, slot: int) -> object:
+        return self.ring.decode(copied, self.banks[bank], slot)
+
+
 class Acquire(RingOperation):
     def forward(self, filled: object, bank: int, slot: int) -> tuple[torch.Tensor, ...]:
         return self.ring.acquire(filled, self.banks[bank], slot)
@@ -65,7 +70,7 @@ class Release(RingOperation):
 
 
 class ReadTensor(torch.nn.Module):
-    """A bank tensor that no block claims, of a bank of which the graph's input is only this rank's part."""
+    """A bank tensor that no block claims, of a bank that the graph's input is not: it is a part, or encoded."""
 
     def __init__(self, bank: BankSpec) -> None:
         super().__init__()
@@ -121,7 +126,9 @@ def alive(ring: weakref.ref[Ring]) -> Ring:
 Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], None]
 
 _executor_numbers = itertools.count()
-_BINDINGS: dict[Any, type[RingOperation]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
+_BINDINGS: dict[Any, type[RingOperation]] = {
+    prefetch: Prefetch, decode: Decode, acquire: Acquire, release: Release,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +337,7 @@ def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None, rem
             node.kwargs = {**node.kwargs, "last": last_releases[node.kwargs["slot"]] is node}
         if is_call(node, *SLOT_OPS):
             node.op, node.target = "call_module", node.target.__name__
-        elif is_call(node, BANK_TENSOR) and bank_arguments(node).expert_bounds:
+        elif is_call(node, BANK_TENSOR) and not bank_arguments(node).is_complete:
             name = f"read_bank_tensor_at_{position}"
             bound.add_module(name, ReadTensor(banks[bank_arguments(node).bank]))
             node.op, node.target = "call_module", name

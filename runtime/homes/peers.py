@@ -263,5 +263,5 @@ def _claims(introduction: Introduction) -> Iterator[tuple[str, object]]:
             [f"{item.name} {item.dtype} {list(item.shape)}" for item in bank.tensors],
         )
         yield f"the experts of each rank in bank {bank.name}", list(bank.expert_bounds)
-        yield f"the bytes of bank {bank.name}", bank.nbytes
+        yield f"the format of bank {bank.name}", bank.format
         yield f"the weights of bank {bank.name} (a digest)", digest

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, Plan, Step
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import COMPUTE, COPY
@@ -127,7 +128,7 @@ def test_the_timeline_shows_one_step() -> None:
 
 
 def _plan() -> Plan:
-    banks = tuple(BankSpec(index, f"layers.{index}.experts", "host", 100, ()) for index in range(2))
+    banks = tuple(BankSpec(index, f"layers.{index}.experts", "host", BankFormat.plain(100), ()) for index in range(2))
     steps = (
         Step("prefetch", "block", 0, 0), Step("segment", "segment_0"), Step("acquire", "block", 0, 0),
         Step("segment", "segment_1"), Step("release", "block", 0, 0), Step("prefetch", "block", 1, 0),

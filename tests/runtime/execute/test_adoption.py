@@ -109,7 +109,7 @@ def _shapes_and_models_share_one_ring() -> None:
     assert len(rings) == 1
     ring = compilations[0].executor.ring
     assert ring is not None
-    assert ring.device_bytes == 2 * max(bank.nbytes for c in compilations for bank in c.plan.banks)
+    assert ring.device_bytes == 2 * max(bank.format.slot_bytes for c in compilations for bank in c.plan.banks)
 
 
 def test_shapes_and_models_of_one_group_share_one_ring() -> None:

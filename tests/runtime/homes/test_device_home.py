@@ -96,7 +96,7 @@ def _sources_are_all_that_is_kept() -> None:
     sources = report.store.home.sources(bank, ())
     del model, report
     gc.collect()
-    whole = read_range(sources, 0, bank.nbytes, torch.device("cpu"))
+    whole = read_range(sources, 0, bank.format.slot_bytes, torch.device("cpu"))
     for tensor, value in zip(bank.tensors, expected, strict=True):
         assert torch.equal(tensor.view(whole), value)
 

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.homes.hybrid import stage_board, stager
@@ -353,7 +354,7 @@ class _Ranks:
         own, other = (shards[bank] for shards in self.shards)
         size = own.numel()
         copy = self.transport.copy(
-            BankSpec(bank, f"layers.{bank}", "hybrid", 2 * size, ()),
+            BankSpec(bank, f"layers.{bank}", "hybrid", BankFormat.plain(2 * size), ()),
             [
                 StagedSource(other, (Piece(0, size, size),), True, bank, self.other),
                 StagedSource(own, (Piece(0, 0, size),), False, bank, self.own),
@@ -476,7 +477,7 @@ def test_a_forked_child_leaves_stages_and_boards_alone(small_slices: None) -> No
     if child == 0:
         try:
             ranks.transport.begin_run()
-            spec = BankSpec(1, "layers.1", "hybrid", 6 * SLICE, ())
+            spec = BankSpec(1, "layers.1", "hybrid", BankFormat.plain(6 * SLICE), ())
             sources = [StagedSource(ranks.shards[1][1], (Piece(0, 0, 3 * SLICE),), True, 1, ranks.other)]
             copy = ranks.transport.copy(spec, sources, slot)
             copy.perform(Link())
