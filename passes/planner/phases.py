@@ -34,8 +34,8 @@ class LayerPhase:
 class TimedStep:
     """One step of a schedule, in host order: `op` as in `Step`.
 
-    `seconds` is the compute time of a segment, or the transfer time of a prefetch. `nbytes` are those of the bank on
-    the link.
+    `seconds` is the compute time of a segment, or the transfer time of a prefetch. `nbytes` are those of the bank in a
+    slot.
     """
 
     op: str
@@ -68,7 +68,7 @@ def plan_steps(
         assert step.slot is not None
         bank = plan.bank(step.bank)
         seconds = transfer_seconds[step.bank] if step.op == "prefetch" else 0.0
-        steps.append(TimedStep(step.op, bank.name, seconds, step.slot, bank.format.link_bytes))
+        steps.append(TimedStep(step.op, bank.name, seconds, step.slot, bank.format.slot_bytes))
     return tuple(steps)
 
 

@@ -145,6 +145,18 @@ def test_a_plan_is_run_with_its_own_steps() -> None:
     assert [event.layer for event in found.timeline.on(COPY)] == ["layers.1.experts", "layers.0.experts"]
 
 
+def test_an_encoded_bank_takes_its_size_in_the_slot_and_its_decode_is_part_of_the_transfer() -> None:
+    plain = _plan()
+    banks = tuple(dataclasses.replace(bank, format=BankFormat(60, 50, 100, "packed")) for bank in plain.banks)
+    steps = []
+    for step in plain.steps:
+        decode = [Step("decode", step.name, step.bank, step.slot)] if step.op == "prefetch" else []
+        steps += [step, *decode]
+    encoded = dataclasses.replace(plain, banks=banks, steps=tuple(steps))
+    seconds = [1, 2, 1, 2, 0.5], {0: 2.0, 1: 4.0}
+    assert plan_steps(encoded, *seconds) == plan_steps(plain, *seconds)
+
+
 def test_wrong_numbers_of_seconds_are_refused() -> None:
     with pytest.raises(ValueError, match="the plan has 5 segments, and 2 have their seconds given"):
         plan_steps(_plan(), [1, 2], {0: 1.0, 1: 1.0})
