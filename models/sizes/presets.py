@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moepass.models.errors import InputError, one_of
-from moepass.models.sizes.architecture import Architecture, from_config
+from moepass.models.sizes.architecture import Architecture
+from moepass.models.sizes.families import from_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,7 +23,10 @@ PRESETS_FILE = Path(__file__).with_name("presets.json")
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of `presets.json`. `sliding_every` n: of n layers in a row the first n - 1 have the window."""
+    """One entry of `presets.json`. `sliding_every` n: of n layers in a row the first n - 1 have the window.
+
+    `quantization` is the published checkpoint's `quantization_config`.
+    """
 
     model_type: str
     layers: int
@@ -41,6 +45,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sliding_every: int = 0
     mla: dict[str, int] = {}
     config: dict[str, bool | int | float | None] = {}
+    quantization: dict[str, str | list[str | int]] = {}
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -117,6 +122,8 @@ def _values(entry: Preset, layers: int) -> dict[str, Any]:
         kinds = ["sliding_attention"] * (entry.sliding_every - 1) + ["full_attention"]
         values["layer_types"] = [kinds[index % len(kinds)] for index in range(layers)]
         values["sliding_window"] = entry.sliding_window
+    if entry.quantization:
+        values["quantization_config"] = dict(entry.quantization)
     return values
 
 

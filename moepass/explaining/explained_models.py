@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_config, resolve_model
 from moepass.models.errors import CheckpointError, InputError, one_of
-from moepass.models.sizes.architecture import Architecture, from_config
+from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.config_checks import check_config, check_raw_config
+from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset_config, preset_names, presets_source
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import dataclasses
 
 from moepass.models.formulas.communication import background_bytes
 from moepass.models.formulas.layers import flops_per_token, model_flops
-from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
 from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.protocol import PlanError
@@ -107,7 +106,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     """
     architecture, hardware = setting.architecture, setting.hardware
     layer = architecture.typical_moe_layer
-    nbytes, transfer = _bank(setting, layer, home)
+    _, transfer = _bank(setting, layer, home)
     stages = model_stages(setting, home)
     schedule, simulation, memory = _asyncep(setting, home, stages, most_slots)
     streamed = StrategyCost(
@@ -116,7 +115,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         0.0,
         memory.peak_bytes,
         simulation is not None and memory.peak_bytes <= setting.budget_bytes,
-        float(background_bytes(home, nbytes, setting.ranks)),
+        float(background_bytes(home, _link_bytes(setting, layer), setting.ranks)),
     )
     comparison = (*compare_strategies(setting), streamed, resident_cost(setting))
     chosen, runner_up = ranking(comparison, setting.ranks)
@@ -230,18 +229,23 @@ def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:
 
 
 def _bank(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
-    """Bytes of a layer's bank, and the seconds that it takes into a slot."""
+    """Bytes of a layer's bank in a slot, and the seconds that it takes to get there."""
     if layer.experts is None:
         return 0, 0.0
-    nbytes = bank_bytes(layer.experts, setting.architecture.hidden, setting.dtype)
-    return nbytes, gather_seconds(setting.hardware, nbytes, home)
+    sizes = setting.bank(layer.experts)
+    return sizes.slot_bytes, gather_seconds(setting.hardware, sizes.link_bytes, home)
+
+
+def _link_bytes(setting: Setting, layer: Layer) -> int:
+    """Bytes of a layer's bank on its way into a slot."""
+    return setting.bank(layer.experts).link_bytes if layer.experts is not None else 0
 
 
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
     """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
-    dense, activations = resident_bytes(setting.architecture, setting.dtype), activations_bytes(setting)
+    dense, activations = setting.dense_bytes, activations_bytes(setting)
     shards = banks_bytes(setting) / setting.ranks if home == "peer" else 0.0
-    largest = max(_bank(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
+    largest = max(_link_bytes(setting, layer) for layer in setting.architecture.layer_counts)
     stages = STAGES * largest / setting.ranks if home == "hybrid" else 0.0
     return DeviceMemory(dense + shards, stages, activations)
 
@@ -309,7 +313,8 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
     slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
     conditions = setting.hardware.conditions
     on_host = conditions is not None and conditions.computes_on_host
-    nbytes, transfer = _bank(setting, setting.architecture.typical_moe_layer, home)
+    layer = setting.architecture.typical_moe_layer
+    nbytes, (_, transfer) = _link_bytes(setting, layer), _bank(setting, layer, home)
     true = without_emulation(setting.hardware)
     copying = gather_seconds(true, nbytes, home)
     if home == "hybrid" and on_host:

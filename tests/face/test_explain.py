@@ -24,8 +24,8 @@ from moepass.explaining.report import CompilerPart, Report
 from moepass.models.checkpoint.checkpoint_folders import meta_model, resolve_model
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.formulas import flops_per_token
-from moepass.models.sizes.architecture import from_config
 from moepass.models.sizes.cut_configs import cut_config, telling_prefix
+from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names
 from moepass.models.testing.tiny import TINY_FAMILIES
 from moepass.passes.ir.plan import MoEBlock, Plan, Refusal
