@@ -21,6 +21,7 @@ from moepass.passes.machine.hardware import without_emulation
 from moepass.passes.machine.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds, texts_of
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS
+from moepass.passes.planner.host_memory import HostMemory, host_memory
 from moepass.passes.planner.phases import LayerPhase, streamed_stages
 from moepass.passes.planner.schedule_search import FoundSchedule, search_schedule
 from moepass.passes.planner.simulate import Machine, Simulation, simulate_stages
@@ -61,7 +62,8 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """`schedule` and `simulation` are those of asyncep, and None where not even one slot fits; `memory` with them.
+    """`schedule` and `simulation` are those of asyncep, and None where not even one slot fits; `memory` with them,
+    and `host`, the host memory of the machine.
 
     `saturation` is that of the typical layer with experts at the rate that it reaches there, `at_peak` that at the
     peak rate.
@@ -76,6 +78,7 @@ class Forecast:
     schedule: FoundSchedule | None
     simulation: Simulation | None
     memory: DeviceMemory
+    host: HostMemory
     saturation: Saturation
     at_peak: Saturation
     comparison: tuple[StrategyCost, ...]
@@ -109,12 +112,13 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     _, transfer = _bank(setting, layer, home)
     stages = model_stages(setting, home)
     schedule, simulation, memory = _asyncep(setting, home, stages, most_slots)
+    host = host_memory(setting, home, memory.peak_bytes)
     streamed = StrategyCost(
         ASYNCEP,
         simulation.step_seconds if simulation else float("inf"),
         0.0,
         memory.peak_bytes,
-        simulation is not None and memory.peak_bytes <= setting.budget_bytes,
+        simulation is not None and memory.peak_bytes <= setting.budget_bytes and host.fits is not False,
         float(background_bytes(home, _link_bytes(setting, layer), setting.ranks)),
     )
     comparison = (*compare_strategies(setting), streamed, resident_cost(setting))
@@ -129,6 +133,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         schedule=schedule,
         simulation=simulation,
         memory=memory,
+        host=host,
         saturation=threshold(setting, layer, transfer, gamma),
         at_peak=_saturation(setting, layer, transfer, peak, gamma),
         comparison=comparison,
