@@ -14,14 +14,14 @@ from typing import Any
 
 from moepass import __version__
 from moepass.explaining.advice import advice
-from moepass.explaining.compiler_view import Explanation, explain_meta_model
+from moepass.explaining.compiler_part import compiler_part
+from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import ExplainedModel, explained_model
 from moepass.explaining.how_to_run import how_to_run
 from moepass.explaining.report import (
     REPORT_SCHEMA,
     ComparisonRow,
-    CompilerPart,
     CurveRow,
     HardwarePart,
     HomeTried,
@@ -34,13 +34,11 @@ from moepass.explaining.report import (
     StrategyPart,
     WorkloadPart,
 )
-from moepass.models.checkpoint.checkpoint_folders import meta_model_of
-from moepass.models.errors import CheckpointError, InputError, MoepassError
+from moepass.models.errors import InputError
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
 from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, short_dtype
-from moepass.models.sizes.cut_configs import cut_config
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.layer_times import Texts, texts_of
 from moepass.passes.machine.times import peak_flops_per_s
@@ -57,8 +55,6 @@ DEFAULT_MEMORY_SHARE = 0.9
 HOMES = ("device", "peer", "host", "hybrid", "disk")
 # A home that is slower by no more than this part, and simpler, is preferred.
 _NO_MATTER = 0.01
-# What the compiler finds does not depend on the number of tokens, but some families are captured token by token.
-_CAPTURE_BATCH, _CAPTURE_SEQ = 2, 16
 # The curve's points: this many to a doubling of the tokens.
 _POINTS_PER_OCTAVE = 2
 
@@ -123,7 +119,7 @@ def explain(
     most_slots = USEFUL_SLOTS if slots is None else slots
     best, tried = _best_home(setting, home, most_slots)
     shown = forecast(setting, "device") if best.chosen == RESIDENT and best.home != "device" else best
-    compiler = _compiler_view(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
+    compiler = compiler_part(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
     if compiler.is_cut:
         assumptions.append(
             f"captured: {compiler.captured_text} of {len(found.architecture.layers)}, as many as hold every kind of "
@@ -251,29 +247,6 @@ def _tried(made: Forecast) -> HomeTried:
     return HomeTried(made.home, None, cost.memory_bytes, False, f"needs {over:.1f} GB more than the budget")
 
 
-def _compiler_view(found: ExplainedModel, slots: int, lower: str) -> CompilerPart:
-    """Capture the model, or the telling first layers of it, and plan it with that many slots."""
-    cut = cut_config(found.config, found.architecture) if found.architecture is not None else None
-    chosen = getattr(found.config, "_experts_implementation", None)
-    # The eager loop over experts depends on values, and cannot be captured.
-    form = chosen if chosen in ("grouped_mm", "batched_mm") else "grouped_mm"
-    model = meta_model_of(found.config if cut is None else cut, found.name, form)
-    try:
-        explanation = explain_meta_model(model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
-    except (RuntimeError, NotImplementedError) as error:  # torch's, about shapes that do not fit together, or values
-        if isinstance(error, MoepassError):
-            raise
-        told = " ".join(str(error).split())
-        # Dynamo tells of the call with all of its arguments first, then of what it gave.
-        told = told.partition(": got ")[2] or told
-        told = told.partition(" Hint: ")[0][:300]
-        raise CheckpointError(
-            f"{found.name} cannot be captured, so that its config may not fit together: {told}"
-        ) from error
-    text: Any = (found.config if cut is None else cut).get_text_config()
-    return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation)
-
-
 def _without_numbers(
     found: ExplainedModel,
     machine: Hardware,
@@ -284,7 +257,7 @@ def _without_numbers(
     assumptions: list[str],
 ) -> Report:
     """The report on a model without experts, or of a family whose sizes no formula knows: the compiler's view."""
-    compiler = _compiler_view(found, 2 if slots is None else slots, lower)
+    compiler = compiler_part(found, 2 if slots is None else slots, lower)
     explanation = compiler.explanation
     blocks, refusals = explained_blocks(compiler, None, "")
     plan = explanation.plans[0]

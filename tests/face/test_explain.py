@@ -17,7 +17,8 @@ from tiny_configs import tiny_config
 
 import moepass
 from moepass.explaining.advice import advice
-from moepass.explaining.compiler_view import Explanation, capture_plans
+from moepass.explaining.capture_model import capture_plans
+from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import explained_model
 from moepass.explaining.report import CompilerPart, Report
