@@ -34,17 +34,24 @@ from moepass.explaining.report import (
     StrategyPart,
     WorkloadPart,
 )
+from moepass.explaining.stored_part import stored_assumption, stored_part
 from moepass.models.errors import InputError
 from moepass.models.formulas.layers import flops_per_token, model_parameters
-from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
 from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
-from moepass.models.sizes.architecture import Architecture, short_dtype
+from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.layer_times import Texts, texts_of
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.forecast import MOST_SLOTS as USEFUL_SLOTS
 from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast
-from moepass.passes.planner.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting, homes_of
+from moepass.passes.planner.strategies import (
+    ASYNCEP,
+    MICRO_BATCH_TOKENS,
+    RESIDENT,
+    Setting,
+    banks_bytes,
+    homes_of,
+)
 from moepass.passes.planner.threshold_curve import threshold_curve
 from moepass.profiles.hardware_profiles import load_hardware
 
@@ -115,19 +122,24 @@ def explain(
     if found.architecture is None:
         return _without_numbers(found, machine, workload, budget, slots, lower, assumptions)
 
-    setting = Setting(found.architecture, machine, Texts(batch, seq), found.architecture.dtype, budget)
+    architecture = found.architecture
+    # Asked for by name, a checkpoint's own format is computed with as it is stored.
+    as_stored = architecture.stored if architecture.stored and architecture.stored.name == dtype else None
+    setting = Setting(architecture, machine, Texts(batch, seq), architecture.dtype, budget, stored=as_stored)
     most_slots = USEFUL_SLOTS if slots is None else slots
     best, tried = _best_home(setting, home, most_slots)
     shown = forecast(setting, "device") if best.chosen == RESIDENT and best.home != "device" else best
     compiler = compiler_part(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
     if compiler.is_cut:
         assumptions.append(
-            f"captured: {compiler.captured_text} of {len(found.architecture.layers)}, as many as hold every kind of "
+            f"captured: {compiler.captured_text} of {len(architecture.layers)}, as many as hold every kind of "
             "layer; blocks of the others are told by analogy"
         )
+    stored = stored_part(setting, lambda native: _best_home(native, home, most_slots)[0])
+    assumptions += [text for text in [stored_assumption(setting, architecture.unknown_storage)] if text]
     if setting.dtype == "fp8":
         assumptions.append("fp8 is a forecast alone: moepass compiles what is captured, and has no fp8 experts yet")
-    blocks, refusals = explained_blocks(compiler, found.architecture, setting.dtype)
+    blocks, refusals = explained_blocks(compiler, architecture, setting.dtype, as_stored)
     crossover = crossover_tokens(best)
     strategy = StrategyPart(
         chosen=best.chosen,
@@ -142,7 +154,7 @@ def explain(
     return Report(
         schema=REPORT_SCHEMA,
         version=__version__,
-        model=_model_part(found.architecture),
+        model=_model_part(setting),
         hardware=_hardware_part(machine, setting.dtype),
         workload=workload,
         strategy=strategy,
@@ -170,7 +182,10 @@ def explain(
         assumptions=tuple(assumptions),
         sources=_sources(found, machine),
         compiler=compiler,
-        how_to_run=how_to_run(strategy, schedule, _checkpoint(model), best.cost(best.chosen).fits, setting.dtype),
+        how_to_run=how_to_run(
+            strategy, schedule, _checkpoint(model), best.cost(best.chosen).fits, setting.dtype, architecture.stored
+        ),
+        stored=stored,
     )
 
 
@@ -243,8 +258,16 @@ def _tried(made: Forecast) -> HomeTried:
     cost = made.cost(ASYNCEP)
     if cost.fits:
         return HomeTried(made.home, cost.step_seconds, cost.memory_bytes, True, "")
-    over = (cost.memory_bytes - made.setting.budget_bytes) / 1e9
-    return HomeTried(made.home, None, cost.memory_bytes, False, f"needs {over:.1f} GB more than the budget")
+    return HomeTried(made.home, None, cost.memory_bytes, False, _shortage(made))
+
+
+def _shortage(made: Forecast) -> str:
+    """What asyncep lacks, with the numbers."""
+    over = made.cost(ASYNCEP).memory_bytes - made.setting.budget_bytes
+    if over <= 0 and made.host.available_bytes is not None:
+        needed, available = made.host.needed_bytes / 1e9, made.host.available_bytes / 1e9
+        return f"needs {needed:.1f} GB of host memory, and the machine has {available:.1f} GB"
+    return f"needs {over / 1e9:.1f} GB more than the budget"
 
 
 def _without_numbers(
@@ -308,10 +331,10 @@ def _parameters(explanation: Explanation, dtype: str) -> int:
 # ---- Parts of the report ---------------------------------------------------------------------------------------------
 
 
-def _model_part(architecture: Architecture) -> ModelPart:
+def _model_part(setting: Setting) -> ModelPart:
+    architecture = setting.architecture
     experts = architecture.typical_moe_layer.experts
     assert experts is not None
-    parameters, other = model_parameters(architecture), resident_bytes(architecture)
     return ModelPart(
         name=architecture.name,
         model_type=architecture.model_type,
@@ -322,9 +345,9 @@ def _model_part(architecture: Architecture) -> ModelPart:
         top_k=experts.top_k,
         moe_intermediate=experts.width,
         dtype=architecture.dtype,
-        parameters=parameters,
-        expert_bytes=parameters * element_bytes(architecture.dtype) - other,
-        other_bytes=other,
+        parameters=model_parameters(architecture),
+        expert_bytes=banks_bytes(setting),
+        other_bytes=setting.dense_bytes,
     )
 
 
@@ -353,7 +376,7 @@ def _saturation_part(made: Forecast) -> SaturationPart:
     assert layer.experts is not None
     reached = made.saturation
     return SaturationPart(
-        gather_bytes=bank_bytes(layer.experts, architecture.hidden, made.setting.dtype),
+        gather_bytes=made.setting.bank(layer.experts).link_bytes,
         gather_seconds=made.transfer_seconds,
         flops_per_token=flops_per_token(layer, architecture.hidden),
         tokens_per_rank=reached.tokens,
@@ -394,6 +417,9 @@ def _memory_part(made: Forecast) -> MemoryPart:
         peak_bytes=memory.peak_bytes,
         budget_bytes=made.setting.budget_bytes,
         fits=made.cost(ASYNCEP).fits,
+        host_bytes=made.host.needed_bytes,
+        host_limit_bytes=made.host.available_bytes,
+        host_fits=made.host.fits,
     )
 
 
