@@ -6,25 +6,24 @@ what is found, rewritten and refused comes from the plans that the passes make o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-import re
 from typing import Any
 
 from moepass import __version__
 from moepass.explaining.advice import advice
+from moepass.explaining.asked import DEFAULT_MEMORY_SHARE, check_numbers, machine_of, memory_budget
 from moepass.explaining.compiler_part import compiler_part
 from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import ExplainedModel, explained_model
+from moepass.explaining.forecasts import best_home, stored_assumption, stored_part
 from moepass.explaining.how_to_run import how_to_run
 from moepass.explaining.report import (
     REPORT_SCHEMA,
     ComparisonRow,
     CurveRow,
     HardwarePart,
-    HomeTried,
     MemoryCurveRow,
     MemoryPart,
     ModelPart,
@@ -34,12 +33,10 @@ from moepass.explaining.report import (
     StrategyPart,
     WorkloadPart,
 )
-from moepass.explaining.stored_part import stored_assumption, stored_part
 from moepass.models.errors import InputError
 from moepass.models.formulas.layers import flops_per_token, model_parameters
-from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import short_dtype
-from moepass.passes.machine.hardware import Hardware, with_ranks
+from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import Texts, texts_of
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.forecast import MOST_SLOTS as USEFUL_SLOTS
@@ -50,18 +47,12 @@ from moepass.passes.planner.strategies import (
     RESIDENT,
     Setting,
     banks_bytes,
-    homes_of,
 )
 from moepass.passes.planner.threshold_curve import threshold_curve
-from moepass.profiles.hardware_profiles import load_hardware
 
 DEFAULT_HARDWARE = "8xh100-80g"
 DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096
-# [Empirical] What is left to the allocator, the kernels' workspaces and the driver, as vLLM's default has it.
-DEFAULT_MEMORY_SHARE = 0.9
 HOMES = ("device", "peer", "host", "hybrid", "disk")
-# A home that is slower by no more than this part, and simpler, is preferred.
-_NO_MATTER = 0.01
 # The curve's points: this many to a doubling of the tokens.
 _POINTS_PER_OCTAVE = 2
 
@@ -100,15 +91,15 @@ def explain(
         InputError: an unknown model, machine, home or dtype, a link or rate that the machine lacks, a number that is
             out of range. CheckpointError: a folder or config that makes no model.
     """
-    _check_numbers(batch, seq, tokens, slots, ranks)
+    check_numbers(batch, seq, tokens, slots, ranks)
     batch, seq = (1, tokens) if tokens is not None else (batch, seq)
     if home is not None and home not in HOMES:
         raise InputError(f"home is {home!r}; it must be one of {', '.join(HOMES)}")
     if dtype is not None:
         dtype = short_dtype(dtype)
     found = explained_model(model, dtype)
-    machine = _machine(hardware, ranks)
-    budget = _budget(machine, memory_budget_bytes)
+    machine = machine_of(hardware, ranks)
+    budget = memory_budget(machine, memory_budget_bytes)
     workload = WorkloadPart(batch, seq, batch * seq)
     assumptions = [
         "routing is even over the experts, and every rank has equally many tokens",
@@ -127,7 +118,7 @@ def explain(
     as_stored = architecture.stored if architecture.stored and architecture.stored.name == dtype else None
     setting = Setting(architecture, machine, Texts(batch, seq), architecture.dtype, budget, stored=as_stored)
     most_slots = USEFUL_SLOTS if slots is None else slots
-    best, tried = _best_home(setting, home, most_slots)
+    best, tried = best_home(setting, home, most_slots)
     shown = forecast(setting, "device") if best.chosen == RESIDENT and best.home != "device" else best
     compiler = compiler_part(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
     if compiler.is_cut:
@@ -135,7 +126,7 @@ def explain(
             f"captured: {compiler.captured_text} of {len(architecture.layers)}, as many as hold every kind of "
             "layer; blocks of the others are told by analogy"
         )
-    stored = stored_part(setting, lambda native: _best_home(native, home, most_slots)[0])
+    stored = stored_part(setting, home, most_slots)
     assumptions += [text for text in [stored_assumption(setting, architecture.unknown_storage)] if text]
     if setting.dtype == "fp8":
         assumptions.append("fp8 is a forecast alone: moepass compiles what is captured, and has no fp8 experts yet")
@@ -193,81 +184,6 @@ def _checkpoint(model: Any) -> str | None:
     """The folder that `model` names, if it is one."""
     is_folder = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
     return os.fsdecode(model) if is_folder else None
-
-
-def _check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:
-    """Raises InputError for what is no whole number from 1 on, or beyond what is planned for."""
-    numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InputError(f"{name} is {value!r}; it must be a whole number from 1 on")
-    per_step = batch * seq if tokens is None else tokens
-    what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
-    check_limit(what, per_step, MOST_TOKENS, "share the texts out over several steps")
-    if slots is not None:
-        check_limit("slots", slots, MOST_SLOTS, "a ring of a few slots hides as much as one of many")
-    if ranks is not None:
-        check_limit("ranks", ranks, MOST_RANKS, "no plan is made for more devices than that")
-
-
-def _machine(hardware: str | os.PathLike[str] | Hardware, ranks: int | None) -> Hardware:
-    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    if ranks is None or ranks == machine.ranks:
-        return machine
-    changed = with_ranks(machine, ranks)
-    return dataclasses.replace(changed, name=re.sub(rf"^{machine.ranks}x", f"{ranks}x", machine.name))
-
-
-def _budget(machine: Hardware, wanted: float | None) -> float:
-    most = machine.memory_bytes.value
-    if wanted is None:
-        return DEFAULT_MEMORY_SHARE * most
-    if not 0 < wanted <= most:
-        raise InputError(
-            f"the memory budget is {wanted:.0f} bytes; a device of {machine.name} has {most:.0f}, so it must lie "
-            "between 1 and that"
-        )
-    return wanted
-
-
-def _best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Forecast, list[HomeTried]]:
-    """The forecast of the home with the fastest asyncep that fits, else of that which needs the least memory."""
-    if home is not None:
-        only = forecast(setting, home, most_slots=most_slots)
-        return only, [_tried(only)]
-    peak_flops_per_s(setting.hardware, setting.dtype)  # a dtype without a rate is no matter of the home
-    made: list[Forecast] = []
-    tried: list[HomeTried] = []
-    for candidate in homes_of(setting):
-        try:
-            made.append(forecast(setting, candidate, most_slots=most_slots))
-            tried.append(_tried(made[-1]))
-        except InputError as error:
-            # Other homes may do on this machine; the report says why this one does not.
-            tried.append(HomeTried(candidate, None, None, False, str(error)))
-    if not made:
-        raise InputError(f"no home does on {setting.hardware.name}: {tried[-1].note}")
-    fitting = [one for one in made if one.cost(ASYNCEP).fits]
-    if fitting:
-        enough = (1 + _NO_MATTER) * min(one.cost(ASYNCEP).step_seconds for one in fitting)
-        return next(one for one in fitting if one.cost(ASYNCEP).step_seconds <= enough), tried
-    return min(made, key=lambda one: one.memory.peak_bytes), tried
-
-
-def _tried(made: Forecast) -> HomeTried:
-    cost = made.cost(ASYNCEP)
-    if cost.fits:
-        return HomeTried(made.home, cost.step_seconds, cost.memory_bytes, True, "")
-    return HomeTried(made.home, None, cost.memory_bytes, False, _shortage(made))
-
-
-def _shortage(made: Forecast) -> str:
-    """What asyncep lacks, with the numbers."""
-    over = made.cost(ASYNCEP).memory_bytes - made.setting.budget_bytes
-    if over <= 0 and made.host.available_bytes is not None:
-        needed, available = made.host.needed_bytes / 1e9, made.host.available_bytes / 1e9
-        return f"needs {needed:.1f} GB of host memory, and the machine has {available:.1f} GB"
-    return f"needs {over / 1e9:.1f} GB more than the budget"
 
 
 def _without_numbers(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 from moepass.explaining.report import SchedulePart, StrategyPart
-from moepass.explaining.stored_part import load_dequantised
 from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.planner.strategies import ASYNCEP, RESIDENT
 
 # A longer list of layers is told by where it stands in the report.
 _MOST_LAYERS_SHOWN = 12
+# What transformers calls the configuration that loads a format dequantised.
+_LOADERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 
 def how_to_run(
@@ -43,8 +44,16 @@ def how_to_run(
     options = ", ".join(words)
     if checkpoint is not None and stored is not None:
         # load_pretrained reads no quantised weights.
-        loading = load_dequantised(stored, json.dumps(checkpoint))
+        loading = _load_dequantised(stored, json.dumps(checkpoint))
         return f"{loading}; moepass.offload_experts(model, {options}); {compiled}"
     if checkpoint is not None:
         return f"model = moepass.load_pretrained({json.dumps(checkpoint)}, {options}); {compiled}"
     return f"moepass.offload_experts(model, {options}); {compiled}"
+
+
+def _load_dequantised(stored: WeightFormat, checkpoint: str) -> str:
+    """Python that loads a checkpoint of that format in the dtype that moepass runs. `checkpoint` is a literal."""
+    return (
+        f"model = transformers.AutoModelForCausalLM.from_pretrained({checkpoint}, "
+        f"quantization_config=transformers.{_LOADERS[stored.name]}(dequantize=True))"
+    )
