@@ -196,7 +196,7 @@ def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
     stages = model_stages(setting, planned.home)
     machine, found = streaming_machine(setting, planned.home), planned.schedule
     if found is not None:
-        run = simulate_stages(stages, found.slots, found.resident, found.order, machine)
+        run = simulate_stages(stages, found.slots, found.resident, machine)
     else:
         # Two slots: the slower of link and computation sets the pace.
         run = simulate_stages(stages, 2, machine=machine)
@@ -274,7 +274,7 @@ def _with_second_slot(
 
     Behind one slot only attention hides a transfer. What the search cannot know is how well its times are known.
     """
-    simulation = simulate_stages(stages, found.slots, found.resident, found.order, machine)
+    simulation = simulate_stages(stages, found.slots, found.resident, machine)
     if found.slots != 1 or most_slots < 2 or not found.order:
         return found, simulation
     resident = found.resident if found.memory_bytes + found.slot_bytes <= memory_bytes else found.resident[:-1]
@@ -288,7 +288,7 @@ def _with_second_slot(
     )
     if changed.memory_bytes > memory_bytes:
         return found, simulation
-    second = simulate_stages(stages, 2, changed.resident, changed.order, machine)
+    second = simulate_stages(stages, 2, changed.resident, machine)
     if second.step_seconds > simulation.step_seconds * (1 + _ROUNDING):
         return found, simulation
     return dataclasses.replace(

@@ -1,13 +1,12 @@
-"""Find which banks stay resident, how many slots the others pass through, and in which order they are copied.
+"""Find which banks stay resident, and how many slots the others pass through.
 
 The best schedule is the one with the least exposed time within the memory budget; of equal ones that which moves less.
-Copies start as early as order, link and slots allow, because waiting never helps.
+Banks are copied in the order in which they are needed, as the ring does it, as early as link and slots allow.
 
 Pseudo-code
     for each number of slots:
-        resident sets that fill the budget: all of them where they are few, else some that stand for kinds of them
-        for each, the copies in the order of need; where that leaves more exposed time than the bounds explain, others
-    where not everything could be tried: exchange a resident and a streamed bank, or two copies, while that helps
+        for each resident set that fills the budget (all of them where they are few, else one of each kind): its step
+    where not everything could be tried: exchange a resident and a streamed bank while that helps
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _EPSILON = 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class FoundSchedule:
-    """`resident` and `order` are positions of stages; `order` is that of the copies, over `slots` slots.
+    """`resident` and `order` are positions of stages: the banks that stay, and the others in the order of need.
 
     `least_exposed_seconds` is a bound that no schedule within the budget can beat, from the longest path and the time
     that link and slots are busy. `tried` schedules were compared; with `is_exhaustive` there are no others.
@@ -80,29 +79,24 @@ def search_schedule(
     return search.run()
 
 
-def steady_step(
-    stages: Sequence[LayerPhase], slots: int, resident: frozenset[int], order: Sequence[int]
-) -> tuple[float, list[float]]:
+def steady_step(stages: Sequence[LayerPhase], slots: int, resident: frozenset[int]) -> tuple[float, list[float]]:
     """Seconds of a step in the steady state, and how long each stage waits for its bank in the last one looked at.
 
     The same as `simulate_stages` gives for one link and no slowdown, by a recurrence that is quicker: copy k ends its
     transfer after copy k - 1 and after release k - slots.
     """
-    # For each streamed stage: compute in front of it, its turn among the copies. Then what follows the last one.
-    turn_of = {place: turn for turn, place in enumerate(order)}
-    transfers = [stages[place].transfer_seconds for place in order]
-    count = len(order)
+    # For each streamed stage: compute in front of it, and its own. Then what follows the last one.
+    places = streamed_stages(stages, resident)
+    streamed = set(places)
+    transfers = [stages[place].transfer_seconds for place in places]
+    count = len(places)
     before: list[float] = []
     inside: list[float] = []
-    turns: list[int] = []
-    places: list[int] = []
     gap = 0.0
     for place, stage in enumerate(stages):
-        if place in turn_of:
+        if place in streamed:
             before.append(gap)
             inside.append(stage.compute_seconds)
-            turns.append(turn_of[place])
-            places.append(place)
             gap = 0.0
         else:
             gap += stage.compute_seconds
@@ -111,7 +105,6 @@ def steady_step(
         return gap, waits
     slots = min(slots, count)
     released: list[float] = []
-    copied: list[float] = []
     link = now = 0.0
     ends: list[float] = [0.0]
     previous: list[float] = []
@@ -119,13 +112,9 @@ def steady_step(
         base = period * count
         for index in range(count):
             now += before[index]
-            last = base + turns[index]
-            while len(copied) <= last:
-                turn = len(copied)
-                free = released[turn - slots] if turn >= slots else 0.0
-                link = (link if link > free else free) + transfers[turn % count]
-                copied.append(link)
-            ready = copied[last]
+            turn = base + index
+            free = released[turn - slots] if turn >= slots else 0.0
+            link = ready = (link if link > free else free) + transfers[index]
             waits[places[index]] = ready - now if ready > now else 0.0
             if ready > now:
                 now = ready
@@ -141,32 +130,12 @@ def steady_step(
     return (ends[-1] - ends[half]) / (_PERIODS - half), waits
 
 
-def copy_orders(count: int, slots: int) -> Iterator[tuple[int, ...]]:
-    """Every order of `count` copies that `slots` slots can run, that of need first.
-
-    The copy with turn k waits for release k - slots, so bank q must have a turn before q + slots.
-    """
-
-    def extend(order: tuple[int, ...], left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if not left:
-            yield order
-            return
-        turn = len(order)
-        for index, bank in enumerate(left):
-            rest = left[:index] + left[index + 1 :]
-            if not rest or turn + 1 < rest[0] + slots:
-                yield from extend((*order, bank), rest)
-
-    return extend((), tuple(range(count)))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Tried:
     step_seconds: float
     moved_seconds: float
     slots: int
     resident: frozenset[int]
-    order: tuple[int, ...]
     waits: tuple[float, ...]
 
     def is_better_than(self, other: _Tried | None) -> bool:
@@ -188,6 +157,9 @@ class _Search:
         self.is_exhaustive = True
         self.best: _Tried | None = None
         self.best_with: dict[int, _Tried] = {}
+
+    def streamed(self, resident: frozenset[int]) -> tuple[int, ...]:
+        return streamed_stages(self.stages, resident)
 
     # ---- Memory
 
@@ -247,7 +219,7 @@ class _Search:
     # ---- Trying
 
     def all_resident(self) -> FoundSchedule:
-        self._try(1, frozenset(self.banks), ())
+        self._try(1, frozenset(self.banks))
         self.least = self.compute_seconds
         return self._found()
 
@@ -255,7 +227,8 @@ class _Search:
         self.least = self.least_step()
         for slots in self.counts:
             for resident in self._resident_sets(slots):
-                self._try_orders(slots, resident)
+                if self.best is None or self.pace(slots, resident) < self.best.step_seconds * (1 + _EPSILON):
+                    self._try(slots, resident)
                 if self.is_done:
                     break
         if not self.is_exhaustive:
@@ -271,11 +244,11 @@ class _Search:
         assert self.best is not None
         return self.best.step_seconds <= self.least * (1 + _EPSILON)
 
-    def _try(self, slots: int, resident: frozenset[int], order: tuple[int, ...]) -> _Tried:
+    def _try(self, slots: int, resident: frozenset[int]) -> _Tried:
         self.tried += 1
-        step, waits = steady_step(self.stages, slots, resident, order)
-        moved = sum(self.stages[place].transfer_seconds for place in order)
-        found = _Tried(step, moved, slots, resident, order, tuple(waits))
+        step, waits = steady_step(self.stages, slots, resident)
+        moved = sum(self.stages[place].transfer_seconds for place in self.streamed(resident))
+        found = _Tried(step, moved, slots, resident, tuple(waits))
         if found.is_better_than(self.best):
             self.best = found
         if found.is_better_than(self.best_with.get(slots)):
@@ -324,34 +297,13 @@ class _Search:
         ranking: list[int] = []
         while len(ranking) < count and self.tried < self.most_tried // 2:
             resident = must_stay | frozenset(ranking)
-            order = tuple(place for place in self.banks if place not in resident)
             self.tried += 1
-            _, waits = steady_step(self.stages, slots, resident, order)
-            worst = max(order, key=lambda place: (waits[place], self.stages[place].transfer_seconds))
+            _, waits = steady_step(self.stages, slots, resident)
+            worst = max(self.streamed(resident), key=lambda place: (waits[place], self.stages[place].transfer_seconds))
             if not waits[worst]:
                 break
             ranking.append(worst)
         yield ranking + movable
-
-    def _try_orders(self, slots: int, resident: frozenset[int]) -> None:
-        needed = tuple(place for place in self.banks if place not in resident)
-        if self.best is not None and self.pace(slots, resident) >= self.best.step_seconds * (1 + _EPSILON):
-            return
-        self._try(slots, resident, needed)
-        if self.is_done or len({self.stages[place].transfer_seconds for place in needed}) <= 1:
-            # Transfers of equal length: that of the bank that is needed first is never worth putting off.
-            return
-        if (slots ** max(0, len(needed) - slots)) * min(slots, len(needed)) > self.most_tried // 8:
-            self.is_exhaustive = False
-            return
-        pace = self.pace(slots, resident)
-        for order in copy_orders(len(needed), slots):
-            self._try(slots, resident, tuple(needed[index] for index in order))
-            if self.best is not None and self.best.step_seconds <= pace * (1 + _EPSILON):
-                return
-            if self.tried >= self.most_tried:
-                self.is_exhaustive = False
-                return
 
     def _exchange(self) -> None:
         """Improve what was best with each number of slots step by step: first exchange that helps, until none does."""
@@ -364,34 +316,25 @@ class _Search:
         for neighbour in self._neighbours(best):
             if self.tried >= self.most_tried:
                 return None
+            if not self.fits(*neighbour):
+                continue
             found = self._try(*neighbour)
             if found.is_better_than(best):
                 return found
         return None
 
-    def _neighbours(self, best: _Tried) -> Iterator[tuple[int, frozenset[int], tuple[int, ...]]]:
-        # Copies: one goes to another turn nearby. First those at the stages that wait longest.
-        for place in sorted(best.order, key=lambda place: -best.waits[place]):
-            turn = best.order.index(place)
-            rest = best.order[:turn] + best.order[turn + 1 :]
-            for target in (turn - 1, turn + 1, turn - 2, turn + 2, turn - 3, turn + 3):
-                if 0 <= target <= len(rest):
-                    order = (*rest[:target], place, *rest[target:])
-                    if is_possible(order, best.slots):
-                        yield best.slots, best.resident, order
-        # Banks: one that waits changes places with a resident one, or takes the room of several, or of a slot.
-        waiting = sorted(best.order, key=lambda place: -best.waits[place])
+    def _neighbours(self, best: _Tried) -> Iterator[tuple[int, frozenset[int]]]:
+        # A bank that waits changes places with a resident one, or takes the room of several, or of a slot.
+        waiting = sorted(self.streamed(best.resident), key=lambda place: -best.waits[place])
         for place in waiting:
             for other in sorted(best.resident, key=lambda other: abs(other - place)):
-                resident = best.resident - {other} | {place}
-                if self.fits(best.slots, resident):
-                    yield from self._with_orders(best.slots, resident, best.order)
+                yield best.slots, best.resident - {other} | {place}
         for slots in (best.slots, best.slots - 1, best.slots + 1):
             if slots in self.counts:
                 for place in waiting:
-                    yield from self._with_orders(slots, self._filled(slots, best.resident, place, None), best.order)
+                    yield slots, self._filled(slots, best.resident, place, None)
                 for place in best.resident:
-                    yield from self._with_orders(slots, self._filled(slots, best.resident, None, place), best.order)
+                    yield slots, self._filled(slots, best.resident, None, place)
 
     def _filled(
         self, slots: int, resident: frozenset[int], entering: int | None, leaving: int | None
@@ -408,29 +351,15 @@ class _Search:
                 changed |= {place}
         return changed
 
-    def _with_orders(
-        self, slots: int, resident: frozenset[int], order: tuple[int, ...]
-    ) -> Iterator[tuple[int, frozenset[int], tuple[int, ...]]]:
-        """The order of need, and the one that follows `order` where it says something."""
-        if not self.fits(slots, resident):
-            return
-        needed = tuple(place for place in self.banks if place not in resident)
-        yield slots, resident, needed
-        similar = [place for place in order if place not in resident]
-        for place in needed:
-            if place not in similar:
-                similar.insert(next((at for at, other in enumerate(similar) if other > place), len(similar)), place)
-        if tuple(similar) != needed and is_possible(similar, slots):
-            yield slots, resident, tuple(similar)
-
     def _found(self) -> FoundSchedule:
         best = self.best
         assert best is not None
+        order = self.streamed(best.resident)
         return FoundSchedule(
-            slots=min(best.slots, len(best.order)),
+            slots=min(best.slots, len(order)),
             slot_bytes=self.slot_bytes(best.resident),
             resident=tuple(sorted(best.resident)),
-            order=best.order,
+            order=order,
             step_seconds=best.step_seconds,
             exposed_seconds=max(0.0, best.step_seconds - self.compute_seconds),
             least_exposed_seconds=max(0.0, self.least - self.compute_seconds),
@@ -438,9 +367,3 @@ class _Search:
             tried=self.tried,
             is_exhaustive=self.is_exhaustive,
         )
-
-
-def is_possible(order: Sequence[int], slots: int) -> bool:
-    """Whether `slots` slots can run copies in this order of positions: see `copy_orders`."""
-    rank = {place: index for index, place in enumerate(sorted(order))}
-    return all(turn < rank[place] + slots for turn, place in enumerate(order))
