@@ -43,9 +43,9 @@ from moepass.passes.machine.seconds_table import table_of
 from moepass.passes.planner.forecast import curve_point, forecast, model_stages, streaming_machine
 from moepass.passes.planner.simulate import simulate_stages
 from moepass.passes.planner.strategies import Setting
-from moepass.profiles.hardware_profiles import profile_json, read_profile
 from moepass.runtime.calibrate.calibration import calibrate
 from moepass.runtime.calibrate.experiments import CPU_SIZES
+from moepass.runtime.profiles.hardware_profiles import profile_json, read_profile
 
 STEP_LIMIT, CROSSOVER_LIMIT = 0.10, 0.15
 SEQUENCE = 256

@@ -1,4 +1,4 @@
-"""Every test starts with an empty Dynamo, one thread per worker and no network."""
+"""Every test starts with an empty Dynamo, one thread per worker, no network and no stored hardware profile."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ settings.register_profile("moepass", deadline=None, derandomize=True)
 settings.load_profile("moepass")
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    # What this machine was calibrated to must not decide what is planned in a test.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ from moepass.passes.planner.forecast import MOST_SLOTS as USEFUL_SLOTS
 from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast
 from moepass.passes.planner.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting, homes_of
 from moepass.passes.planner.threshold_curve import threshold_curve
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 DEFAULT_HARDWARE = "8xh100-80g"
 DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096

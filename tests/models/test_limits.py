@@ -21,8 +21,8 @@ from moepass.models.limits import MOST_JSON_DEPTH, TooLargeError, decode_json, r
 from moepass.models.sizes.presets import preset, preset_config
 from moepass.options import parse_options
 from moepass.passes.planner.microbatches import pipeline_seconds
-from moepass.profiles.hardware_profiles import load_hardware, read_profile
 from moepass.runtime.offload.residents import Residents
+from moepass.runtime.profiles.hardware_profiles import load_hardware, read_profile
 from moepass.runtime.transfer.link import parse_link
 
 
