@@ -41,12 +41,13 @@ from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_b
 from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.cut_configs import cut_config
+from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.layer_times import Texts, texts_of
 from moepass.passes.machine.times import peak_flops_per_s
-from moepass.passes.planner.forecast import MOST_SLOTS as USEFUL_SLOTS
 from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast
-from moepass.passes.planner.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting, homes_of
+from moepass.passes.planner.make_plan import MOST_SLOTS as USEFUL_SLOTS
+from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, Setting, homes_of
 from moepass.passes.planner.threshold_curve import threshold_curve
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 

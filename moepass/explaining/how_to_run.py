@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from moepass.explaining.report import SchedulePart, StrategyPart
-from moepass.passes.planner.strategies import ASYNCEP, RESIDENT
+from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 
 # A longer list of layers is told by where it stands in the report.
 _MOST_LAYERS_SHOWN = 12

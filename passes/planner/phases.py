@@ -19,7 +19,8 @@ class LayerPhase:
     """A stretch of computation that reads at most one bank from its beginning to its end.
 
     `bank_bytes` is 0 where it reads none: attention, a dense layer. `transfer_seconds` is what it takes to bring the
-    bank into a slot. Banks with the same `link` come one after the other, over different links side by side.
+    bank into a slot. Banks with the same `link` come one after the other, over different links side by side. `number`
+    is that of the layer, -1 where it has none.
     """
 
     name: str
@@ -28,6 +29,7 @@ class LayerPhase:
     bank_bytes: int = 0
     transfer_seconds: float = 0.0
     link: str = COPY
+    number: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,41 @@ def plan_steps(
 def streamed_stages(stages: Sequence[LayerPhase], resident: Collection[int] = ()) -> tuple[int, ...]:
     """Positions of the stages whose bank passes through a slot: all with a bank, but those at positions `resident`."""
     return tuple(place for place, stage in enumerate(stages) if stage.bank_bytes > 0 and place not in resident)
+
+
+@dataclasses.dataclass(frozen=True)
+class RingSchedule:
+    """`resident` and `order` are positions of phases: the banks that stay, and the others in the order of need.
+
+    The others pass through `slots` slots of `slot_bytes`.
+    """
+
+    slots: int
+    slot_bytes: int
+    resident: tuple[int, ...]
+    order: tuple[int, ...]
+    resident_bytes: int
+
+    @property
+    def distance(self) -> int:
+        """How many layers with experts ahead of its use a bank starts to move."""
+        return max(0, self.slots - 1)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.resident_bytes + self.slots * self.slot_bytes
+
+
+def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection[int]) -> RingSchedule:
+    """The schedule with these residents; no more slots than there are banks to stream."""
+    order = streamed_stages(phases, resident)
+    return RingSchedule(
+        slots=min(slots, len(order)),
+        slot_bytes=max((phases[place].bank_bytes for place in order), default=0),
+        resident=tuple(sorted(resident)),
+        order=order,
+        resident_bytes=sum(phases[place].bank_bytes for place in resident),
+    )
 
 
 def stage_steps(stages: Sequence[LayerPhase], slots: int, resident: Collection[int] = ()) -> tuple[TimedStep, ...]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.planner.phases import LayerPhase, streamed_stages
+from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_stages
 
 # Below this many schedules all are tried; above it, as many as this at most. 94 layers take about 0.3 ms each.
 MOST_TRIED = 1500
@@ -27,56 +27,54 @@ _EPSILON = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundSchedule:
-    """`resident` and `order` are positions of stages: the banks that stay, and the others in the order of need.
+class FoundSchedule(RingSchedule):
+    """The best schedule that was found.
 
     `least_exposed_seconds` is a bound that no schedule within the budget can beat, from the longest path and the time
     that link and slots are busy. `tried` schedules were compared; with `is_exhaustive` there are no others.
     """
 
-    slots: int
-    slot_bytes: int
-    resident: tuple[int, ...]
-    order: tuple[int, ...]
     step_seconds: float
     exposed_seconds: float
     least_exposed_seconds: float
-    resident_bytes: int
     tried: int
     is_exhaustive: bool
 
-    @property
-    def distance(self) -> int:
-        """How many layers with experts ahead of its use a bank starts to move."""
-        return max(0, self.slots - 1)
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.resident_bytes + self.slots * self.slot_bytes
-
 
 def search_schedule(
-    stages: Sequence[LayerPhase], memory_bytes: int, most_slots: int = 4, most_tried: int = MOST_TRIED
+    stages: Sequence[LayerPhase],
+    memory_bytes: int,
+    most_slots: int = 4,
+    most_tried: int = MOST_TRIED,
+    slots: int | None = None,
 ) -> FoundSchedule:
     """The best schedule of `stages` whose resident banks and slots take `memory_bytes` together at most.
 
-    There are `most_slots` slots at most. Times are those of a steady state over one link, in which copies do not slow
-    computation down.
+    There are `slots` slots, or up to `most_slots` where that is None, but no more than banks to stream. Times are those
+    of a steady state over one link, in which copies do not slow computation down.
 
-    Raises PlanError where not even one slot fits, ValueError where `most_slots` is below 1 or there are several links.
+    Raises PlanError where not even one slot, or `slots` of them, fit; ValueError where there may be no slot or there
+    are several links.
     """
-    if most_slots < 1:
-        raise ValueError(f"most_slots is {most_slots}; it must be a number of slots from 1 on")
+    counts = range(1, most_slots + 1) if slots is None else range(slots, slots + 1)
+    if not counts or counts[0] < 1:
+        raise ValueError(f"most_slots is {most_slots} and slots {slots}; there must be a slot or more")
     links = {stages[place].link for place in streamed_stages(stages)}
     if len(links) > 1:
         raise ValueError(f"banks come over {len(links)} links, {', '.join(sorted(links))}; the search knows one")
-    search = _Search(stages, memory_bytes, most_slots, most_tried)
-    if search.fits(most_slots, frozenset(search.banks)):
+    search = _Search(stages, memory_bytes, counts, most_tried)
+    if search.fits(counts[0], frozenset(search.banks)):
         return search.all_resident()
-    least = min(search.memory(1, frozenset(must_stay)) for must_stay in search.largest_first())
+    least = min(search.memory(counts[0], frozenset(must_stay)) for must_stay in search.largest_first())
     if memory_bytes < least:
-        raise PlanError(f"memory_bytes is {memory_bytes}; resident banks and one slot for the others need {least}")
+        held = "one slot" if counts[0] == 1 else f"{counts[0]} slots"
+        raise PlanError(f"memory_bytes is {memory_bytes}; resident banks and {held} for the others need {least}")
     return search.run()
+
+
+def spread_evenly(places: Sequence[int], count: int) -> list[int]:
+    """`count` of `places`, so that as many of the others lie between two of them everywhere."""
+    return [places[(2 * index + 1) * len(places) // (2 * count)] for index in range(count)]
 
 
 def steady_step(stages: Sequence[LayerPhase], slots: int, resident: frozenset[int]) -> tuple[float, list[float]]:
@@ -148,9 +146,9 @@ class _Tried:
 
 
 class _Search:
-    def __init__(self, stages: Sequence[LayerPhase], memory_bytes: int, most_slots: int, most_tried: int) -> None:
+    def __init__(self, stages: Sequence[LayerPhase], memory_bytes: int, counts: range, most_tried: int) -> None:
         self.stages, self.memory_bytes, self.most_tried = stages, memory_bytes, most_tried
-        self.counts = range(1, most_slots + 1)
+        self.counts = counts
         self.banks = streamed_stages(stages)
         self.compute_seconds = sum(stage.compute_seconds for stage in stages)
         self.tried = 0
@@ -166,12 +164,8 @@ class _Search:
     def bytes_of(self, places: Iterable[int]) -> int:
         return sum(self.stages[place].bank_bytes for place in places)
 
-    def slot_bytes(self, resident: frozenset[int]) -> int:
-        return max((self.stages[place].bank_bytes for place in self.banks if place not in resident), default=0)
-
     def memory(self, slots: int, resident: frozenset[int]) -> int:
-        used = min(slots, len(self.banks) - len(resident))
-        return self.bytes_of(resident) + used * self.slot_bytes(resident)
+        return ring_schedule(self.stages, slots, resident).memory_bytes
 
     def fits(self, slots: int, resident: frozenset[int]) -> bool:
         return self.memory(slots, resident) <= self.memory_bytes
@@ -288,8 +282,7 @@ class _Search:
         room = self.memory_bytes - self.memory(slots, must_stay)
         size = max(self.bytes_of(movable) // len(movable), 1) if movable else 1
         count = min(len(movable), room // size)
-        spread = [movable[(2 * index + 1) * len(movable) // (2 * count)] for index in range(count)] if count else []
-        yield spread + movable
+        yield spread_evenly(movable, count) + movable
         yield movable
         yield movable[::-1]
         yield sorted(movable, key=lambda place: self.stages[place].compute_seconds)
@@ -354,16 +347,11 @@ class _Search:
     def _found(self) -> FoundSchedule:
         best = self.best
         assert best is not None
-        order = self.streamed(best.resident)
         return FoundSchedule(
-            slots=min(best.slots, len(order)),
-            slot_bytes=self.slot_bytes(best.resident),
-            resident=tuple(sorted(best.resident)),
-            order=order,
+            **vars(ring_schedule(self.stages, best.slots, best.resident)),
             step_seconds=best.step_seconds,
             exposed_seconds=max(0.0, best.step_seconds - self.compute_seconds),
             least_exposed_seconds=max(0.0, self.least - self.compute_seconds),
-            resident_bytes=self.bytes_of(best.resident),
             tried=self.tried,
             is_exhaustive=self.is_exhaustive,
         )

@@ -26,6 +26,7 @@ from moepass.models.formulas.memory import (
     resident_bytes,
 )
 from moepass.models.sizes.architecture import Architecture, Layer
+from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import LayerSeconds, Split, Texts, activation_dtype, head_seconds, layer_seconds
 from moepass.passes.machine.times import collective_seconds, token_exchange_seconds
@@ -34,8 +35,6 @@ from moepass.passes.planner.microbatches import micro_batches, pipeline_seconds,
 # [Empirical] Tokens of a micro-batch: between the 2048 and 8192 tokens that serving engines schedule at
 # once by default. Smaller ones read experts more often than they compute on them, larger ones need more memory.
 MICRO_BATCH_TOKENS = 4096
-
-ASYNCEP, RESIDENT = "asyncep", "resident"
 
 
 @dataclasses.dataclass(frozen=True)
