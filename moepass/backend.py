@@ -133,6 +133,7 @@ def _compile(
         all_to_all_below=options.all_to_all_below,
         hardware=_as_linked(options),
         transport=options.adoption().transport,
+        placed=None if store is None else store.placed,
         capture=notes,
     )
     dump = GraphDump(options.dump) if options.dump else None

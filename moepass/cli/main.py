@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from moepass import __version__
-from moepass.cli.arguments import parse_bytes, parse_labels, set_threads
+from moepass.cli.arguments import parse_labels, set_threads
 from moepass.cli.input_lines import read_lines
 from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar, with_progress
 from moepass.cli.scoring import answer, make_scorer
@@ -26,6 +26,7 @@ from moepass.cli.streams import (
     open_output,
     process_streams,
 )
+from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, MoepassError, OptionError
 from moepass.models.limits import (
     MOST_THREADS,

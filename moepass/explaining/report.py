@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from moepass.explaining.compiler_view import Explanation
+from moepass.passes.ir.decisions import Decisions
 from moepass.passes.ir.timeline import Event, Timeline, chrome_trace
 
 REPORT_SCHEMA = "moepass.explain/1"
@@ -174,7 +175,8 @@ class CompilerPart(_Part, frozen=True):
 class Report(_Part, frozen=True):
     """`saturation`, `schedule` and `memory` are None where there is nothing to forecast; `assumptions` says why.
 
-    `schedule` is also None where asyncep does not fit.
+    `schedule` is also None where asyncep does not fit. `plan` is what the planner decided, as every compiled plan
+    carries it: what `schedule` and `memory` show was read off it.
     """
 
     schema: str
@@ -196,6 +198,7 @@ class Report(_Part, frozen=True):
     sources: dict[str, str]
     compiler: CompilerPart
     how_to_run: str = ""
+    plan: Decisions | None = None
 
     @property
     def verdict(self) -> str:

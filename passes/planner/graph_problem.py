@@ -86,7 +86,12 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
         return None
     budget = placed.decisions.memory_budget_bytes
     setting = Setting(
-        placed.architecture, placed.hardware, Texts(*counts), placed.dtype, math.inf if budget is None else budget
+        placed.architecture,
+        placed.hardware,
+        Texts(*counts),
+        placed.dtype,
+        math.inf if budget is None else budget,
+        transport=placed.transport,
     )
     return model_problem(
         setting,

@@ -18,9 +18,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, STRUCTURAL, Decisions, DeviceMemory, FormRange
-from moepass.passes.ir.protocol import PlanError
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_stages
-from moepass.passes.planner.schedule_search import search_schedule, spread_evenly
+from moepass.passes.planner.schedule_search import BudgetError, search_schedule, spread_evenly
 from moepass.passes.planner.simulate import Machine, Simulation, simulate_stages
 
 DEFAULT_SLOTS = 2
@@ -82,8 +81,8 @@ class MadePlan:
 def make_plan(problem: PlanningProblem) -> MadePlan:
     """Decide what is not decided yet, and predict the step.
 
-    Raises PlanError where not even one slot fits into the budget, or `problem.slots` where that is given; the text
-    says how many bytes would do. ValueError for `most_slots` below 1.
+    Raises BudgetError where not even one slot fits into the budget, or `problem.slots` where that is given. ValueError
+    for `most_slots` below 1.
     """
     schedule, why = _decide(problem)
     simulation = None
@@ -141,15 +140,12 @@ def _filled_evenly(phases: Sequence[LayerPhase], room: int, slots: int | None) -
                 resident.append(place)
         return tuple(sorted(resident)), min(count, len(banks) - len(resident))
     needed = ring_schedule(phases, slots or 1, ()).memory_bytes
-    raise PlanError(f"memory_bytes is {room}; {_count_slots(slots or 1)} for the largest bank need {needed}")
+    held = "one slot" if slots in (None, 1) else f"{slots} slots"
+    raise BudgetError(room, f"{held} for the largest bank", needed)
 
 
 def _fits(phases: Sequence[LayerPhase], banks: Sequence[int], number: int, slots: int, room: int) -> bool:
     return ring_schedule(phases, slots, spread_evenly(banks, number)).memory_bytes <= room
-
-
-def _count_slots(slots: int) -> str:
-    return "one slot" if slots == 1 else f"{slots} slots"
 
 
 def _with_second_slot(problem: PlanningProblem, found: RingSchedule, room: int) -> RingSchedule:

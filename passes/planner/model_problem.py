@@ -152,7 +152,11 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
         # The processor that computes makes both copies; devices have engines for each.
         copying = gather_seconds(true, nbytes, "peer") + gather_seconds(true, nbytes / setting.ranks, "host")
     copied_part = min(1.0, copying / transfer) if transfer else 0.0
-    return Machine(copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part, host_runs_ahead=not on_host)
+    return Machine(
+        copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part,
+        host_runs_ahead=not on_host,
+        fills_ahead=setting.transport != "collective",
+    )
 
 
 def bank_transfer(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
@@ -160,7 +164,7 @@ def bank_transfer(setting: Setting, layer: Layer, home: str) -> tuple[int, float
     if layer.experts is None:
         return 0, 0.0
     nbytes = bank_bytes(layer.experts, setting.architecture.hidden, setting.dtype)
-    return nbytes, gather_seconds(setting.hardware, nbytes, home)
+    return nbytes, gather_seconds(setting.hardware, nbytes, home, setting.transport)
 
 
 def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:

@@ -26,6 +26,15 @@ _PERIODS = 12
 _EPSILON = 1e-9
 
 
+class BudgetError(PlanError):
+    """Nothing fits into `memory_bytes`; `needed_bytes` are the least that do."""
+
+    def __init__(self, memory_bytes: int, what: str, needed_bytes: int) -> None:
+        super().__init__(f"memory_bytes is {memory_bytes}; {what} need {needed_bytes}")
+        self.memory_bytes = memory_bytes
+        self.needed_bytes = needed_bytes
+
+
 @dataclasses.dataclass(frozen=True)
 class FoundSchedule(RingSchedule):
     """The best schedule that was found.
@@ -53,7 +62,7 @@ def search_schedule(
     There are `slots` slots, or up to `most_slots` where that is None, but no more than banks to stream. Times are those
     of a steady state over one link, in which copies do not slow computation down.
 
-    Raises PlanError where not even one slot, or `slots` of them, fit; ValueError where there may be no slot or there
+    Raises BudgetError where not even one slot, or `slots` of them, fit; ValueError where there may be no slot or there
     are several links.
     """
     counts = range(1, most_slots + 1) if slots is None else range(slots, slots + 1)
@@ -68,7 +77,7 @@ def search_schedule(
     least = min(search.memory(counts[0], frozenset(must_stay)) for must_stay in search.largest_first())
     if memory_bytes < least:
         held = "one slot" if counts[0] == 1 else f"{counts[0]} slots"
-        raise PlanError(f"memory_bytes is {memory_bytes}; resident banks and {held} for the others need {least}")
+        raise BudgetError(memory_bytes, f"resident banks and {held} for the others", least)
     return search.run()
 
 

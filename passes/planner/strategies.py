@@ -58,6 +58,7 @@ class Setting:
     """What is compared: one model on one machine. `budget_bytes` of memory may be used on each device.
 
     `engine_tokens` are those of a micro-batch of every strategy but asyncep; None: only pipelines have micro-batches.
+    `transport` is how ranks exchange the shards of banks.
     """
 
     architecture: Architecture
@@ -66,6 +67,7 @@ class Setting:
     dtype: str
     budget_bytes: float
     engine_tokens: int | None = None
+    transport: str = "pull"
 
     @property
     def ranks(self) -> int:
@@ -267,11 +269,13 @@ def banks_bytes(setting: Setting) -> int:
 def activations_bytes(setting: Setting, tokens: float | None = None) -> float:
     """The most that activations of `tokens`, all of a rank's by default, take at once in any layer."""
     tokens = setting.texts.tokens if tokens is None else tokens
-    wide = activation_dtype(setting.dtype)
-    return max(
-        float(activation_bytes(layer, setting.architecture.hidden, tokens, wide))
-        for layer in setting.architecture.layer_counts
-    )
+    return peak_activation_bytes(setting.architecture, tokens, setting.dtype)
+
+
+def peak_activation_bytes(architecture: Architecture, tokens: float, dtype: str) -> float:
+    """The most that activations of `tokens` take at once in any layer, where weights are `dtype`."""
+    wide = activation_dtype(dtype)
+    return max(float(activation_bytes(layer, architecture.hidden, tokens, wide)) for layer in architecture.layer_counts)
 
 
 def _memory(setting: Setting, name: str) -> float:

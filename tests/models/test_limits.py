@@ -11,9 +11,10 @@ import pytest
 from tiny_checkpoint import broken_copy, edit_config, save_tiny_checkpoint
 
 import moepass
-from moepass.cli.arguments import parse_bytes, parse_labels
+from moepass.cli.arguments import parse_labels
 from moepass.cli.input_lines import limited_lines, parse_lines
 from moepass.models import limits
+from moepass.models.byte_counts import parse_bytes
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_model, load_prompt, load_tokenizer
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.saturation import saturation
