@@ -12,12 +12,14 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs
+from moepass.passes.ir.decisions import Decisions
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.planner.graph_problem import plan_graph
@@ -27,10 +29,15 @@ from moepass.passes.planner.graph_problem import plan_graph
 def predict(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Ask the planner. Raises InputError where the profile lacks a rate or a link."""
     plan = dataclasses.replace(plan, sequences=_sequences(module.graph))
+    decisions = decisions_for(plan, dict(plan.sizes), context)
+    return PassResult(module, dataclasses.replace(plan, decisions=decisions))
+
+
+def decisions_for(plan: Plan, sizes: Mapping[str, float], context: PassContext) -> Decisions:
+    """By which decisions a run with these sizes goes. Raises InputError where the profile lacks a rate or a link."""
     group = next((bank.group for bank in plan.banks if bank.group), None)
     ranks = 1 if group is None else context.groups[group].ranks
-    decisions = plan_graph(plan, dict(plan.sizes), context.placed, context.hardware, context.transport, ranks)
-    return PassResult(module, dataclasses.replace(plan, decisions=decisions))
+    return plan_graph(plan, sizes, context.placed, context.hardware, context.transport, ranks)
 
 
 def _sequences(graph: Graph) -> tuple[str, ...]:
