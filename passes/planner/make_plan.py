@@ -52,6 +52,7 @@ class PlanningProblem:
     slots         of the ring, where that is decided already; `most_slots` where it is not
     threshold     tokens per rank and step from which on transfers are hidden
     unknown       why seconds are not known, without `profile`
+    memory_source where the numbers of `resting` come from
     """
 
     phases: tuple[LayerPhase, ...]
@@ -66,6 +67,7 @@ class PlanningProblem:
     most_slots: int = MOST_SLOTS
     threshold: int | None = None
     unknown: str = NO_PROFILE
+    memory_source: str = "predicted: formulas of weights, banks and activations; allocators round up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +189,7 @@ def _decisions(
         "step_seconds": predicted,
         "memory": "not known: a graph does not tell what else is on the device"
         if memory is None
-        else "predicted: formulas of weights, banks and activations; allocators round up",
+        else problem.memory_source,
     }
     return Decisions(
         home=problem.home,

@@ -26,7 +26,7 @@ from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_r
 from moepass.passes.machine.layer_times import Texts
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
 from moepass.passes.planner.graph_problem import bank_phases, layer_numbers
-from moepass.passes.planner.make_plan import NO_PROFILE, MadePlan, PlanningProblem, make_plan
+from moepass.passes.planner.make_plan import DEFAULT_SLOTS, NO_PROFILE, MadePlan, PlanningProblem, make_plan
 from moepass.passes.planner.model_problem import STAGES, model_problem
 from moepass.passes.planner.schedule_search import BudgetError
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
@@ -150,7 +150,10 @@ def place(
         way.transport,
         known.unknown,
     )
-    return Placement(Residents(paths=paths), slots or max(1, made.decisions.slots), placed)
+    if slots is None:
+        # A ring has no more slots than banks, whatever is asked for; banks may come later.
+        slots = DEFAULT_SLOTS if budget is None else max(1, made.decisions.slots)
+    return Placement(Residents(paths=paths), slots, placed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +179,11 @@ class _Known:
         in_banks = {id(value) for values in experts.values() for value in values.values()}
         others = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
         dense = sum(nbytes for key, nbytes in others.items() if key not in in_banks)
-        dtype = next((short_name(value) for values in experts.values() for value in values.values()), "")
+        dtype = _dtype_of(experts)
         hardware, unknown = _machine(wish, way, dtype)
         architecture = None
         if hardware is not None or wish.budget_bytes is not None:
-            architecture, why = _architecture(model, experts, numbers)
+            architecture, why = _architecture(model, experts, numbers, dtype)
             unknown = unknown or why
         return _Known(wish, way, banks, numbers, dense, dtype, architecture, hardware, unknown)
 
@@ -237,6 +240,9 @@ class _Known:
             resident=places,
             slots=slots,
             unknown=self.unknown,
+            memory_source="predicted: weights as they are and the formula of activations"
+            if self.architecture is not None
+            else "predicted: weights as they are; activations are not counted, since the sizes of layers are not known",
         )
 
     def _made(self, problem: PlanningProblem) -> MadePlan:
@@ -275,11 +281,20 @@ def _machine(wish: PlanWish, way: Way, dtype: str) -> tuple[Hardware | None, str
     return hardware, ""
 
 
-def short_name(value: torch.Tensor) -> str:
-    return short_dtype(value.dtype)
+def _dtype_of(experts: Experts) -> str:
+    """Of the expert weights, by the short name where formulas know the type."""
+    value = next((value for values in experts.values() for value in values.values()), None)
+    if value is None:
+        return ""
+    try:
+        return short_dtype(value.dtype)
+    except InputError:
+        return str(value.dtype).removeprefix("torch.")
 
 
-def _architecture(model: nn.Module, experts: Experts, numbers: Mapping[str, int]) -> tuple[Architecture | None, str]:
+def _architecture(
+    model: nn.Module, experts: Experts, numbers: Mapping[str, int], dtype: str
+) -> tuple[Architecture | None, str]:
     """The sizes of the model: attention by its config, experts as they are; None and why where no formula knows them.
 
     Layers may have been changed since the config was written: fewer experts in some, or narrower ones.
@@ -288,8 +303,8 @@ def _architecture(model: nn.Module, experts: Experts, numbers: Mapping[str, int]
     if config is None or not hasattr(config, "get_text_config"):
         return None, f"the sizes of {type(model).__name__} are not known, which has no transformers config"
     try:
-        read = from_config(config, dtype=next(short_name(v) for values in experts.values() for v in values.values()))
-    except (InputError, StopIteration) as error:
+        read = from_config(config, dtype=dtype or None)
+    except InputError as error:
         return None, str(error)
     layers = list(read.layers)
     for path, values in experts.items():
