@@ -27,6 +27,7 @@ from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore, find_store
+from moepass.runtime.captures.capture_watch import current_watch
 from moepass.runtime.execute.adoption import (
     adoption,
     agreement_on_blocks,
@@ -90,6 +91,13 @@ def record_compilations() -> Iterator[list[Compilation]]:
         _recorded.reset(token)
 
 
+def note_compilation(executor: Executor, context: PassContext) -> None:
+    """Give `executor`, whose plan was made in `context`, to whoever records compilations now."""
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append(Compilation(executor, context))
+
+
 def asyncep(
     graph: GraphModule,
     example_inputs: Sequence[Any],
@@ -136,7 +144,7 @@ def _compile(
     options: Options,
     before_lowering: Callable[[], None] | None,
     notes: CaptureNotes,
-) -> Executor | _Raises:
+) -> Callable[[list[Any]], Any]:
     _refuse_random(captured)
     store = _store_of(captured)
     groups = process_groups(group_names(captured.graph))
@@ -176,11 +184,10 @@ def _compile(
     fallback = None if check is None else CapturedFallback(check, captured, options.lower)
     checks = run_checks(result.plan, captured, groups, options.adoption().timeout_s)
     executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback, checks)
-    recorded = _recorded.get()
-    if recorded is not None:
-        recorded.append(Compilation(executor, context))
+    note_compilation(executor, context)
     _log(result.plan)
-    return executor
+    watch = current_watch()
+    return executor if watch is None else watch.watched(captured, lowered, executor)
 
 
 class _Raises:

@@ -66,6 +66,7 @@ ROOMS = {
         "kernels": ("system",),
         "lowering": ("kernels", "system"),
         "execute": _EXECUTE,
+        "captures": ("kernels", *_EXECUTE, "execute"),
         "calibrate": ("kernels", *_EXECUTE, "offload", "execute"),
         "integrations": ("kernels", *_EXECUTE, "offload", "execute"),
         "serving": ("execute", "offload", "ranks"),

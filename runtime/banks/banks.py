@@ -17,7 +17,7 @@ from moepass.models.errors import InputError
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, shard_layout
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_ring
@@ -106,7 +106,7 @@ class BankStore:
         self._addresses: list[int] = []
         _stores[self.number] = self
         weakref.finalize(self, _forget_banks, self.number, self._addresses)
-        renew_after_fork(self)
+        self._owner = OwnerProcess()
 
     def __reduce__(self) -> NoReturn:
         # Reached by copy.deepcopy, copy.copy and pickle.
@@ -114,9 +114,6 @@ class BankStore:
             "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; "
             "copy or save the model before offload_experts"
         )
-
-    def after_fork(self) -> None:
-        self._lock = threading.RLock()
 
     def add(self, bank: Bank) -> None:
         """Take `bank`, whose index is the number of banks so far; compiled graphs then know it by its shard."""
@@ -153,6 +150,7 @@ class BankStore:
 
     def ring(self, debug: bool = False) -> Ring:
         """The ring of the model, for a compiled graph. What eager mode held until now is let go."""
+        self._owner.check()
         self.forget_gathered()
         with self._lock:
             if self._ring is None:
@@ -169,6 +167,7 @@ class BankStore:
         Raises PeerError where a rank that holds a part of it is gone, and InputError where somebody wrote into what
         the last call gave.
         """
+        self._owner.check()
         shard = self.banks[bank].shard
         key = None if shard.is_inference() else (bank, shard.data_ptr(), shard._version)
         last = self._eager
@@ -224,6 +223,7 @@ class BankStore:
         return memory.view(spec.torch_dtype).view(spec.shape)
 
     def _read(self, bank: int, start: int, stop: int) -> torch.Tensor:
+        self._owner.check()
         self.home.check()
         sources = self.home.sources(self.banks[bank].spec, [self.banks[bank].shard])
         self.home.copying(self.banks[bank].spec)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -136,7 +137,7 @@ def _describe(device: torch.device) -> tuple[str, int]:
     """The device's name, and the bytes of its memory; of a CPU all that the machine has."""
     if device.type == "cuda":
         return device_name(device), int(torch.cuda.get_device_properties(device).total_memory)
-    return device_name(device), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return device_name(device), psutil.virtual_memory().total
 
 
 def run_rank(task: RankTask, report: Report) -> RankMeasurements:

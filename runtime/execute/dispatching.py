@@ -24,7 +24,6 @@ from moepass.passes.schedule.dispatch import EXCHANGED
 from moepass.runtime.lowering.lower_later import LateGraph, lower_later
 from moepass.runtime.ranks.agreement import RunVote, agreement_of
 from moepass.runtime.ranks.replicas import ReplicaCheck
-from moepass.runtime.system.forking import renew_after_fork
 
 logger = logging.getLogger("moepass")
 
@@ -51,10 +50,6 @@ class ExchangedForm:
         self._lower = lower
         self._statistics = statistics
         self._compiled: list[LateGraph] = []
-        self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
         self._lock = threading.Lock()
 
     def run(self, arguments: Sequence[Any], sizes: Mapping[str, int]) -> Any:

@@ -24,7 +24,7 @@ from moepass.passes.ir.timeline import COMPUTE, HOST
 from moepass.runtime.banks.banks import BankStore, find_bank, find_store
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics
 from moepass.runtime.execute.run_clock import MeasuredRuns, RunClock
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.tensor_memory import Memory, memory_of
 from moepass.runtime.transfer.copying import CopyError
 from moepass.runtime.transfer.recording import current_recording
@@ -215,10 +215,7 @@ class Executor:
         self._own = Schedule(bound, None if ring is None else weakref.ref(ring))
         self._others: dict[Banks, Schedule] = {}
         self._adopted: dict[tuple[Memory, ...], AdoptedSchedule] = {}
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._owner = OwnerProcess()
 
     @property
     def graph_module(self) -> GraphModule:
@@ -234,6 +231,7 @@ class Executor:
         return None if self._dispatcher is None else self._dispatcher.statistics
 
     def __call__(self, inputs: list[Any]) -> Any:
+        self._owner.check()
         arguments = tuple(inputs)
         inputs.clear()  # the boxed convention: the caller's references end here
         recording = current_recording()

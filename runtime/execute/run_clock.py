@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from moepass.runtime.system.forking import renew_after_fork
 from moepass.runtime.transfer.recording import recorded_event
 from moepass.runtime.transfer.ring import Ring
 
@@ -47,10 +46,6 @@ class RunClock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._start_again({}, 0)
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
 
     def _start_again(self, sizes: Mapping[str, int], weight_bytes: int) -> None:
         self._sizes = sizes

@@ -29,7 +29,7 @@ from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.homes.shared_parameters import share_parts
 from moepass.runtime.ranks.decisions import MEETING
 from moepass.runtime.ranks.eager_watch import FailureLook
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.processes import ProcessWatch
 from moepass.runtime.system.tensor_memory import Memory, memory_of
 from moepass.runtime.transfer.home_protocol import Home
@@ -84,6 +84,8 @@ class AdoptedHome(Home):
         self._failures = failures
         self.watch = ProcessWatch()
         self.ring: weakref.ref[Ring] | None = None
+        # Whether the bytes of parameters are compared with what they were: on a GPU the host waits to tell.
+        self.is_debug = False
         self._banks: dict[int, AdoptedBank] = {}
         self._has_lost_banks = False
 
@@ -98,15 +100,15 @@ class AdoptedHome(Home):
         return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in list(self._banks.values()))
 
     def check(self) -> None:
-        """Raises PeerError where a rank is gone that a bank in use was brought together with, or failed for good;
-        InputError where somebody wrote into parameters that are the shard itself.
+        """Raises PeerError where a rank is gone that a bank in use was brought together with, or failed for good; with
+        `is_debug`, InputError where somebody wrote into parameters that are the shard itself.
         """
         self._failures.check()
         banks = list(self._banks.values())
         if self.watch.gone():
             for group in {bank.group for bank in banks}:
                 group.check_alive()
-        if any_is_written([bank.watch for bank in banks]):
+        if self.is_debug and any_is_written([bank.watch for bank in banks]):
             raise InputError(_changed(" and ".join(bank.spec.name for bank in banks if any_is_written([bank.watch]))))
         if self._has_lost_banks and self.ring is not None and (ring := self.ring()) is not None:
             self._has_lost_banks = False
@@ -115,7 +117,7 @@ class AdoptedHome(Home):
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """The shards of all ranks. Raises InputError where this rank's part is not what the others were given."""
         adopted = self._banks[bank.index]
-        if not adopted.watch.are_unchanged(shards):
+        if not adopted.watch.are_unchanged(shards, self.is_debug):
             raise InputError(_changed(bank.name))
         return adopted.sources
 
@@ -149,10 +151,7 @@ class ParameterBanks:
         self._uses_of_name: dict[str, int] = {}
         self._is_drop_due = False
         self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._owner = OwnerProcess()
 
     def adopt(
         self,
@@ -199,6 +198,7 @@ class ParameterBanks:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        self._owner.check()
         with self._lock:
             self._drop_gone()
             yield
@@ -223,7 +223,7 @@ class ParameterBanks:
             self.home.ring = weakref.ref(self._ring)
         self._ring.reserve(slots, slot_bytes)
         # Once asked for, poisoning stays on: all graphs share the ring.
-        self._ring.debug = self._ring.debug or debug
+        self._ring.debug = self.home.is_debug = self._ring.debug or debug
         return self._ring
 
     def _meet(
@@ -330,9 +330,7 @@ def _watch(
     packer: PeerPacker, shard: torch.Tensor, number: int, parts: Sequence[torch.Tensor], lie_there: Sequence[bool]
 ) -> MutationGuard:
     kept = [place.view(shard) for place in packer.layout(number).tensors]
-    if packer.is_copied_on_write:
-        return MutationGuard(parts, kept, lie_there)
-    return MutationGuard(parts, kept, are_shard=lie_there)
+    return MutationGuard(parts, kept, None if packer.is_copied_on_write else lie_there)
 
 
 def _changed(name: str) -> str:

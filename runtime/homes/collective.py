@@ -48,8 +48,6 @@ class PendingGather(PendingCopy):
 
     def wait(self) -> None:
         """Block until the slot is full. Raises PeerError where the gather failed."""
-        if self._is_inherited:
-            self.group.check()
         self.end()
         if self.error is not None:
             raise PeerError(str(self.error)) from self.error
@@ -74,14 +72,14 @@ class PendingGather(PendingCopy):
         parts = [own.memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in own.pieces]
         send = {rank: parts for rank, wants in wanted_by.items() if wants}
         if not self.wants:
-            self.group.exchange(self.request, send, {})
+            self.group.gather(self.request, send, {})
             return
         receive = {
             rank: [self.slot.narrow(0, piece.slot_offset_bytes, piece.nbytes) for piece in source.pieces]
             for rank, source in enumerate(self.sources)
             if rank != self.group.rank
         }
-        self.group.exchange(self.request, send, receive, meanwhile=self._copy_own_part)
+        self.group.gather(self.request, send, receive, meanwhile=self._copy_own_part)
         self.wait_for_link(link, started)
 
     def _copy_own_part(self) -> None:

@@ -24,7 +24,7 @@ from moepass.runtime.homes.disk.disk_home import DiskPacker
 from moepass.runtime.homes.hybrid.hybrid_home import HybridPacker
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
-from moepass.runtime.offload.placement import Placement, PlanWish, Way, place
+from moepass.runtime.offload.placement import BankRoute, Placement, PlanWish, place
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import parse_link
@@ -95,15 +95,17 @@ def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list
     return {path: modules for path, modules in banks.items() if path not in resident}, resident
 
 
-def place_experts(model: nn.Module, wish: PlanWish, way: Way, residents: Residents, slots: int | None) -> Placement:
+def place_experts(
+    model: nn.Module, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
+) -> Placement:
     """What stays of `model` and how many slots there are. Raises as `place`."""
     banks = _in_banks(find_expert_modules(model))
     return place(
-        model, {path: expert_parameters(modules[0]) for path, modules in banks.items()}, wish, way, residents, slots
+        model, {path: expert_parameters(modules[0]) for path, modules in banks.items()}, wish, route, residents, slots
     )
 
 
-def way_of(
+def route_of(
     home: str,
     device: torch.device,
     group: ProcessGroup | None,
@@ -111,7 +113,7 @@ def way_of(
     link: str,
     host_link: str,
     stages: int,
-) -> Way:
+) -> BankRoute:
     """How banks travel, as the planner needs to know it."""
     is_spread = home in SPREAD_HOMES and dist.is_available() and dist.is_initialized()
     names = {
@@ -122,7 +124,7 @@ def way_of(
     }
     rates = {name: parse_link(text).bytes_per_s for name, text in names[home].items()}
     emulated = {name: rate for name, rate in rates.items() if rate is not None}
-    return Way(home, device, dist.get_world_size(group) if is_spread else 1, transport or PULL, emulated, stages)
+    return BankRoute(home, device, dist.get_world_size(group) if is_spread else 1, transport or PULL, emulated, stages)
 
 
 def _in_banks(found: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
@@ -253,7 +255,7 @@ def offload_experts(
     placement = place_experts(
         model,
         PlanWish(memory_budget, hardware, tokens),
-        way_of(home, compute_device, group, transport, link, host_link, stages),
+        route_of(home, compute_device, group, transport, link, host_link, stages),
         given,
         slots,
     )
@@ -416,7 +418,20 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 __all__ = [
-    "DEFAULT_STAGES", "HOMES", "SPREAD_HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer",
-    "check_device", "check_transport_of", "expert_parameters", "find_expert_modules", "offload_experts",
-    "place_experts", "resolve_device", "split_layers", "way_of",
+    "DEFAULT_STAGES",
+    "HOMES",
+    "SPREAD_HOMES",
+    "BankedParameter",
+    "HostPacker",
+    "OffloadReport",
+    "Packer",
+    "check_device",
+    "check_transport_of",
+    "expert_parameters",
+    "find_expert_modules",
+    "offload_experts",
+    "place_experts",
+    "resolve_device",
+    "route_of",
+    "split_layers",
 ]  # fmt: skip

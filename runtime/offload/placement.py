@@ -94,7 +94,7 @@ class PlanWish:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class BankRoute:
     """How banks of a model travel: from which home, between how many ranks, by which transport.
 
     `links` has the bytes per second of those that are emulated, by name: host, peer or disk. `staging_buffers` are
@@ -119,7 +119,7 @@ class Placement:
 
 
 def place(
-    model: nn.Module, experts: Experts, wish: PlanWish, way: Way, residents: Residents, slots: int | None
+    model: nn.Module, experts: Experts, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
 ) -> Placement:
     """Decide what stays and how many slots there are, as far as `residents` and `slots` do not say so.
 
@@ -134,7 +134,7 @@ def place(
             f"memory_budget is {wish.memory_budget!r}, and {residents}: the plan decides which layers stay; "
             "give one of both"
         )
-    known = _Known.of(model, experts, wish, way)
+    known = _Known.of(model, experts, wish, route)
     stay = residents.among(known.bank_bytes) if residents.is_given else None
     made = known.plan(stay, slots)
     by_number = {number: path for path, number in known.numbers.items()}
@@ -147,7 +147,7 @@ def place(
         known.dtype,
         known.architecture,
         known.hardware,
-        way.transport,
+        route.transport,
         known.unknown,
     )
     if slots is None:
@@ -161,7 +161,7 @@ class _Known:
     """What is known of a model and its machine."""
 
     wish: PlanWish
-    way: Way
+    route: BankRoute
     bank_bytes: dict[str, int]
     numbers: dict[str, int]
     dense_bytes: int
@@ -171,7 +171,7 @@ class _Known:
     unknown: str
 
     @staticmethod
-    def of(model: nn.Module, experts: Experts, wish: PlanWish, way: Way) -> _Known:
+    def of(model: nn.Module, experts: Experts, wish: PlanWish, route: BankRoute) -> _Known:
         banks = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
         numbers = layer_numbers(banks)
         if len(set(numbers.values())) < len(numbers):  # several banks in one layer
@@ -180,18 +180,18 @@ class _Known:
         others = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
         dense = sum(nbytes for key, nbytes in others.items() if key not in in_banks)
         dtype = _dtype_of(experts)
-        hardware, unknown = _machine(wish, way, dtype)
+        hardware, unknown = _machine(wish, route, dtype)
         architecture = None
         if hardware is not None or wish.budget_bytes is not None:
             architecture, why = _architecture(model, experts, numbers, dtype)
             unknown = unknown or why
-        return _Known(wish, way, banks, numbers, dense, dtype, architecture, hardware, unknown)
+        return _Known(wish, route, banks, numbers, dense, dtype, architecture, hardware, unknown)
 
     def weights(self) -> DeviceMemory:
         """What rests on the device in any case, but activations."""
-        shards = sum(self.bank_bytes.values()) / self.way.ranks if self.way.home == "peer" else 0.0
+        shards = sum(self.bank_bytes.values()) / self.route.ranks if self.route.home == "peer" else 0.0
         largest = max(self.bank_bytes.values(), default=0)
-        stages = self.way.staging_buffers * largest / self.way.ranks if self.way.home == "hybrid" else 0.0
+        stages = self.route.staging_buffers * largest / self.route.ranks if self.route.home == "hybrid" else 0.0
         return DeviceMemory(self.dense_bytes + shards, stages, 0.0)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
@@ -210,11 +210,11 @@ class _Known:
             self.wish.texts,
             self.dtype,
             math.inf if budget is None else budget,
-            transport=self.way.transport,
+            transport=self.route.transport,
         )
         return model_problem(
             setting,
-            self.way.home,
+            self.route.home,
             slots=slots,
             resident_layers=None if stay is None else tuple(self.numbers[path] for path in stay),
             resting=dataclasses.replace(self.weights(), activation_bytes=activations_bytes(setting)),
@@ -232,7 +232,7 @@ class _Known:
         budget = self.wish.budget_bytes
         return PlanningProblem(
             phases=phases,
-            home=self.way.home,
+            home=self.route.home,
             resting=weights,
             batch=texts.batch,
             sequence=texts.sequence,
@@ -259,19 +259,19 @@ class _Known:
             ) from error
 
 
-def _machine(wish: PlanWish, way: Way, dtype: str) -> tuple[Hardware | None, str]:
+def _machine(wish: PlanWish, route: BankRoute, dtype: str) -> tuple[Hardware | None, str]:
     """The machine as this model uses it, with the ranks and the emulated links that it has; None and why without one.
 
     Raises InputError where the profile that was given has no link from the home, or no rate for `dtype`.
     """
-    hardware = wish.machine(way.device, way.ranks)
+    hardware = wish.machine(route.device, route.ranks)
     if hardware is None:
-        return None, f"{NO_PROFILE}; {calibrate_command(way.device, way.ranks)} makes one"
-    hardware = with_ranks(hardware, way.ranks)
-    for link, rate in way.links.items():
+        return None, f"{NO_PROFILE}; {calibrate_command(route.device, route.ranks)} makes one"
+    hardware = with_ranks(hardware, route.ranks)
+    for link, rate in route.links.items():
         hardware = with_emulated_link(hardware, rate, (link,))
     try:
-        gather_seconds(hardware, 1.0, way.home, way.transport)
+        gather_seconds(hardware, 1.0, route.home, route.transport)
         if dtype:
             peak_flops_per_s(hardware, dtype)
     except InputError as error:

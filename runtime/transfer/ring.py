@@ -128,7 +128,7 @@ class Ring:
         """
         with self._lock.take():
             try:
-                # Not quiet: after a second interrupt, or in a child that was forked while another thread was in a run.
+                # Not quiet: after a second interrupt.
                 if not self._is_quiet:
                     self._give_up("a run was interrupted")
                 self._is_quiet = False

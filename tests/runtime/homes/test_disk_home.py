@@ -190,19 +190,6 @@ def test_an_order_that_changes_is_learned_again(tmp_path: Path) -> None:
     assert len(recorded.banks) == 7
 
 
-def test_a_forked_child_reads_and_announces(tmp_path: Path) -> None:
-    model = Stack("dense_bmm", depth=3)
-    expected = model(tokens())
-    moepass.offload_experts(model, home="disk", bank_folder=tmp_path)
-    assert torch.equal(model(tokens()), expected)
-    child = os.fork()
-    if child == 0:
-        same = torch.equal(model(tokens()), expected)
-        has_thread = any(thread.name == "moepass-read-ahead" for thread in threading.enumerate())
-        os._exit(0 if same and has_thread else 1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
 CHANGES: dict[str, Callable[[Path], object]] = {
     "written": lambda file: os.utime(file, (1, 1)),
     "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),

@@ -274,7 +274,7 @@ def _wrong_uses_are_errors(path: str) -> None:
     model.eval()
     with torch.no_grad():
         _logits(model, _tokens(1))
-        model.model.layers[1].mlp.experts.down_proj._local_tensor.data.mul_(2)
+        model.model.layers[1].mlp.experts.down_proj._local_tensor.mul_(2)
         with pytest.raises(moepass.InputError, match="experts 1 were changed after their first use"):
             _logits(model, _tokens(1))
         # Compiled it is the first use, and that of what the weights are now.
