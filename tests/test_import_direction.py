@@ -19,7 +19,7 @@ MOST_FILES = 15
 
 # What the rooms of a folder may import of that folder. Files beside the rooms of `models`, `passes` and `runtime` are
 # in EVERYWHERE, or import whatever they like and are imported by other folders alone.
-_BANKS = ("transfer", "system")
+_BANKS = ("transfer", "kernels", "system")
 _HOMES = ("banks", "ranks", *_BANKS)
 _EVERY_HOME = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
 _OFFLOAD = ("profiles", *_EVERY_HOME)
@@ -57,7 +57,7 @@ ROOMS = {
         "system": (),
         "profiles": ("system",),
         "ranks": ("system",),
-        "transfer": ("system",),
+        "transfer": ("kernels", "system"),
         "banks": _BANKS,
         "homes": _HOMES,
         "homes/hybrid": ("homes", *_HOMES),

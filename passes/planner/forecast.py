@@ -20,9 +20,11 @@ from moepass.passes.ir.protocol import PlanError
 from moepass.passes.machine.layer_times import texts_of
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS
+from moepass.passes.planner.host_memory import HostMemory, host_memory
 from moepass.passes.planner.make_plan import DEFAULT_SLOTS, MOST_SLOTS, MadePlan, PlanningProblem, make_plan
 from moepass.passes.planner.model_problem import (
     bank_transfer,
+    link_bytes,
     model_problem,
     model_stages,
     saturation_at,
@@ -44,7 +46,7 @@ from moepass.passes.planner.verdict import ranking, reason
 @dataclasses.dataclass(frozen=True)
 class Forecast:
     """`decisions`, `schedule` and `simulation` are those of asyncep, and None where not even one slot fits; `memory` is
-    then what two slots would need.
+    then what two slots would need. `host` is the host memory of the machine.
 
     `saturation` is that of the typical layer with experts at the rate that it reaches there, `at_peak` that at the
     peak rate.
@@ -60,6 +62,7 @@ class Forecast:
     schedule: RingSchedule | None
     simulation: Simulation | None
     memory: DeviceMemory
+    host: HostMemory
     saturation: Saturation
     at_peak: Saturation
     comparison: tuple[StrategyCost, ...]
@@ -90,19 +93,20 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     """
     architecture, hardware = setting.architecture, setting.hardware
     layer = architecture.typical_moe_layer
-    nbytes, transfer = bank_transfer(setting, layer, home)
+    _, transfer = bank_transfer(setting, layer, home)
     saturated = threshold(setting, layer, transfer, gamma)
     problem = model_problem(setting, home, most_slots=most_slots, threshold_tokens=saturated.tokens)
     made = _plan(problem)
     simulation = None if made is None else made.simulation
     memory = _two_slots(problem) if made is None or made.memory is None else made.memory
+    host = host_memory(setting, home, memory.peak_bytes)
     streamed = StrategyCost(
         ASYNCEP,
         simulation.step_seconds if simulation else float("inf"),
         0.0,
         memory.peak_bytes,
-        simulation is not None and memory.peak_bytes <= setting.budget_bytes,
-        float(background_bytes(home, nbytes, setting.ranks)),
+        simulation is not None and memory.peak_bytes <= setting.budget_bytes and host.fits is not False,
+        float(background_bytes(home, link_bytes(setting, layer), setting.ranks)),
     )
     comparison = (*compare_strategies(setting), streamed, resident_cost(setting))
     chosen, runner_up = ranking(comparison, setting.ranks)
@@ -117,6 +121,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         schedule=None if made is None else made.schedule,
         simulation=simulation,
         memory=memory,
+        host=host,
         saturation=saturated,
         at_peak=saturation_at(setting, layer, transfer, peak, gamma),
         comparison=comparison,

@@ -130,7 +130,7 @@ def _graph_problem(
         profile = None if phases is None else _graph_profile(plan, hardware, home, transport)
     if phases is None:
         stays = [plan.bank(stay.bank) for stay in plan.slot_stays]
-        phases = bank_phases([(bank.name, bank.nbytes) for bank in stays], numbers)
+        phases = bank_phases([(bank.name, bank.format.slot_bytes) for bank in stays], numbers)
     return PlanningProblem(
         phases=phases,
         home=home,
@@ -166,9 +166,11 @@ def _timed_phases(
         if step.op == "acquire":
             assert step.bank is not None
             bank = plan.bank(step.bank)
-            copying = gather_seconds(hardware, bank.nbytes, home, transport)
+            copying = gather_seconds(hardware, bank.format.link_bytes, home, transport)
             computing = work_seconds(hardware, dtype, *experts.get(step.name, (0.0, 0.0))[:2], "grouped_gemm")
-            phases.append(LayerPhase(bank.name, bank.name, computing, bank.nbytes, copying, number=numbers[bank.name]))
+            phases.append(
+                LayerPhase(bank.name, bank.name, computing, bank.format.slot_bytes, copying, number=numbers[bank.name])
+            )
             reading.append(step.bank)
         elif step.op == "release":
             assert step.bank is not None
@@ -191,7 +193,7 @@ def _block_of(plan: Plan, bank: int) -> str:
 
 def _graph_profile(plan: Plan, hardware: Hardware, home: str, transport: str) -> Profile:
     """How copies slow computation down, taken as GEMMs alone; an emulated link slows nothing while it waits."""
-    nbytes = max((plan.bank(stay.bank).nbytes for stay in plan.slot_stays), default=0)
+    nbytes = max((plan.bank(stay.bank).format.link_bytes for stay in plan.slot_stays), default=0)
     slowed = gather_seconds(hardware, nbytes, home, transport)
     copying = gather_seconds(without_emulation(hardware), nbytes, home, transport)
     part = min(1.0, copying / slowed) if slowed else 0.0

@@ -9,7 +9,6 @@ import dataclasses
 import math
 
 from moepass.models.formulas.layers import flops_per_token
-from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
 from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.decisions import DeviceMemory
@@ -125,9 +124,9 @@ def least_memory_bytes(setting: Setting, home: str) -> float:
 
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
     """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
-    dense, activations = resident_bytes(setting.architecture, setting.dtype), activations_bytes(setting)
+    dense, activations = setting.dense_bytes, activations_bytes(setting)
     shards = banks_bytes(setting) / setting.ranks if home == "peer" else 0.0
-    largest = max(bank_transfer(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
+    largest = max(link_bytes(setting, layer) for layer in setting.architecture.layer_counts)
     stages = STAGES * largest / setting.ranks if home == "hybrid" else 0.0
     return DeviceMemory(dense + shards, stages, activations)
 
@@ -145,7 +144,8 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
     slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
     conditions = setting.hardware.conditions
     on_host = conditions is not None and conditions.computes_on_host
-    nbytes, transfer = bank_transfer(setting, setting.architecture.typical_moe_layer, home)
+    layer = setting.architecture.typical_moe_layer
+    nbytes, (_, transfer) = link_bytes(setting, layer), bank_transfer(setting, layer, home)
     true = without_emulation(setting.hardware)
     copying = gather_seconds(true, nbytes, home)
     if home == "hybrid" and on_host:
@@ -160,11 +160,16 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
 
 
 def bank_transfer(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
-    """Bytes of a layer's bank, and the seconds that it takes into a slot."""
+    """Bytes of a layer's bank in a slot, and the seconds that it takes to get there."""
     if layer.experts is None:
         return 0, 0.0
-    nbytes = bank_bytes(layer.experts, setting.architecture.hidden, setting.dtype)
-    return nbytes, gather_seconds(setting.hardware, nbytes, home, setting.transport)
+    sizes = setting.bank(layer.experts)
+    return sizes.slot_bytes, gather_seconds(setting.hardware, sizes.link_bytes, home, setting.transport)
+
+
+def link_bytes(setting: Setting, layer: Layer) -> int:
+    """Bytes of a layer's bank on its way into a slot."""
+    return setting.bank(layer.experts).link_bytes if layer.experts is not None else 0
 
 
 def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:

@@ -133,11 +133,17 @@ class _CoreClock:
         return min(1.0, self._computed / self._took)
 
 
+def machine_memory_bytes() -> int:
+    """Of the host, all of it."""
+    total: int = psutil.virtual_memory().total
+    return total
+
+
 def _describe(device: torch.device) -> tuple[str, int]:
     """The device's name, and the bytes of its memory; of a CPU all that the machine has."""
     if device.type == "cuda":
         return device_name(device), int(torch.cuda.get_device_properties(device).total_memory)
-    return device_name(device), psutil.virtual_memory().total
+    return device_name(device), machine_memory_bytes()
 
 
 def run_rank(task: RankTask, report: Report) -> RankMeasurements:

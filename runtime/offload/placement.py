@@ -19,7 +19,8 @@ from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.limits import MOST_TOKENS, check_limit
-from moepass.models.sizes.architecture import Architecture, Layer, from_config, short_dtype
+from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
+from moepass.models.sizes.families import from_config
 from moepass.passes.ir.decisions import DeviceMemory
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_ranks
