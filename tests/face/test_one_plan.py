@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 import moepass
 from moepass.backend import Compilation
 from moepass.models.formulas.memory import bank_bytes
-from moepass.models.sizes.architecture import from_config
+from moepass.models.sizes.families import from_config
 from moepass.passes.ir.decisions import STRUCTURAL, Decisions
 from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
 from moepass.passes.machine.layer_times import Texts
