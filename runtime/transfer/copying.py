@@ -88,7 +88,7 @@ class CopyThread:
         self._owner = OwnerProcess()
         # The thread must not keep its owner alive, so it knows only the work.
         self._work = _CopyWork(link)
-        run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
+        self._thread = run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
         weakref.finalize(self, self._work.queue.put, None)
 
     def submit(self, copy: PendingCopy) -> PendingCopy:
