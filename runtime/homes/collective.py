@@ -118,7 +118,7 @@ class CollectiveTransport(Transport):
         return self._copies
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingGather:
-        return self._gather((bank.index, 0, bank.nbytes), slot)
+        return self._gather((bank.index, 0, bank.format.link_bytes), slot)
 
     def read(
         self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
@@ -178,7 +178,9 @@ class CollectiveTransport(Transport):
                 f"the order in which a forward gathers banks is not known, because layers share bank {again.name}, and "
                 + what
             )
-        requests = [request for run in runs for request in run] or [(bank.index, 0, bank.nbytes) for bank in banks]
+        requests = [request for run in runs for request in run] or [
+            (bank.index, 0, bank.format.link_bytes) for bank in banks
+        ]
         for gather in [self._copies.submit(self._part(request, None)) for request in requests]:
             gather.wait()
 
@@ -219,7 +221,11 @@ def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) ->
     if index not in banks:
         return f"bank number {index}, which this rank does not have"
     bank = banks[index][0]
-    return f"bank {bank.name}" if (start, stop) == (0, bank.nbytes) else f"bytes {start} to {stop} of {bank.name}"
+    return (
+        f"bank {bank.name}"
+        if (start, stop) == (0, bank.format.link_bytes)
+        else f"bytes {start} to {stop} of {bank.name}"
+    )
 
 
 def make_transport(name: str, link: Link) -> Transport:

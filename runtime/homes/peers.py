@@ -149,7 +149,7 @@ class PeerGroup:
             yield Topic(f"the name of bank {bank.index}", bank.name, remedy)
             yield Topic(f"the tensors of bank {bank.name}", tensors, remedy)
             yield Topic(f"the experts of each rank in bank {bank.name}", list(bank.expert_bounds), remedy)
-            yield Topic(f"the bytes of bank {bank.name}", bank.nbytes, remedy)
+            yield Topic(f"the format of bank {bank.name}", bank.format, remedy)
             yield Topic(f"the weights of bank {bank.name} (a digest)", digest, remedy)
         # By which ranks watch each other.
         yield Topic(_PROCESS, process, is_vote=True)

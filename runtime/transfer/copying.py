@@ -14,6 +14,7 @@ import torch
 from moepass.models.errors import MoepassError
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import OwnerProcess
+from moepass.runtime.transfer.copier import Decoder
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import Source, whole
 
@@ -57,6 +58,8 @@ class PendingCopy:
     def wait(self) -> None:
         """Block until the slot is full. Raises CopyError where the copy failed."""
         self.end()
+        if isinstance(self.error, CopyError):
+            raise self.error
         if self.error is not None:
             raise CopyError(f"bank {self.label} could not be copied into its slot: {self.error}") from self.error
 
@@ -78,6 +81,25 @@ class PendingCopy:
         remaining = started + link.seconds(over_link) - time.perf_counter()
         if remaining > 0:
             self.abandoned.wait(remaining)
+
+
+class PendingDecode(PendingCopy):
+    """The decode behind a copy: whoever waits for it has waited for both."""
+
+    def __init__(self, copied: PendingCopy, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> None:
+        super().__init__((), slot, copied.label)
+        self._copied = copied
+        self._decoder = decoder
+        self._link = link
+
+    def abandon(self) -> None:
+        self._copied.abandon()
+        super().abandon()
+
+    def perform(self, link: Link) -> None:
+        self._copied.wait()
+        if not self.abandoned.is_set():
+            self._decoder(self._link, self.slot)
 
 
 class CopyThread:

@@ -21,7 +21,7 @@ from moepass.runtime.homes.hybrid.staging_order import StagingPlan, choose_banks
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import finalize_in_owner
 from moepass.runtime.transfer import copying
-from moepass.runtime.transfer.learned_order import Followers
+from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.link import BusyLink
 from moepass.runtime.transfer.sources import Source
 
@@ -87,7 +87,7 @@ class Stager:
     ) -> None:
         """`shards` are this rank's shards of all banks, by index, each with one piece for every byte of it."""
         self._own = own
-        self._order = Followers()
+        self._order: LearnedOrder[int, int] = LearnedOrder()
         self._banks = len(shards)
         self._work = _StagerWork(own, others, shards, link)
         # The thread must not keep its owner alive, so it knows only the work.
@@ -102,7 +102,7 @@ class Stager:
 
     def learn(self, bank: int) -> None:
         """A copy of `bank` was asked for."""
-        self._order.learn(bank)
+        self._order.learn(bank, bank)
 
     def reading(self, bank: int) -> None:
         """This rank copies `bank` into a slot now."""
@@ -119,7 +119,7 @@ class Stager:
     def _following(self, bank: int) -> list[int]:
         following: list[int] = []
         for _ in range(min(len(self._own.memories), self._banks - 1)):
-            bank = self._order.after(bank)
+            bank = self._order.after(bank, bank + 1)
             # After the last one the next run begins.
             bank = bank if bank < self._banks else 0
             following.append(bank)

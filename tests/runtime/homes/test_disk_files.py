@@ -329,11 +329,11 @@ def test_any_bank_in_a_slot_is_what_its_recipes_make(tmp_path: Path, data: st.Da
     packer.agree({"layer": bank})
     spec = packer.pack(0, "layer", bank).spec
     sources = packer.home.sources(spec, [])
-    slot = torch.full((spec.nbytes,), 0xFF, dtype=torch.uint8)
+    slot = torch.full((spec.format.slot_bytes,), 0xFF, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(copying, "SLICE_BYTES", draw(st.integers(1, 64)))
         CopyThread(Link()).submit(PendingCopy(sources, slot, "layer")).wait()
-    read = read_range(sources, 0, spec.nbytes, CPU)
+    read = read_range(sources, 0, spec.format.slot_bytes, CPU)
     for tensor, wanted in zip(spec.tensors, expected.values(), strict=True):
         assert torch.equal(tensor.view(slot), wanted)
         assert torch.equal(tensor.view(read), wanted)

@@ -71,7 +71,7 @@ def test_families_are_the_same_in_bfloat16_and_in_parts(family: str, tmp_path: P
     _check_same(model, _reference(tmp_path))
     report = moepass.offload_report(model)
     assert report.home == "disk"
-    assert report.home_bytes == sum(bank.spec.nbytes for bank in report.store.banks)
+    assert report.home_bytes == sum(bank.spec.format.home_bytes for bank in report.store.banks)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from emulated_clock import EmulatedClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.homes.hybrid import stage_board, stager
@@ -353,7 +354,7 @@ class _Ranks:
         own, other = (shards[bank] for shards in self.shards)
         size = own.numel()
         copy = self.transport.copy(
-            BankSpec(bank, f"layers.{bank}", "hybrid", 2 * size, ()),
+            BankSpec(bank, f"layers.{bank}", "hybrid", BankFormat.plain(2 * size), ()),
             [
                 StagedSource(other, (Piece(0, size, size),), True, bank, self.other),
                 StagedSource(own, (Piece(0, 0, size),), False, bank, self.own),

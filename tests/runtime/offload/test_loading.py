@@ -250,7 +250,7 @@ def _first_layer_stays(folder: Path, layer_bytes: int) -> tuple[tuple[str, ...],
 
 def test_the_first_layer_is_read_by_every_rank_where_it_stays(checkpoint: Path) -> None:
     report = _reference(checkpoint)[1]
-    layer_bytes = report.store.banks[0].spec.nbytes
+    layer_bytes = report.store.banks[0].spec.format.slot_bytes
     for layers, _ in run_ranks(2, _first_layer_stays, checkpoint, layer_bytes):
         assert layers == report.layers[1:]
 

@@ -97,10 +97,10 @@ def test_every_byte_lands_in_its_place_and_no_other(
         last = spec.tensors[-1]
         if not wants[rank]:
             transport.join([spec])
-            transport._runs[(0, 0, spec.nbytes)] = [(0, last.offset_bytes, last.offset_bytes + last.nbytes)]
+            transport._runs[(0, 0, spec.format.link_bytes)] = [(0, last.offset_bytes, last.offset_bytes + last.nbytes)]
             transport.join([spec])
             return
-        slot = torch.full((spec.nbytes + 64,), UNTOUCHED, dtype=torch.uint8)
+        slot = torch.full((spec.format.link_bytes + 64,), UNTOUCHED, dtype=torch.uint8)
         transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait()
         for found, expected in zip(spec.tensors, whole.views(whole.shard), strict=True):
             assert torch.equal(found.view(slot), expected)
@@ -123,7 +123,7 @@ def test_an_emulated_link_counts_the_bytes_of_other_ranks(
     def gather(rank: int) -> None:
         link = Link(10_000.0) if rank == slow else Link()
         transport, spec, sources = _packed(store, rank, [0, 3, 4], tensors, link)
-        slot = torch.empty(spec.nbytes, dtype=torch.uint8)
+        slot = torch.empty(spec.format.link_bytes, dtype=torch.uint8)
         transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait()
 
     _on_ranks(2, gather)
@@ -166,7 +166,7 @@ def test_what_is_gathered_outside_of_a_run_follows_no_plan() -> None:
     plan = GatherSignature(7, 1, 1)
 
     def gathered_by() -> GatherSignature:
-        return transport.copy(spec, (), torch.empty(spec.nbytes, dtype=torch.uint8)).plan
+        return transport.copy(spec, (), torch.empty(spec.format.link_bytes, dtype=torch.uint8)).plan
 
     transport.begin_run(plan)
     assert gathered_by() == plan
@@ -229,7 +229,7 @@ def test_a_gather_that_fails_on_its_own_rank_is_told_to_the_others() -> None:
 
     def gather(rank: int) -> str:
         transport, spec, sources = _packed(store, rank, [0, 2, 4], tensors, Link())
-        slot = torch.full((spec.nbytes // (rank + 1),), UNTOUCHED, dtype=torch.uint8)
+        slot = torch.full((spec.format.link_bytes // (rank + 1),), UNTOUCHED, dtype=torch.uint8)
         return _error(transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait)
 
     (text,) = set(_on_ranks(2, gather))
