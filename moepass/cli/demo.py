@@ -14,7 +14,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from moepass.backend import Compilation, record_compilations
-from moepass.explaining.compiler_view import explain_model, print_explanation
+from moepass.explaining.capture_model import explain_model
+from moepass.explaining.compiler_view import print_explanation
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_model, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError
 from moepass.runtime.offload.offload import OffloadReport, offload_experts

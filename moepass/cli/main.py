@@ -272,11 +272,13 @@ def explain(
 
     target = check_output(output)
     budget = parse_bytes(memory_budget)
-    check_compiler_cache()
     with Console(stderr=True).status("planning ..."), no_garbage_collection():
+        from moepass.explaining.compiler_part import is_stored
         from moepass.explaining.explain_model import explain as explain_it
         from moepass.explaining.report_text import print_report
 
+        if not is_stored(model, lower.value):
+            check_compiler_cache()
         report = explain_it(
             model,
             hardware=hardware,
