@@ -61,6 +61,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/compile_time.py compare
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/bank_memory.py
+	$(BIN)/python benchmarks/compile_time.py start
 	$(BIN)/python benchmarks/two_ranks.py
 	$(BIN)/python benchmarks/idle_rank.py
 	$(BIN)/python benchmarks/load_memory.py

@@ -1,4 +1,7 @@
-"""Compile time by depth: whole-graph Inductor against segments compiled once each. Fresh cache, fresh process each."""
+"""Compile time by depth: whole-graph Inductor against segments compiled once each; and what a second start saves.
+
+Fresh process and, but for second starts, fresh caches each.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ import time
 
 import torch
 import typer
-from common import print_table, reference_model, verdict
+from common import median_and_spread, print_table, reference_model, verdict
 
 import moepass
 
 LIMIT = 0.40
+# Of the first start's time that the second one may take.
+MOST_OF_FIRST_START = 0.3
+MOEPASS = "import sys; sys.argv[0] = 'moepass'; from moepass.cli.main import main; main()"
+ONE_TEXT = '{"text": "hello world"}\n'
 VARIANTS = ("inductor", "asyncep resident", "asyncep streaming")
 
 app = typer.Typer(add_completion=False)
@@ -60,6 +67,38 @@ def compare(depths: str = "4,12,48", limit_at: int = 48, repeats: int = 3) -> No
         raise typer.Exit(1)
 
 
+@app.command()
+def start(repeats: int = 3, threads: int = 1) -> None:
+    """Seconds of `moepass score demo` on one text, imports included: first start, with empty caches, and second one.
+
+    Each start is a process of its own. Beside the wall time stands the time of the processors, of compilers too, which
+    other programs on the machine change less. All starts must write the same.
+    """
+    wall: dict[str, list[float]] = {"first": [], "second": []}
+    processor: dict[str, list[float]] = {"first": [], "second": []}
+    answers = set()
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as caches:
+            for which in wall:
+                seconds, used, answer = _score(caches, threads)
+                wall[which].append(seconds)
+                processor[which].append(used)
+                answers.add(answer)
+    rows = [
+        [which, median_and_spread(wall[which]), median_and_spread(processor[which])] for which in ("first", "second")
+    ]
+    ratios = [later / first for first, later in zip(wall["first"], wall["second"], strict=True)]
+    holds = max(ratios) <= MOST_OF_FIRST_START and len(answers) == 1
+    print_table(
+        "moepass score demo, one text (s)",
+        ["start", "wall", "processors"],
+        rows,
+        f"second / first {median_and_spread(ratios)}; at most {MOST_OF_FIRST_START}, with equal answers: {verdict(holds)}",
+    )
+    if not holds:
+        raise typer.Exit(1)
+
+
 @app.command(hidden=True)
 def measure(variant: str, layers: int) -> None:
     """One measurement in this process; prints JSON."""
@@ -90,6 +129,18 @@ def _in_fresh_process(variant: str, layers: int) -> dict[str, float]:
         output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, float] = json.loads(output.splitlines()[-1])
     return result
+
+
+def _score(caches: str, threads: int) -> tuple[float, float, str]:
+    """Wall seconds, processor seconds and output of one start that keeps its caches in the folder `caches`."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches}
+    environment.pop("MOEPASS_CACHE_DIR", None)
+    words = [sys.executable, "-c", MOEPASS, "score", "demo", "--threads", str(threads)]
+    before, started = os.times(), time.perf_counter()
+    result = subprocess.run(words, input=ONE_TEXT, capture_output=True, text=True, check=True, env=environment)
+    seconds, after = time.perf_counter() - started, os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return seconds, used, result.stdout
 
 
 if __name__ == "__main__":

@@ -113,10 +113,7 @@ def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
 def describe_model(model: nn.Module) -> Any:
     """Everything in `model` but the numbers of its tensors. Raises NotStorableError, which names what has no text."""
     describe = _ModelDescription()
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        found[path] = [describe.module(module, path)]
-    return found
+    return {path: describe.module(module, path) for path, module in model.named_modules(remove_duplicate=False)}
 
 
 class _ModelDescription:

@@ -308,7 +308,7 @@ def _conditions(graph: Graph) -> tuple[Condition, ...]:
         return ()
     found: dict[Condition, None] = {}
     for guard in env.guards:
-        for condition in _relations(guard.expr.xreplace(env.replacements)):
+        for condition in _relations(env.replace(guard.expr)):
             found[condition] = None
     for symbol, bounds in env.var_to_range.items():
         if symbol in env.replacements:

@@ -64,6 +64,18 @@ class Memory(nn.Module):
         return rows * 2
 
 
+class Constant(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + torch.tensor([1.0, 1.0, 1.0, 1.0])
+
+
+class Broken(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        half = rows * 0.5
+        torch._dynamo.graph_break()
+        return half * 4
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> CaptureStore:
     return CaptureStore(tmp_path / "captures")
@@ -421,14 +433,20 @@ def test_an_argument_that_is_given_twice_or_not_read_is_not_stored(
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [(Counter, "changed while it ran"), (Memory, "writes to its inputs")],
+    [
+        (Counter, "changed while it ran"),
+        (Memory, "writes to its inputs"),
+        (Constant, "constant"),
+        (Broken, "2 runs of 2 new graphs"),
+    ],
 )
-def test_a_model_with_effects_is_not_stored(
+def test_what_one_graph_does_not_give_is_not_stored(
     store: CaptureStore, caplog: pytest.LogCaptureFixture, model: Callable[[], nn.Module], reason: str
 ) -> None:
     caplog.set_level("INFO", logger="moepass")
     stored = StoredModule(model(), EAGER, "effects", store)
-    assert torch.equal(stored(torch.ones(4)), torch.full((4,), 2.0))
+    for _ in range(2):
+        assert torch.equal(stored(torch.ones(4)), torch.full((4,), 2.0))
     assert store.entries() == []
     assert reason in caplog.text
 
@@ -468,7 +486,7 @@ def _rewritten(store: CaptureStore, edit: Callable[[dict[str, Any]], Any]) -> No
         lambda content: content["segments"].clear(),
         lambda content: content["inputs"][0].update(type="what"),
         lambda content: _first(content["inputs"], "type", "state").update(path="dense.0.missing"),
-        lambda content: content["plan"]["banks"][0].update(nbytes=1),
+        lambda content: content["plan"]["banks"][0].update(name="other"),
         lambda content: _first(content["top"], 0, "call_function").__setitem__(2, "torch.ops.aten.missing.default"),
         lambda content: _first(content["top"], 0, "call_function").__setitem__(2, "os.system"),
     ],
