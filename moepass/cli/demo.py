@@ -20,6 +20,7 @@ from moepass.models.checkpoint.checkpoint_folders import DEMO, load_model, load_
 from moepass.models.errors import InputError
 from moepass.runtime.offload.offload import OffloadReport, offload_experts
 from moepass.runtime.serving.scoring import LabelSet, Score, Scorer
+from moepass.stored_compile import StoredModule
 
 HELDOUT_FILE = "heldout.jsonl"
 BATCH_SIZE = 32
@@ -103,7 +104,7 @@ def _streamed_way(lower: str) -> tuple[Way, OffloadReport]:
     report = offload_experts(model, slots=SLOTS)
 
     def compile_module(module: torch.nn.Module) -> Any:
-        return torch.compile(module, backend="asyncep", options={"lower": lower})
+        return StoredModule(module, {"lower": lower}, DEMO)
 
     scorer = Scorer.of(model, load_tokenizer(folder), load_prompt(folder), compile_module)
     return Way(f"asyncep ({lower}), streamed", scorer, report.ring_bytes), report

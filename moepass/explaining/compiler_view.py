@@ -91,6 +91,7 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
     table.add_row("refused", Text("\n".join(refusals) or "nothing"))
     if plan.slot_stays:
         ring = f"{_bytes(plan.device_bank_bytes)} = {_count(plan.slots, 'slot')} x {_bytes(plan.slot_bytes)}"
+        ring += f" + {_bytes(plan.staging_bytes)} to decode from" if plan.staging_bytes else ""
         table.add_row(
             "memory",
             Text(
@@ -153,7 +154,7 @@ def moments(plan: Plan) -> list[Moment]:
             rows.append(Moment(name.replace("segment_", "s"), _short_span(where), tuple(slots)))
         else:
             assert step.slot is not None
-            word = {"prefetch": "fills:", "acquire": "in use:", "release": ""}[step.op]
+            word = {"prefetch": "fills:", "decode": "fills:", "acquire": "in use:", "release": ""}[step.op]
             slots[step.slot] = f"{word} {short_name(step.name)}" if word else ""
     return rows
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -134,7 +135,8 @@ class _CoreClock:
 
 def machine_memory_bytes() -> int:
     """Of the host, all of it."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total: int = psutil.virtual_memory().total
+    return total
 
 
 def _describe(device: torch.device) -> tuple[str, int]:
