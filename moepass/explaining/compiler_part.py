@@ -90,4 +90,10 @@ def installed_versions() -> dict[str, str]:
 @functools.cache
 def _stored() -> StoredCaptures:
     content = (resources.files("moepass.explaining") / STORED_FILE).read_bytes()
-    return msgspec.json.decode(content, type=StoredCaptures)
+    try:
+        return msgspec.json.decode(content, type=StoredCaptures)
+    except msgspec.ValidationError as error:  # records of plans were changed, and this file was not made anew
+        raise MoepassError(
+            f"{STORED_FILE} holds plans of another version of moepass ({error}); in a checkout, "
+            "python tests/helpers/graphs/store_presets.py makes it anew"
+        ) from error

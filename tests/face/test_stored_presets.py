@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import store_presets
 
 from moepass.explaining import compiler_part
 from moepass.explaining.compiler_part import STORED_LOWERING, captured_part, is_stored, stored_part
 from moepass.explaining.explained_models import explained_model
-from moepass.models.errors import InputError
+from moepass.models.errors import InputError, MoepassError
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import SIZES_FILE, preset, preset_config, preset_names
 
@@ -72,3 +73,16 @@ def test_a_preset_is_explained_without_dynamo_and_transformers() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True, timeout=240)
     assert json.loads(finished.stdout) == []
+
+
+def test_stored_plans_of_another_version_say_how_they_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherCaptures(msgspec.Struct):
+        more: int
+
+    monkeypatch.setattr(compiler_part, "StoredCaptures", OtherCaptures)
+    compiler_part._stored.cache_clear()
+    try:
+        with pytest.raises(MoepassError, match=r"`more`.*store_presets\.py makes it anew"):
+            is_stored(SEVERAL_SLOTS, STORED_LOWERING)
+    finally:
+        compiler_part._stored.cache_clear()
