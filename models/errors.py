@@ -76,8 +76,9 @@ def _rebuild(kind: type[MoepassError], args: tuple[object, ...], fields: dict[st
 def _portable(value: object) -> object:
     if value is None or type(value) in _PLAIN or isinstance(value, PurePath):
         return value
-    if type(value) in (list, tuple, set, frozenset):
-        return type(value)(_portable(item) for item in value)  # type: ignore[call-arg]
+    for collection in (list, tuple, set, frozenset):
+        if type(value) is collection:
+            return collection(_portable(item) for item in value)
     if type(value) is dict:
         return {_portable(key): _portable(item) for key, item in value.items()}
     return repr(value)
