@@ -7,7 +7,7 @@ square that torch's counter assumes. Where P tokens before the text are cached o
 from __future__ import annotations
 
 from moepass.models.errors import InputError
-from moepass.models.formulas.products import gemm_flops, triangular_solve_flops
+from moepass.models.formulas.gemms import gemm_flops, triangular_solve_flops
 from moepass.models.formulas.sizes import Size, divided, smaller, whole_parts
 from moepass.models.sizes.architecture import Attention
 

@@ -2,7 +2,7 @@
 
 Contract
     in    blocks detected; bank tensors stand where the model read them
-    out   one `gather` per block that has a bank, in front of its first bank tensor; the products stay as they came, so
+    out   one `gather` per block that has a bank, in front of its first bank tensor; the GEMMs stay as they came, so
           results are the same to the bit
     conflicts with a graph that was already scheduled
 

@@ -3,7 +3,7 @@
 Contract
     in    a graph with `meta["val"]` on every node, and blocks found
     out   the same nodes in the same order, each with `meta["moepass_cost"]`, an `OpCost`
-          `plan.cost` is the graph's total, `plan.blocks[i].cost` that of a block's products, `plan.sizes` the symbols
+          `plan.cost` is the graph's total, `plan.blocks[i].cost` that of a block's GEMMs, `plan.sizes` the symbols
           and the values they had when the graph was captured, `plan.uncosted` the operators nobody knows the cost of
 
 Pseudo-code
@@ -44,7 +44,7 @@ def cost(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
         node.meta[COST_KEY] = node_cost(node, ranks)
     by_name = {node.name: node for node in costed.graph.nodes}
     blocks = tuple(
-        dataclasses.replace(block, cost=total_cost(by_name[name] for name in block.products if name in by_name))
+        dataclasses.replace(block, cost=total_cost(by_name[name] for name in block.gemms if name in by_name))
         for block in plan.blocks
     )
     plan = dataclasses.replace(

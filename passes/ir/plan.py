@@ -26,7 +26,7 @@ import torch
 from moepass.models.errors import MoepassError
 from moepass.models.formulas.text import evaluate_text
 
-PLAN_SCHEMA = "moepass.plan/1"
+PLAN_SCHEMA = "moepass.plan/2"
 # As many of a digest as fit a signed integer of 64 bits.
 _DIGEST_BYTES = 7
 
@@ -187,11 +187,11 @@ class Cost:
 class MoEBlock:
     """One MoE block found in a graph.
 
-    `form` is how its expert products were written: `grouped_mm`, `batched_mm` or `dense_bmm`. `hidden` and
+    `form` is how its expert GEMMs were written: `grouped_mm`, `batched_mm` or `dense_bmm`. `hidden` and
     `intermediate` are widths of one expert. `top_k` is None where the form computes every expert for every token.
     `bank` is None where the weights are ordinary resident tensors. `parallel` is the form of expert parallelism that
     the block had, as `all_to_all`; empty where its experts were local from the start. `cost` is that of its expert
-    products.
+    GEMMs.
     """
 
     name: str
@@ -203,7 +203,7 @@ class MoEBlock:
     gated: bool
     dtype: str
     weight_bytes: int
-    products: tuple[str, ...]
+    gemms: tuple[str, ...]
     bank: int | None
     parallel: str = ""
     cost: Cost | None = None

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from moepass.models.errors import InputError, one_of
+from moepass.models.formulas.gemms import gemm_bytes, gemm_flops
 from moepass.models.formulas.memory import element_bytes
-from moepass.models.formulas.products import gemm_bytes, gemm_flops
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.machine.hardware import COLLECTIVES, Figure, Hardware, TransferLink
 

@@ -1,14 +1,14 @@
 """Read a segment of experts as a program for the rows of one expert.
 
-A grouped product over all experts writes each of its results for all rows to memory, and the next operation reads it
+A grouped GEMM over all experts writes each of its results for all rows to memory, and the next operation reads it
 back. Most segments of experts can be run expert by expert instead, a few rows at a time, so that what lies between the
-products never leaves the cache. They can where every value has one row for each pair of a token and an expert, and no
+GEMMs never leaves the cache. They can where every value has one row for each pair of a token and an expert, and no
 row depends on another one.
 
     rows       values with one row per pair, sorted by expert; all outputs of the segment are such
     fixed      values that are the same for all rows: weights and their views, tables, where each expert's rows end
-    products   the grouped products; one expert's rows times one expert's weights
-    row work   everything else: operations on single rows, grouped between the products
+    GEMMs   the grouped GEMMs; one expert's rows times one expert's weights
+    row work   everything else: operations on single rows, grouped between the GEMMs
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.blocks.detect import is_grouped_product
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ class NotByExpertError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class GroupedGemm:
     """`rows` [n, in] times `weights` [E, in, out], by expert."""
 
     node: Node
@@ -68,55 +68,55 @@ class ExpertProgram:
     ends: Node
     row_inputs: tuple[Node, ...]
     fixed: tuple[Node, ...]
-    steps: tuple[Product | RowWork, ...]
+    steps: tuple[GroupedGemm | RowWork, ...]
     outputs: tuple[Node, ...]
 
 
 def read_program(segment: GraphModule) -> ExpertProgram:
     """Raises NotByExpertError."""
     graph = segment.graph
-    products = [_product(node) for node in graph.nodes if is_grouped_product(node)]
-    if not products:
-        raise NotByExpertError("it has no grouped product")
-    offsets = {ends for _, ends in products}
+    gemms = [_gemm(node) for node in graph.nodes if is_grouped_gemm(node)]
+    if not gemms:
+        raise NotByExpertError("it has no grouped GEMM")
+    offsets = {ends for _, ends in gemms}
     if len(offsets) > 1:
-        raise NotByExpertError("its products group rows in different ways")
+        raise NotByExpertError("its GEMMs group rows in different ways")
     (ends,) = offsets
     if ends.op != "placeholder":
         # Whatever computes it would have to be told from row work.
         raise NotByExpertError("it computes where each expert's rows end")
-    rows = _values_with_rows(graph, [product for product, _ in products], ends)
+    rows = _values_with_rows(graph, [gemm for gemm, _ in gemms], ends)
     outputs: list[Node] = []
     for node in cast("Sequence[Node]", graph.output_node().args[0]):
         if node not in rows or not _is_dense(node):
             raise NotByExpertError(f"its output {node} is not one dense row for each pair")
         outputs.append(node)
-    steps = tuple(_steps(graph, rows, {product.node: product for product, _ in products}))
+    steps = tuple(_steps(graph, rows, {gemm.node: gemm for gemm, _ in gemms}))
     read = [used for step in steps if isinstance(step, RowWork) for used in step.inputs if used not in rows]
-    fixed = dict.fromkeys([*(product.weights for product, _ in products), *read])
+    fixed = dict.fromkeys([*(gemm.weights for gemm, _ in gemms), *read])
     for node in fixed:
         _check_fixed(node)
     row_inputs = tuple(node for node in graph_inputs(graph) if node in rows)
     return ExpertProgram(ends, row_inputs, tuple(fixed), steps, tuple(outputs))
 
 
-def _product(node: Node) -> tuple[Product, Node]:
+def _gemm(node: Node) -> tuple[GroupedGemm, Node]:
     given = {**dict(zip(("rows", "weights", "ends"), node.args, strict=False)), **node.kwargs}
     extra = [value for value in [*node.args[3:], *node.kwargs.values()] if value is not None]
     known = [value for value in given.values() if isinstance(value, Node)]
     if len(known) != 3 or len(node.args) < 3 or extra:
-        raise NotByExpertError(f"its product {node.name} does more than multiply")
+        raise NotByExpertError(f"its GEMM {node.name} does more than multiply")
     rows, weights, ends = known
     value, result = fake_value(rows), fake_value(node)
     if value.device.type != "cpu" or value.dim() != 2 or value.dtype != result.dtype:
-        raise NotByExpertError(f"its product {node.name} is not one of matrices of one type on a CPU")
-    return Product(node, rows, weights), ends
+        raise NotByExpertError(f"its GEMM {node.name} is not one of matrices of one type on a CPU")
+    return GroupedGemm(node, rows, weights), ends
 
 
-def _values_with_rows(graph: Graph, products: list[Product], ends: Node) -> set[Node]:
+def _values_with_rows(graph: Graph, gemms: list[GroupedGemm], ends: Node) -> set[Node]:
     """All values with one row for each pair. Raises NotByExpertError where one of them depends on other rows."""
-    count = fake_value(products[0].rows).shape[0]
-    by_node = {product.node: product for product in products}
+    count = fake_value(gemms[0].rows).shape[0]
+    by_node = {gemm.node: gemm for gemm in gemms}
     rows: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -125,7 +125,7 @@ def _values_with_rows(graph: Graph, products: list[Product], ends: Node) -> set[
         elif node.op == "call_function" and any(used in rows for used in node.all_input_nodes):
             if node in by_node:
                 if by_node[node].rows not in rows or by_node[node].weights in rows:
-                    raise NotByExpertError(f"its product {node.name} is not one of rows and weights")
+                    raise NotByExpertError(f"its GEMM {node.name} is not one of rows and weights")
             elif not _is_row_work(node, rows):
                 raise NotByExpertError(f"rows may depend on each other in {node.name} ({node.target})")
             if not all(_same_size(size, count) for size in _row_counts(node)):
@@ -209,19 +209,19 @@ def _check_fixed(node: Node) -> None:
         raise NotByExpertError(f"its rows read the size {node.name}")
 
 
-def _steps(graph: Graph, rows: set[Node], products: dict[Node, Product]) -> Iterator[Product | RowWork]:
-    """Row work is put off until a product needs it."""
+def _steps(graph: Graph, rows: set[Node], gemms: dict[Node, GroupedGemm]) -> Iterator[GroupedGemm | RowWork]:
+    """Row work is put off until a GEMM needs it."""
     work: list[Node] = []
     for node in graph.nodes:
         if node not in rows or node.op == "placeholder":
             continue
-        if node not in products:
+        if node not in gemms:
             work.append(node)
             continue
-        if products[node].rows in work:
+        if gemms[node].rows in work:
             yield _row_work(work)
             work = []
-        yield products[node]
+        yield gemms[node]
     if work:
         yield _row_work(work)
 
@@ -232,5 +232,5 @@ def _row_work(nodes: list[Node]) -> RowWork:
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
     for node in outputs:
         if not isinstance(fake_value(node), torch.Tensor):
-            raise NotByExpertError(f"the results of {node.name} are read on both sides of a product")
+            raise NotByExpertError(f"the results of {node.name} are read on both sides of a GEMM")
     return RowWork(tuple(nodes), inputs, outputs)

@@ -130,8 +130,8 @@ def _resident_block_edges(graph: Graph) -> set[Node]:
     order = list(graph.nodes)
     edges: set[Node] = set()
     for match in find_blocks(graph).matches:
-        edges.add(with_lookup(match.products[0].node))
-        edges.add(order[place[match.products[-1].node] + 1])
+        edges.add(with_lookup(match.gemms[0].node))
+        edges.add(order[place[match.gemms[-1].node] + 1])
     return edges
 
 

@@ -13,12 +13,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, map_nodes
-from moepass.passes.segments.expert_program import ExpertProgram, NotByExpertError, Product, RowWork, read_program
+from moepass.passes.segments.expert_program import ExpertProgram, GroupedGemm, NotByExpertError, RowWork, read_program
 from moepass.runtime.kernels.cpu_gemm_library import multiply
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 
 # [Empirical] Rows that go through an expert together. Their values stay in the cache (1 MB each at a width of 512 in
-# fp32), and products of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
+# fp32), and GEMMs of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
 CHUNK_ROWS = 512
 
 # Compiles a graph whose nodes have fake values of that mode: called with a list of its inputs, gives its outputs.
@@ -39,19 +39,19 @@ def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | N
     return ExpertLoop(segment, program, work)
 
 
-def product_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
-    """The loop of a segment that is one product by expert and nothing else: takes rows, weights and where rows end.
+def grouped_gemm_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
+    """The loop of a segment that is one grouped GEMM and nothing else: takes rows, weights and where rows end.
 
     `rows` [n, in] and `weights` [E, out, in] say shapes and types.
     """
     graph = Graph()
     inputs = [graph.placeholder(name) for name in ("rows", "weights", "ends")]
     turned = graph.call_method("transpose", (inputs[1], 1, 2))
-    product = graph.call_function(torch.ops.aten._grouped_mm.default, (inputs[0], turned, inputs[2]))
-    product.meta["val"] = torch.empty(len(rows), weights.shape[1], dtype=rows.dtype, device="meta")
-    graph.output((product,))
-    step = Product(product, inputs[0], turned)
-    program = ExpertProgram(inputs[2], (inputs[0],), (turned,), (step,), (product,))
+    gemm = graph.call_function(torch.ops.aten._grouped_mm.default, (inputs[0], turned, inputs[2]))
+    gemm.meta["val"] = torch.empty(len(rows), weights.shape[1], dtype=rows.dtype, device="meta")
+    graph.output((gemm,))
+    step = GroupedGemm(gemm, inputs[0], turned)
+    program = ExpertProgram(inputs[2], (inputs[0],), (turned,), (step,), (gemm,))
     return ExpertLoop(GraphModule({}, graph), program, {})
 
 
@@ -142,14 +142,14 @@ class ExpertLoop:
         """`chunk`, whose rows are all of one expert; None: of no expert."""
         found = {**values.tables, **chunk.row_inputs}
         for step, work in self._steps:
-            if isinstance(step, Product):
+            if isinstance(step, GroupedGemm):
                 out = chunk.outputs.get(step.node)
                 if expert is None:
                     found[step.node] = _empty(step.node, chunk.rows).zero_() if out is None else out.zero_()
                 else:
                     found[step.node] = multiply(found[step.rows], values.fixed[step.weights][expert], out)
                 continue
-            # It was compiled for contiguous inputs; a half of a chunk that a product reads too is none, for example.
+            # It was compiled for contiguous inputs; a half of a chunk that a GEMM reads too is none, for example.
             assert work is not None
             results = work([found[node].contiguous() for node in step.inputs], chunk.rows)
             for node, result in zip(step.outputs, results, strict=True):
@@ -161,7 +161,7 @@ class ExpertLoop:
 def _chunks(ends: Sequence[int], rows: int) -> Iterator[tuple[int | None, int]]:
     """Numbers of rows that go through an expert together, with that expert. They add up to `rows`.
 
-    Rows beyond the last expert's belong to none; products give zeros for them.
+    Rows beyond the last expert's belong to none; GEMMs give zeros for them.
     """
     start = 0
     for expert, end in [*enumerate(ends), (None, rows)]:

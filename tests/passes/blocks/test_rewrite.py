@@ -52,7 +52,7 @@ def test_gathers_stand_in_host_order_in_front_of_their_blocks() -> None:
     assert [node.kwargs["bank"] for node in gathers] == [0, 1, 2]
     for node, block in zip(gathers, result.plan.blocks, strict=True):
         assert node.meta["moepass_block"] == block.name
-        assert order.index(node.name) < order.index(block.products[0])
+        assert order.index(node.name) < order.index(block.gemms[0])
         assert [tuple(value.shape) for value in node.meta["val"]] == [
             tensor.shape for tensor in result.plan.bank(block.bank or 0).tensors
         ]

@@ -33,7 +33,7 @@ def _plan(form: str = "all_to_all", tokens: int | str = "s0", hint: int = 4096) 
         gated=True,
         dtype="bfloat16",
         weight_bytes=BANK_BYTES,
-        products=("up", "down"),
+        gemms=("up", "down"),
         bank=0,
         parallel=form,
         cost=Cost(expert_flops, str(BANK_BYTES)),
