@@ -1,4 +1,4 @@
-"""GEMMs, general matrix multiplications: rows, inner and columns are the sizes of `[rows, inner] @ [inner, columns]`."""
+"""GEMMs: rows, inner and columns are the three sizes of `[rows, inner] @ [inner, columns]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gemm_bytes(rows: Size, inner: Size, columns: Size, element_bytes: int, count
 
 
 def grouped_gemm_flops(rows: Size, inner: Size, columns: Size) -> Size:
-    """FLOPs of a grouped GEMM, in which each row meets the matrix of its own expert; `rows` are those of all experts."""
+    """FLOPs of a grouped GEMM: each row meets the matrix of its own expert; `rows` are those of all experts."""
     return gemm_flops(rows, inner, columns)
 
 

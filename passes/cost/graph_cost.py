@@ -29,7 +29,8 @@ from moepass.passes.cost import attention_costs as attention_costs
 from moepass.passes.cost import collective_costs as collective_costs
 from moepass.passes.cost.op_costs import OpCost, node_cost, tensors_in
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
-from moepass.passes.ir.plan import Cost, Plan
+from moepass.passes.ir.cost import Cost
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 
 COST_KEY = "moepass_cost"

@@ -17,14 +17,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 
 from moepass.models.errors import MoepassError
-from moepass.models.formulas.text import evaluate_text
+from moepass.passes.ir.cost import Cost
+from moepass.passes.ir.segment import Segment
 
 PLAN_SCHEMA = "moepass.plan/2"
 # As many of a digest as fit a signed integer of 64 bits.
@@ -165,22 +166,6 @@ class BankSpec:
     tensors: tuple[TensorSpec, ...]
     expert_bounds: tuple[int, ...] = ()
     group: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """FLOPs, bytes of memory traffic, and bytes to and from other ranks, each an expression in the graph's sizes."""
-
-    flops: str = "0"
-    memory_bytes: str = "0"
-    communication_bytes: str = "0"
-
-    def at(self, sizes: Mapping[str, float]) -> tuple[float, float, float]:
-        """The three numbers for these sizes. Raises InputError where one is missing."""
-        flops, memory, moved = (
-            evaluate_text(text, sizes) for text in (self.flops, self.memory_bytes, self.communication_bytes)
-        )
-        return flops, memory, moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +318,7 @@ class Plan:
     slot_bytes: int = 0
     slot_stays: tuple[SlotStay, ...] = ()
     steps: tuple[Step, ...] = ()
-    distinct_segments: int = 0
+    segments: tuple[Segment, ...] = ()
     cost: Cost | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     uncosted: tuple[str, ...] = ()
@@ -370,6 +355,11 @@ class Plan:
             if spec.index == index:
                 return spec
         raise KeyError(f"bank {index} is not in this plan, which has {[spec.index for spec in self.banks]}")
+
+    @property
+    def distinct_segments(self) -> int:
+        """How many segments are compiled, however often they are called."""
+        return len(self.segments)
 
     @property
     def device_bank_bytes(self) -> int:

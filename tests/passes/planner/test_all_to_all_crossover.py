@@ -9,7 +9,8 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.passes.ir.plan import BankSpec, Cost, MoEBlock, Plan, TensorSpec
+from moepass.passes.ir.cost import Cost
+from moepass.passes.ir.plan import BankSpec, MoEBlock, Plan, TensorSpec
 from moepass.passes.machine.hardware import Hardware, with_emulated_link
 from moepass.passes.machine.times import collective_seconds, gather_seconds, memory_seconds
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS, CrossoverEstimate, exchange_seconds
