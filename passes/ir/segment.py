@@ -12,6 +12,9 @@ EMBEDDING, ATTENTION, ROUTER, EXPERTS, DENSE, HEAD = "embedding", "attention", "
 ELEMENTWISE = "elementwise"
 # Of a segment with several of the parts that most of its time may go to.
 MIXED = "mixed"
+# On a node of a segment: which of the parts it belongs to.
+PART_KEY = "moepass_part"
+EAGER, INDUCTOR, EXPERT_LOOP = "eager", "inductor", "expert_loop"
 _HEAVY = (ATTENTION, EXPERTS, DENSE, HEAD)
 
 

@@ -41,7 +41,7 @@ from moepass.passes.graph.nodes import (
 )
 from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, MoEBlock, Plan, Step, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
-from moepass.passes.ir.segment import Segment, SegmentUse, role_of
+from moepass.passes.ir.segment import PART_KEY, Segment, SegmentUse, role_of
 from moepass.passes.segments.parts import parts_of_nodes
 
 
@@ -147,6 +147,8 @@ class _TopLevel:
     def __init__(self, module: GraphModule, blocks: Sequence[MoEBlock]) -> None:
         self.source = module
         self.parts = parts_of_nodes(module.graph, blocks)
+        for node, part in self.parts.items():
+            node.meta[PART_KEY] = part
         self.block_of = {name: block.name for block in blocks for name in block.gemms}
         self.graph = Graph()
         self.values: dict[Node, Node] = {}
@@ -224,7 +226,9 @@ class _Segment:
         for index, node in enumerate(self.inputs):
             values[node] = graph.placeholder(f"input_{index}")
             values[node].meta = dict(node.meta)
-            values[node].meta.pop("unbacked_bindings", None)  # an input brings its sizes; it does not define them
+            # An input brings its sizes and does not define them, nor is it a part of this segment.
+            for key in ("unbacked_bindings", PART_KEY):
+                values[node].meta.pop(key, None)
         for node in [*constants, *sizes, *nodes]:
             values[node] = graph.node_copy(node, lambda used: values[used])
         output = graph.output(tuple(values[node] for node in self.outputs))

@@ -13,7 +13,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, map_nodes
-from moepass.passes.segments.expert_program import ExpertProgram, GroupedGemm, NotByExpertError, RowWork, read_program
+from moepass.passes.graph.source_lines import in_words, named, source_line
+from moepass.passes.ir.segment import EXPERT_LOOP, NotLowered
+from moepass.passes.segments.expert_program import (
+    ExpertProgram,
+    GroupedGemm,
+    NotByExpertError,
+    RowWork,
+    expert_gemms_in,
+    read_program,
+)
 from moepass.runtime.kernels.cpu_gemm_library import multiply
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 
@@ -25,13 +34,18 @@ CHUNK_ROWS = 512
 Compile = Callable[[GraphModule, FakeTensorMode], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
 
-def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | None:
-    """`segment` expert by expert; None where it cannot be run so, and is better compiled as a whole."""
+def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | NotLowered | None:
+    """`segment` expert by expert, or why it has to be compiled as a whole; None where it has no experts."""
+    experts = expert_gemms_in(segment)
+    if not experts:
+        return None
     try:
         program = read_program(segment)
         graphs = {step: _for_any_rows(step, program) for step in program.steps if isinstance(step, RowWork)}
-    except NotByExpertError:
-        return None
+    except NotByExpertError as error:
+        reason = in_words(str(error), segment.graph, error.node)
+        line = source_line(error.node) or source_line(experts[0])
+        return NotLowered(EXPERT_LOOP, error.node.name, reason, line)
     work = {
         step: _RowsInAnyNumber(graph, compile_rows(copy_graph_module(graph), mode))
         for step, (graph, mode) in graphs.items()
@@ -196,7 +210,7 @@ def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, F
     fixed = set(program.fixed)
     if any(isinstance(size, int) and size == 0 for node in program.row_inputs for size in fake_value(node).shape[:1]):
         # Nothing to loop over, and no number of rows can be looked up in none.
-        raise NotByExpertError("it has no rows")
+        raise NotByExpertError(work.nodes[0], "it has no rows")
     with unset_fake_temporarily():
         mode = FakeTensorMode(shape_env=ShapeEnv())
         graph = Graph()
@@ -212,7 +226,8 @@ def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, F
         graph.output(tuple(values[node] for node in work.outputs))
         shapes = mode.shape_env
         if shapes is None or shapes.guards or shapes.replacements:
-            raise NotByExpertError("its row work holds for some numbers of rows only")
+            reason = f"what begins at {named(work.nodes[0])} holds for some numbers of rows only"
+            raise NotByExpertError(work.nodes[0], reason)
         return GraphModule({}, graph), mode
 
 
@@ -225,7 +240,7 @@ def _fake_input(mode: FakeTensorMode, node: Node, with_rows: bool) -> torch.Tens
     elif sizes and not isinstance(sizes[0], int):
         sizes[0], dynamic[0] = 2 * CHUNK_ROWS, DimDynamic.DYNAMIC
     if not all(isinstance(size, int) for size in sizes):
-        raise NotByExpertError(f"the shape of {node.name} is known at run time only")
+        raise NotByExpertError(node, f"the shape of {named(node)} is known at run time only")
     example = torch.empty(sizes, dtype=value.dtype)  # contiguous, as what it stands for is made
     context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
     fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)

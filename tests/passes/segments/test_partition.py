@@ -105,8 +105,14 @@ def test_the_order_of_slot_operations_stays_and_the_plan_tells_it() -> None:
     assert slot_order(cut.module) == slot_order(scheduled.module)
     told = [f"{step.op} {step.bank}>{step.slot}" for step in cut.plan.steps if step.op != "segment"]
     assert told == slot_order(scheduled.module)
-    names = {step.name.split(":")[0] for step in cut.plan.steps if step.op == "segment"}
-    assert names == set(_segments(cut.module))
+    calls = [step for step in cut.plan.steps if step.op == "segment"]
+    assert {step.name.split(":")[0] for step in calls} == set(_segments(cut.module))
+    for segment in cut.plan.segments:
+        mine = [step for step in calls if step.name.split(":")[0] == segment.name]
+        assert [f"{segment.name}: {use.layers}" if use.layers else segment.name for use in segment.uses] == [
+            step.name for step in mine
+        ]
+        assert all(step.cost == segment.cost for step in mine)
     # Nothing but segments, slot operations and their elements is left on the top level.
     assert {node.op for node in cut.module.graph.nodes} <= {"placeholder", "call_module", "call_function", "output"}
     assert not any("aten" in str(node.target) for node in cut.module.graph.nodes)

@@ -17,6 +17,7 @@ import moepass
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.blocks.sink_token_gather import is_lookup, with_lookup
 from moepass.passes.graph.nodes import is_call
+from moepass.passes.ir.segment import NotLowered
 from moepass.passes.segments.expert_program import GroupedGemm, NotByExpertError, RowWork, read_program
 from moepass.runtime.lowering import lower_experts
 from moepass.runtime.lowering.lower_segments import LOWERINGS, compile_with_inductor, decompositions
@@ -93,7 +94,7 @@ def segment_of(function: Callable[..., Inputs], *example: torch.Tensor) -> Graph
 def lowered(form: str) -> tuple[GraphModule, Callable[[list[torch.Tensor]], Inputs]]:
     segment = segment_of(FORMS[form], *inputs_for([3, 4, 6, 7], 0, form))
     found = lower_experts.lower_experts(segment, compile_with_inductor)
-    assert found is not None
+    assert isinstance(found, lower_experts.ExpertLoop)
     return segment, found
 
 
@@ -119,8 +120,11 @@ def test_no_rows_of_no_tokens_are_compiled_as_a_whole(form: str) -> None:
     table, *others = inputs_for([0] * EXPERTS, 0, form)
     inputs = (table[:0], *others)
     segment = segment_of(FORMS[form], *inputs)
-    assert lower_experts.lower_experts(segment, compile_with_inductor) is None
-    outputs = LOWERINGS["inductor"](segment)(*inputs)
+    lowered = LOWERINGS["inductor"](segment)
+    refusal = lowered.lowering.refusal
+    assert refusal is not None
+    assert (lowered.lowering.how, refusal.wanted, refusal.reason) == ("inductor", "expert_loop", "it has no rows")
+    outputs = lowered(*inputs)
     assert [output.shape for output in outputs] == [output.shape for output in segment(*inputs)]
 
 
@@ -144,6 +148,16 @@ def _rows_as_columns(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, d
 
 def _other_groups(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
     return (gemm(gemm(rows, up, ends), down, ends + 0),)
+
+
+def _computed_offsets(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    ends = ends + 0
+    return (gemm(gemm(rows, up, ends), down, ends),)
+
+
+def _more_than_a_gemm(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    rows, up, down = rows.bfloat16(), up.bfloat16(), down.bfloat16()
+    return (torch._grouped_mm(torch._grouped_mm(rows, up, ends), down, ends, out_dtype=torch.bfloat16),)
 
 
 def _computed_weights(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
@@ -170,15 +184,17 @@ def _two_results(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (_mixes_rows, "rows may depend on each other in cumsum"),
-        (_mean_of_rows, "rows may depend on each other in mean"),
-        (_rows_as_columns, "rows may depend on each other in"),
-        (_other_groups, "group rows in different ways"),
-        (_computed_weights, "it computes mul"),
-        (_shows_weights, "is not one dense row for each pair"),
-        (_half_of_the_rows, "rows may depend on each other in slice"),
-        (_two_results, "rows may depend on each other in frexp"),
-        (_transposed, "rows may depend on each other in permute"),
+        (_mixes_rows, "rows may depend on each other in `aten.cumsum.default`"),
+        (_mean_of_rows, "rows may depend on each other in `aten.mean.dim`"),
+        (_rows_as_columns, "rows may depend on each other in `aten.sum.dim_IntList`"),
+        (_other_groups, "group rows by different offsets"),
+        (_computed_offsets, "it computes where each expert's rows end (`aten.add.Tensor`)"),
+        (_computed_weights, "it computes `aten.mul.Tensor`, which all rows read"),
+        (_shows_weights, "its output `aten.permute.default` is not one dense row for each pair"),
+        (_half_of_the_rows, "rows may depend on each other in `aten.slice.Tensor`"),
+        (_two_results, "rows may depend on each other in `aten.frexp.Tensor`"),
+        (_transposed, "rows may depend on each other in `aten.permute.default`"),
+        (_more_than_a_gemm, "does more than multiply rows by the weights of their experts"),
     ],
 )
 def test_what_is_no_work_on_single_rows_is_compiled_as_a_whole(function: Callable[..., Inputs], reason: str) -> None:
@@ -187,9 +203,14 @@ def test_what_is_no_work_on_single_rows_is_compiled_as_a_whole(function: Callabl
     ends = torch.tensor([4, 4, 9, WIDTH + 3], dtype=torch.int32)
     up, down = torch.randn(EXPERTS, HIDDEN, WIDTH), torch.randn(EXPERTS, WIDTH, HIDDEN)
     segment = segment_of(function, rows, ends, up, down)
-    with pytest.raises(NotByExpertError, match=reason):
+    with pytest.raises(NotByExpertError) as raised:
         read_program(segment)
-    assert lower_experts.lower_experts(segment, compile_with_inductor) is None
+    refusal = lower_experts.lower_experts(segment, compile_with_inductor)
+    assert isinstance(refusal, NotLowered)
+    assert reason in refusal.reason
+    assert refusal.wanted == "expert_loop"
+    assert refusal.node == raised.value.node.name
+    assert raised.value.node.graph is segment.graph
 
 
 @pytest.mark.parametrize("streaming", [False, True])
