@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
+_Error = TypeVar("_Error", bound="MoepassError")
 _PLAIN = (bool, int, float, complex, str, bytes, PurePath)
 
 
@@ -43,6 +44,11 @@ class MoepassError(Exception):
         self.path = path
         self.rank = rank
         self.ranks = None if ranks is None else tuple(ranks)
+
+    @classmethod
+    def wrong(cls: type[_Error], name: str, value: object, expected: str) -> _Error:
+        """The error of a value that stands by itself: `NAME is VALUE; it must be EXPECTED`."""
+        return cls(f"{name} is {value!r}; it must be {expected}", name=name, value=value, expected=expected)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, {name: _portable(value) for name, value in vars(self).items()})

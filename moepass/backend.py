@@ -90,7 +90,12 @@ def asyncep(
     """
     parsed = parse_options(options)
     if mode not in (None, "default"):
-        raise InputError(f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}")
+        raise InputError(
+            f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}",
+            name="mode",
+            value=mode,
+            expected=(None, "default"),
+        )
     _refuse_training(example_inputs)
     notes = capture_notes(graph)
 

@@ -41,7 +41,11 @@ def attention_pairs(attention: Attention, sequence: Size, prefix: Size = 0) -> S
         return chunked_pairs(sequence, attention.window, prefix)
     if attention.kind in ("full", "sliding"):
         return causal_pairs(sequence, attention.window, prefix)
-    raise InputError(f"attention of kind {attention.kind!r} has a state and looks at no pairs of tokens")
+    raise InputError(
+        f"attention of kind {attention.kind!r} has a state and looks at no pairs of tokens",
+        name="kind",
+        value=attention.kind,
+    )
 
 
 def score_flops(pairs: Size, heads: Size, head_dim: Size, value_head_dim: Size) -> Size:

@@ -81,9 +81,19 @@ def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
     """
     entry = _file().models.get(name)
     if entry is None:
-        raise InputError(f"no preset is called {name!r}; there are {one_of(preset_names())}")
+        raise InputError(
+            f"no preset is called {name!r}; there are {one_of(preset_names())}",
+            name="preset",
+            value=name,
+            expected=tuple(preset_names()),
+        )
     if layers is not None and not 1 <= layers <= entry.layers:
-        raise InputError(f"layers is {layers}; {name} has 1 to {entry.layers}")
+        raise InputError(
+            f"layers is {layers}; {name} has 1 to {entry.layers}",
+            name="layers",
+            value=layers,
+            expected=range(1, entry.layers + 1),
+        )
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config: PreTrainedConfig = CONFIG_MAPPING[entry.model_type](**_values(entry, layers or entry.layers))

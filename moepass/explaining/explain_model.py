@@ -100,7 +100,9 @@ def explain(
     _check_numbers(batch, seq, tokens, slots, ranks)
     batch, seq = (1, tokens) if tokens is not None else (batch, seq)
     if home is not None and home not in HOMES:
-        raise InputError(f"home is {home!r}; it must be one of {', '.join(HOMES)}")
+        raise InputError(
+            f"home is {home!r}; it must be one of {', '.join(HOMES)}", name="home", value=home, expected=tuple(HOMES)
+        )
     if dtype is not None:
         dtype = short_dtype(dtype)
     found = explained_model(model, dtype)
@@ -189,7 +191,7 @@ def _check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, 
     numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
     for name, value in numbers.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InputError(f"{name} is {value!r}; it must be a whole number from 1 on")
+            raise InputError.wrong(name, value, "a whole number from 1 on")
     per_step = batch * seq if tokens is None else tokens
     what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
     check_limit(what, per_step, MOST_TOKENS, "share the texts out over several steps")
@@ -214,7 +216,10 @@ def _budget(machine: Hardware, wanted: float | None) -> float:
     if not 0 < wanted <= most:
         raise InputError(
             f"the memory budget is {wanted:.0f} bytes; a device of {machine.name} has {most:.0f}, so it must lie "
-            "between 1 and that"
+            "between 1 and that",
+            name="memory_budget",
+            value=wanted,
+            expected=(1, most),
         )
     return wanted
 

@@ -240,7 +240,8 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
             raise PlanError(
                 f"bank {read.bank_name} {place} and is read inside a "
                 "branch or loop of the graph, where nothing can complete it: keep these experts out of torch.cond and "
-                "its like, or in the memory of one process"
+                "its like, or in the memory of one process",
+                name=read.bank_name,
             )
         reason = "it is read inside a branch or loop of the graph, where no block is looked for: gathered synchronously"
         refusals.append(refused(node, reason, read.bank_name))

@@ -88,5 +88,8 @@ def _refuse_two_stores(module: GraphModule) -> None:
     }
     if len(stores) > 1:
         raise PlanError(
-            f"one graph reads the banks of {len(stores)} offload_experts calls; offload the whole model with one call"
+            f"one graph reads the banks of {len(stores)} offload_experts calls; offload the whole model with one call",
+            name="offload_experts",
+            value=len(stores),
+            expected=1,
         )

@@ -56,12 +56,14 @@ def _read_bank_tensor(
     if home == "disk":
         raise MoepassError(
             f"bank {bank_name} rests in files, which this graph cannot read: compile with backend='asyncep', or call "
-            "the model uncompiled"
+            "the model uncompiled",
+            name=bank_name,
         )
     if len(expert_bounds) > 2:
         raise MoepassError(
             f"bank {bank_name} lies in shards on {len(expert_bounds) - 1} ranks, and this graph sees one of them: "
-            "compile with backend='asyncep', or call the model uncompiled"
+            "compile with backend='asyncep', or call the model uncompiled",
+            name=bank_name,
         )
     nbytes = math.prod(shape) * dtype.itemsize
     return shard.narrow(0, offset_bytes, nbytes).to(device, copy=True).view(dtype).view(list(shape))
@@ -92,7 +94,9 @@ BANK_TENSOR = torch.ops.moepass.bank_tensor.default
 
 
 def _not_executable(name: str) -> NoReturn:
-    raise MoepassError(f"`{name}` stands in a graph that only the executor can run: bind the graph to a ring first")
+    raise MoepassError(
+        f"`{name}` stands in a graph that only the executor can run: bind the graph to a ring first", name=name
+    )
 
 
 def gather(shards: Sequence[torch.Tensor], *, bank: int) -> tuple[torch.Tensor, ...]:

@@ -52,7 +52,9 @@ def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResu
     if left:
         raise PlanError(
             f"{one_of(left)} would run as a synchronous gather, which no executor knows: do not disable pass schedule, "
-            "or disable rewrite and plan too"
+            "or disable rewrite and plan too",
+            name="disable",
+            value=sorted(context.disabled),
         )
     cut = cut_into_segments(module, plan.blocks)
     plan = dataclasses.replace(plan, steps=cut.steps, segments=cut.segments)
