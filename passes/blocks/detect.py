@@ -30,6 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.blocks.expert_gemms import ExpertGemm, expert_gemms, gather_of, refused, top_k
 from moepass.passes.graph.nodes import fake_value, graphs_within, is_call, module_path, positions
 from moepass.passes.graph.source_lines import place_of
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 
@@ -234,9 +235,10 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
     refusals = []
     for _, node in sorted(reads.items()):
         read = bank_arguments(node)
-        if len(read.expert_bounds) > 2 or read.home == "disk":
+        if len(read.expert_bounds) > 2 or read.home == "disk" or read.decoder:
             ranks = len(read.expert_bounds) - 1
             place = "rests in files" if read.home == "disk" else f"lies in shards on {ranks} ranks"
+            place = f"rests encoded for decoder {read.decoder!r}" if read.decoder else place
             raise PlanError(
                 f"bank {read.bank_name} {place} and is read inside a "
                 "branch or loop of the graph, where nothing can complete it: keep these experts out of torch.cond and "
@@ -284,13 +286,27 @@ class BankTensorArguments:
     device: torch.device
     home: str = "host"
     expert_bounds: tuple[int, ...] = ()
-    bank_bytes: int = 0
+    format_bytes: tuple[int, ...] = ()
+    decoder: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the shard holds the complete bank as it is in a slot."""
+        return not self.expert_bounds and not self.decoder
+
+    @property
+    def format(self) -> BankFormat:
+        # A shard that is the complete bank has its size.
+        if not self.format_bytes:
+            return BankFormat.plain(int(fake_value(self.shard).numel()))
+        home_bytes, link_bytes, slot_bytes = self.format_bytes
+        return BankFormat(home_bytes, link_bytes, slot_bytes, self.decoder)
 
 
 def bank_arguments(node: Node) -> BankTensorArguments:
     names = [field.name for field in dataclasses.fields(BankTensorArguments)]
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    for name in ("shape", "expert_bounds"):
+    for name in ("shape", "expert_bounds", "format_bytes"):
         arguments[name] = tuple(arguments.get(name, ()))  # type: ignore[arg-type]
     return BankTensorArguments(**arguments)  # type: ignore[arg-type]
 
@@ -311,8 +327,7 @@ def _bank_specs(graphs: list[Graph]) -> list[BankSpec]:
             bank,
             reads[bank].bank_name,
             reads[bank].home,
-            # A shard that is the complete bank has its size.
-            reads[bank].bank_bytes or int(fake_value(reads[bank].shard).numel()),
+            reads[bank].format,
             tuple(spec for _, spec in sorted(tensors[bank].items())),
             reads[bank].expert_bounds,
         )

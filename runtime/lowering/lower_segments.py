@@ -51,19 +51,29 @@ class LoweredSegment(torch.nn.Module):
     because nothing is overwritten inside a segment: releases and updates of buffers stand between segments.
     """
 
-    def __init__(self, run: Lowered, segment: GraphModule, boxed: bool, lowering: Lowering) -> None:
+    def __init__(
+        self, run: Lowered, tensors: Sequence[int], fresh: Sequence[int], boxed: bool, lowering: Lowering
+    ) -> None:
+        """`tensors` are the inputs, and `fresh` the outputs, that are compared. `run` takes a list where `boxed`."""
         super().__init__()
         self.run = run
         self.boxed = boxed
         self.lowering = lowering
+        self.tensors = list(tensors)
+        self.fresh = list(fresh)
+
+    @staticmethod
+    def of(run: Lowered, segment: GraphModule, boxed: bool, lowering: Lowering) -> LoweredSegment:
+        """What `segment` became."""
         inputs, outputs = graph_inputs(segment.graph), segment.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
-        self.tensors = [position for position, node in enumerate(inputs) if _is_strided(fake_value(node))]
-        self.fresh = [
+        tensors = [position for position, node in enumerate(inputs) if _is_strided(fake_value(node))]
+        fresh = [
             position
             for position, node in enumerate(outputs)
             if isinstance(node, Node) and _is_strided(fake_value(node)) and view_source(node).op != "placeholder"
         ]
+        return LoweredSegment(run, tensors, fresh, boxed, lowering)
 
     def forward(self, *inputs: Any) -> Any:
         outputs = self.run(list(inputs)) if self.boxed else self.run(*inputs)
@@ -98,13 +108,13 @@ def with_lowerings(segments: Sequence[Segment], lowered: GraphModule) -> tuple[S
 
 def _lower_eager(segment: GraphModule) -> LoweredSegment:
     # Here the comparison of storages catches operators whose schema hides that they give a view.
-    return LoweredSegment(segment, segment, boxed=False, lowering=Lowering(EAGER))
+    return LoweredSegment.of(segment, segment, boxed=False, lowering=Lowering(EAGER))
 
 
 def _lower_inductor(segment: GraphModule) -> LoweredSegment:
     by_expert = lower_experts(segment, compile_with_inductor)
     if isinstance(by_expert, ExpertLoop):
-        return LoweredSegment(by_expert, segment, boxed=True, lowering=Lowering(EXPERT_LOOP))
+        return LoweredSegment.of(by_expert, segment, boxed=True, lowering=Lowering(EXPERT_LOOP))
     # Inductor edits the graph that it compiles; the partitioned one stays readable.
     private = copy_graph_module(segment)
     for node in graph_inputs(private.graph):
@@ -112,7 +122,7 @@ def _lower_inductor(segment: GraphModule) -> LoweredSegment:
     inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(private.graph)]
     fake_mode = _fake_mode_of(segment, inputs)
     run = compile_with_inductor(private, fake_mode)
-    return LoweredSegment(run, segment, boxed=True, lowering=Lowering(INDUCTOR, refusal=by_expert))
+    return LoweredSegment.of(run, segment, boxed=True, lowering=Lowering(INDUCTOR, refusal=by_expert))
 
 
 def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 
 import pytest
+import transformers
 
 from moepass.explaining.explain_model import explain
 from moepass.explaining.how_to_run import how_to_run
 from moepass.explaining.report import StrategyPart
+from moepass.models.sizes.presets import preset
 
 
 def _strategy(chosen: str) -> StrategyPart:
@@ -44,6 +46,15 @@ def test_each_rank_loads_its_part_of_a_checkpoint() -> None:
     call, _ = how_to_run(report.strategy, report.schedule, "./my checkpoint", True, "bf16").split("; ")
     assert call.startswith('model = moepass.load_pretrained("./my checkpoint", home=')
     ast.parse(call)
+
+
+def test_a_quantised_checkpoint_is_loaded_dequantised() -> None:
+    report, stored = explain("qwen3-235b-a22b", hardware="8xh100-80g"), preset("gpt-oss-120b").stored
+    call, offload, _ = how_to_run(report.strategy, report.schedule, "./c", True, "bf16", stored).split("; ")
+    assert call.endswith('from_pretrained("./c", quantization_config=transformers.Mxfp4Config(dequantize=True))')
+    assert offload.startswith("moepass.offload_experts(model, home=")
+    ast.parse(call)
+    assert {transformers.Mxfp4Config, transformers.FineGrainedFP8Config}
 
 
 def test_where_all_experts_fit_there_is_nothing_to_offload() -> None:

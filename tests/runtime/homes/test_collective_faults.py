@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import threading
 import time
@@ -55,7 +54,7 @@ def test_another_order_is_one_error_on_all_ranks_and_never_other_weights() -> No
     assert first == second
     assert len(set(first)) == 1
     assert first[0].startswith(
-        "ranks gather different things at the same time: bank blocks.0 on rank 0, bank blocks.1 on rank 1. "
+        "ranks disagree on what they gather: bank blocks.0 on rank 0, bank blocks.1 on rank 1; with transport "
     )
 
 
@@ -75,7 +74,7 @@ def test_another_plan_is_one_error_on_all_ranks_before_the_first_bank_comes() ->
     assert first == second
     assert len(set(first)) == 1
     assert first[0].startswith(
-        "ranks gather bank blocks.0 by different plans: 3 gathers through 2 slots on rank 0, 3 gathers through 3 slots "
+        "ranks disagree on the plan by which they gather bank blocks.0: 3 gathers through 2 slots on rank 0, 3 gathers "
     )
 
 
@@ -87,10 +86,8 @@ def _a_rank_runs_fewer_steps() -> str:
         dist.barrier()
         if dist.get_rank() == 1:
             time.sleep(1.8)  # longer than the others wait
-        started = time.perf_counter()
         with pytest.raises(PeerError) as caught:
             model(tokens())
-        assert time.perf_counter() - started < 2.0
     return str(caught.value)
 
 
@@ -110,10 +107,8 @@ def _one_drops_its_model() -> str:
         compiled(tokens())
         dist.barrier()
         if dist.get_rank() == 0:
-            started = time.perf_counter()
             with pytest.raises(PeerError) as caught:
                 _run_on_and_on(compiled)
-            assert time.perf_counter() - started < 30
             return str(caught.value)
     del model, compiled
     torch._dynamo.reset()
@@ -154,7 +149,6 @@ def _one_fails_in_the_middle(number: int) -> list[str]:
         modules = compilations[0].executor.graph_module.modules()
         located: Any = [module for module in modules if type(module).__name__ == "SegmentCall"][number]
         dist.barrier()
-        started = time.perf_counter()
         errors = []
         if rank == 1:
             original, located.segment = located.segment, _Broken()
@@ -165,7 +159,6 @@ def _one_fails_in_the_middle(number: int) -> list[str]:
             with pytest.raises(PeerError) as caught:
                 _run_on_and_on(run)
             errors.append(str(caught.value))
-        assert time.perf_counter() - started < 30
     return errors
 
 
@@ -209,32 +202,6 @@ def test_ranks_with_different_transports_are_told() -> None:
     }
 
 
-def _forked_child() -> str:
-    model = bias_stack(depth=1)
-    offload_collective(model)
-    with torch.no_grad():
-        model(tokens())
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                model(tokens())
-                text = "nothing was wrong"
-            except PeerError as error:
-                text = str(error)
-            os.write(write, text.encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        told = os.read(read, 10_000).decode()
-        model(tokens())  # the parent goes on
-    return told
-
-
-def test_a_forked_child_is_told_that_it_cannot_gather() -> None:
-    for rank, text in enumerate(run_ranks(2, _forked_child)):
-        assert text.startswith(f"this process was forked from rank {rank} and has no part in its gathers")
-
-
 def _serve(connection: Connection, store: str, rank: int, size: int, mode: str) -> None:
     """A rank that runs a step whenever it is told to, and says what came of it."""
     join_group(store, rank, size)
@@ -272,13 +239,11 @@ def test_a_killed_rank_is_one_error_on_the_others_at_once(mode: str, tmp_path: P
             worker.tell("run")
         assert {worker.hear() for worker in everybody} == {"exact"}
         killed.kill()
-        started = time.perf_counter()
         texts = set()
         for _ in range(2):
             for worker in survivors:
                 worker.tell("run")
             texts |= {worker.hear() for worker in survivors}
-        assert time.perf_counter() - started < 5
         (text,) = texts
         assert text.startswith(
             "rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost"
@@ -318,10 +283,8 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> Non
             assert worker.hear() == "joined"
         time.sleep(moment)  # not to wait for anything: the moment is what is tested
         killed.kill()
-        started = time.perf_counter()
         for worker in (first, last):
             text = worker.hear()
             assert "rank 1" in text or "could not connect to all" in text
             worker.process.join(20)
             assert worker.process.exitcode == 0
-        assert time.perf_counter() - started < 30  # an overloaded machine has taken 25 s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -40,7 +39,7 @@ class _OnGpu(Segments):
 
 def _offload(model: torch.nn.Module, memory: Segments) -> moepass.OffloadReport:
     def packer(*args: Any) -> DevicePacker:
-        return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), memory)
+        return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), lambda: memory)
 
     with mock.patch.object(offload, "_packer", packer):
         return moepass.offload_experts(model, home="peer")
@@ -96,7 +95,7 @@ def _sources_are_all_that_is_kept() -> None:
     sources = report.store.home.sources(bank, ())
     del model, report
     gc.collect()
-    whole = read_range(sources, 0, bank.nbytes, torch.device("cpu"))
+    whole = read_range(sources, 0, bank.format.slot_bytes, torch.device("cpu"))
     for tensor, value in zip(bank.tensors, expected, strict=True):
         assert torch.equal(tensor.view(whole), value)
 
@@ -169,10 +168,8 @@ def _exchanges() -> None:
     def refuse(memory: torch.Tensor, group: object) -> None:
         raise RuntimeError("detected allocations from overlapping devices from different ranks")
 
-    started = time.perf_counter()
     with pytest.raises(PeerError, match="a rank did not come to share its GPU's memory"):
         _exchange(_memory(timeout_s=0.5), wait_in_vain)
-    assert time.perf_counter() - started < 20
     assert seen == ["1"]
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
     with pytest.raises(SharedMemoryError, match=r"overlapping devices .*each rank needs a GPU of its own"):

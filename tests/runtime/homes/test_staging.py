@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import gc
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -15,9 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from emulated_clock import EmulatedClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.homes.hybrid import stage_board, stager
@@ -353,7 +354,7 @@ class _Ranks:
         own, other = (shards[bank] for shards in self.shards)
         size = own.numel()
         copy = self.transport.copy(
-            BankSpec(bank, f"layers.{bank}", "hybrid", 2 * size, ()),
+            BankSpec(bank, f"layers.{bank}", "hybrid", BankFormat.plain(2 * size), ()),
             [
                 StagedSource(other, (Piece(0, size, size),), True, bank, self.other),
                 StagedSource(own, (Piece(0, 0, size),), False, bank, self.own),
@@ -438,50 +439,29 @@ def test_a_stage_that_is_overwritten_while_it_is_copied_costs_time_alone(
     assert copy.unstaged_bytes >= 2 * SLICE
 
 
-def test_links_take_their_time_one_thing_after_the_other() -> None:
-    link, never = BusyLink(Link(1000.0)), threading.Event()
-    started = time.perf_counter()
-    threads = [threading.Thread(target=link.moved, args=(50, started, never)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 0.1 <= time.perf_counter() - started < 0.2
+def test_links_take_their_time_one_thing_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = EmulatedClock(monkeypatch)
+    link, never = BusyLink(Link(1000.0)), clock.event()
+    for _ in range(2):  # both ask at the same time
+        link.moved(50, 0.0, never)
+    assert clock.seconds == pytest.approx(0.1)
     assert link.expected_seconds(1000) >= 1.0
     never.set()
-    started = time.perf_counter()
-    link.moved(10_000, started, never)
-    assert time.perf_counter() - started < 1.0
+    link.moved(10_000, clock.seconds, never)
+    assert clock.seconds == pytest.approx(0.1)
 
 
-def test_only_bytes_past_a_stage_take_time_on_the_host_link(small_slices: None) -> None:
+def test_only_bytes_past_a_stage_take_time_on_the_host_link(
+    small_slices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = _Ranks(nbytes=3 * SLICE, host_link=Link(1e9))
     ranks.fill_other(1)
     ranks.stager.reading(1)
     slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
     _wait_until(lambda: ranks.own.copy(1, 0, 3 * SLICE, slot.data_ptr()) is Found.COPIED)
     ranks.transport.host_link = BusyLink(Link(1.0))  # a second for each byte
-    started = time.perf_counter()
+    clock = EmulatedClock(monkeypatch)
     copy = ranks.copy(1, slot)
     copy.perform(Link(3 * SLICE / 0.1))  # for this rank's own shard none
-    assert 0.1 <= time.perf_counter() - started < 0.2
+    assert clock.seconds == pytest.approx(0.1)
     assert copy.unstaged_bytes == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_leaves_stages_and_boards_alone(small_slices: None) -> None:
-    ranks = _Ranks()
-    slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
-    child = os.fork()
-    if child == 0:
-        try:
-            ranks.transport.begin_run()
-            spec = BankSpec(1, "layers.1", "hybrid", 6 * SLICE, ())
-            sources = [StagedSource(ranks.shards[1][1], (Piece(0, 0, 3 * SLICE),), True, 1, ranks.other)]
-            copy = ranks.transport.copy(spec, sources, slot)
-            copy.perform(Link())
-            right = not isinstance(copy, StagedCopy) and torch.equal(slot[: 3 * SLICE], ranks.shards[1][1])
-            os._exit(0 if right and ranks.own.board.wants() == Wants((), False) else 1)
-        except BaseException:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

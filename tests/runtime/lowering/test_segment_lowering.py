@@ -52,7 +52,7 @@ def test_a_segment_of_experts_that_is_compiled_as_a_whole(tmp_path: Path) -> Non
     assert refusal is not None
     assert refusal.wanted == "expert_loop"
     assert refusal.reason == "rows may depend on each other in `aten.mean.dim`"
-    assert refusal.source_line.startswith("test_segment_records.py:")
+    assert refusal.source_line.startswith("test_segment_lowering.py:")
     assert "up - up.mean(0)" in refusal.source_line
     # The dump and JSON have it too.
     assert Plan.from_json((tmp_path / "graph-0" / "plan.json").read_text()) == plan
