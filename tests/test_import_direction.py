@@ -21,8 +21,9 @@ MOST_FILES = 15
 # in EVERYWHERE, or import whatever they like and are imported by other folders alone.
 _BANKS = ("transfer", "kernels", "system")
 _HOMES = ("banks", "ranks", *_BANKS)
-_OFFLOAD = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
-_EXECUTE = ("lowering", *_OFFLOAD)
+_EVERY_HOME = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
+_OFFLOAD = ("profiles", *_EVERY_HOME)
+_EXECUTE = ("lowering", *_EVERY_HOME)
 _GRAPH = ("graph", "ir")
 ROOMS = {
     "models": {
@@ -54,6 +55,7 @@ ROOMS = {
     },
     "runtime": {
         "system": (),
+        "profiles": ("system",),
         "ranks": ("system",),
         "transfer": ("kernels", "system"),
         "banks": _BANKS,
@@ -70,10 +72,9 @@ ROOMS = {
         "serving": ("execute", "offload", "ranks"),
     },
     "moepass": {
-        "profiles": (),
-        "explaining": ("profiles",),
-        "cli": ("profiles", "explaining", ""),
-        "": ("profiles", "explaining"),
+        "explaining": (),
+        "cli": ("explaining", ""),
+        "": ("explaining",),
     },
 }
 # The version, errors, limits and the private parts of torch.
@@ -239,7 +240,7 @@ def test_nothing_unpickles_or_evaluates_what_others_brought() -> None:
         ("runtime", "transfer", "from moepass.runtime.homes import peers"),
         ("runtime", "homes", "from moepass.runtime.homes.disk import disk_home"),
         ("runtime", "execute", "from moepass.runtime import serving"),
-        ("moepass", "profiles", "from moepass.backend import asyncep"),
+        ("moepass", "explaining", "from moepass.backend import asyncep"),
     ],
 )
 def test_the_check_sees_imports_that_point_up(folder: str, room: str, source: str) -> None:

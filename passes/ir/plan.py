@@ -27,6 +27,7 @@ import torch
 from moepass.models.errors import MoepassError
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
+from moepass.passes.ir.decisions import Decisions
 from moepass.passes.ir.segment import Segment
 
 PLAN_SCHEMA = "moepass.plan/2"
@@ -331,7 +332,9 @@ class Plan:
 
     `cost` is that of the whole graph, in its sizes; `sizes` are these by name, with the values at capture. Operators
     in `uncosted` count with their memory traffic only, because nobody knows what they compute. Without `dispatch` every
-    run follows the schedule. `replicated` are inputs of the graph that must hold the same on all ranks.
+    run follows the schedule. `replicated` are inputs of the graph that must hold the same on all ranks. `sequences` are
+    the number of sequences and the tokens of each, as expressions in the graph's sizes; empty where no input shows
+    them. `decisions` are those of the planner, for the sizes at capture.
     """
 
     schema: str = PLAN_SCHEMA
@@ -351,6 +354,8 @@ class Plan:
     sizes: tuple[tuple[str, int], ...] = ()
     uncosted: tuple[str, ...] = ()
     dispatch: Dispatch | None = None
+    sequences: tuple[str, ...] = ()
+    decisions: Decisions | None = None
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()

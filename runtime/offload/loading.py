@@ -12,6 +12,7 @@ place in the bank.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections import deque
@@ -32,6 +33,7 @@ from moepass.models.checkpoint.unread_tensors import UnreadTensor, unread
 from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
+from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.homes.disk.disk_home import streams_as_it_is
 from moepass.runtime.homes.peer_home import weights_digest
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
@@ -45,8 +47,12 @@ from moepass.runtime.offload.offload import (
     expert_parameters,
     find_expert_modules,
     offload_experts,
+    place_experts,
+    resolve_device,
+    route_of,
     split_layers,
 )
+from moepass.runtime.offload.placement import PlanWish
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.ranks.agree import Topic, agree
 
@@ -64,7 +70,7 @@ def load_pretrained(
     home: str = "host",
     group: ProcessGroup | None = None,
     device: torch.device | str | None = None,
-    slots: int = 2,
+    slots: int | None = None,
     link: str = "real",
     dtype: torch.dtype | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -77,6 +83,9 @@ def load_pretrained(
     stages: int = DEFAULT_STAGES,
     host_link: str = "real",
     resident_layers: Sequence[int] = (),
+    memory_budget: str | float | None = None,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
+    tokens: int | tuple[int, int] | None = None,
 ) -> PreTrainedModel:
     """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
 
@@ -93,9 +102,9 @@ def load_pretrained(
     the process by SIGBUS.)
 
     `dtype` None keeps what the checkpoint says. `device` is where the model computes, by default the CPU; `slots`,
-    `link`, `timeout_s`, `transport`, `resident_bytes`, `stages`, `host_link` and `resident_layers` are those of
-    `offload_experts`. Ranks wait `timeout_s` for each other before and after they read their experts: give more than
-    what one rank may need longer than another.
+    `link`, `timeout_s`, `transport`, `resident_bytes`, `stages`, `host_link`, `resident_layers`, `memory_budget`,
+    `hardware` and `tokens` are those of `offload_experts`. Ranks wait `timeout_s` for each other before and after they
+    read their experts: give more than what one rank may need longer than another.
 
     On a terminal rank 0 shows a progress bar. `progress(bytes_read, bytes_in_all)` is called instead, on any rank that
     gives it.
@@ -113,6 +122,12 @@ def load_pretrained(
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
             residents = Residents(resident_bytes, resident_layers)
             plan = _plan(path, dtype, experts_implementation, residents)
+            if memory_budget is not None:
+                # As offload_experts will decide it: the weights that stay are read as dense ones are.
+                route = route_of(home, resolve_device(plan.model, device), group, transport, link, host_link, stages)
+                wish = PlanWish(memory_budget, hardware, tokens)
+                placement = place_experts(plan.model, wish, route, residents, slots)
+                plan = dataclasses.replace(plan, residents=placement.residents)
             own_bytes = plan.own_bytes(rank, ranks, home)
             if meeting is not None:
                 deque(agree(meeting, _CHECKPOINT, plan.topics()), maxlen=0)
@@ -133,6 +148,9 @@ def load_pretrained(
                 stages,
                 host_link,
                 resident_layers,
+                memory_budget,
+                hardware,
+                tokens,
             )
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
@@ -214,7 +232,8 @@ class _Plan:
         samples = {stored.tensor.key: self.files.read(stored.tensor)[None] for stored in sources}
         dense = weights_digest(dict(sorted(samples.items())))
         self.files.close()
-        layers, checkpoint = sorted(self.residents.layers), "give every rank the same checkpoint"
+        checkpoint = "give every rank the same checkpoint"
+        layers = sorted(self.residents.layers) if self.residents.layers else list(self.residents.paths)
         return [
             # First: they decide which weights count as dense.
             Topic("resident_bytes", self.residents.nbytes, "give every rank the same resident_bytes"),

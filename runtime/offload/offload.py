@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError, OptionError, one_of
+from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import BankedParameter, bank_parameters, banked_parameters, move_as_a_whole
 from moepass.runtime.banks.banks import Bank, BankStore, pack_bank
 from moepass.runtime.homes.collective import CollectiveTransport, make_transport
@@ -22,6 +24,7 @@ from moepass.runtime.homes.disk.disk_home import DiskPacker
 from moepass.runtime.homes.hybrid.hybrid_home import HybridPacker
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
+from moepass.runtime.offload.placement import BankRoute, Placement, PlanWish, place
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import parse_link
@@ -92,6 +95,38 @@ def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list
     return {path: modules for path, modules in banks.items() if path not in resident}, resident
 
 
+def place_experts(
+    model: nn.Module, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
+) -> Placement:
+    """What stays of `model` and how many slots there are. Raises as `place`."""
+    banks = _in_banks(find_expert_modules(model))
+    return place(
+        model, {path: expert_parameters(modules[0]) for path, modules in banks.items()}, wish, route, residents, slots
+    )
+
+
+def route_of(
+    home: str,
+    device: torch.device,
+    group: ProcessGroup | None,
+    transport: str | None,
+    link: str,
+    host_link: str,
+    stages: int,
+) -> BankRoute:
+    """How banks travel, as the planner needs to know it."""
+    is_spread = home in SPREAD_HOMES and dist.is_available() and dist.is_initialized()
+    names = {
+        "host": {"host": link},
+        "peer": {"peer": link},
+        "hybrid": {"peer": link, "host": host_link},
+        "disk": {"disk": link},
+    }
+    rates = {name: parse_link(text).bytes_per_s for name, text in names[home].items()}
+    emulated = {name: rate for name, rate in rates.items() if rate is not None}
+    return BankRoute(home, device, dist.get_world_size(group) if is_spread else 1, transport or PULL, emulated, stages)
+
+
 def _in_banks(found: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
     """The modules of each bank, by the path of the first: more than one where they share all of its parameters."""
     banks: dict[tuple[tuple[str, int], ...], tuple[str, list[nn.Module]]] = {}
@@ -138,7 +173,7 @@ def offload_experts(
     model: nn.Module,
     home: str = "host",
     device: torch.device | str | None = None,
-    slots: int = 2,
+    slots: int | None = None,
     link: str = "real",
     group: ProcessGroup | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -149,10 +184,14 @@ def offload_experts(
     stages: int = DEFAULT_STAGES,
     host_link: str = "real",
     resident_layers: Sequence[int] = (),
+    memory_budget: str | float | None = None,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
+    tokens: int | tuple[int, int] | None = None,
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
-    Compiled with backend "asyncep" the gathers are prefetched through a ring of `slots` slots. `device` defaults to
+    Compiled with backend "asyncep" the gathers are prefetched through a ring of `slots` slots, 2 where neither they nor
+    a memory budget are given. `device` defaults to
     the device of the model's other parameters; `link="emulate:BYTES_PER_S"` makes transfers take that long (CPU only).
     The model is changed in place. Its parameters are not: a model that shares them keeps them. Layers that share all
     parameters of their experts share a bank. The state_dict holds the experts as before, as views of the banks, and
@@ -161,6 +200,15 @@ def offload_experts(
     The first layers whose complete experts fit into `resident_bytes` together stay what they are, ordinary parameters,
     on every rank. That is memory well spent: the stream has their compute time to begin with. `resident_layers` names
     the layers that stay instead, by the numbers in their modules' paths: those that `moepass explain` found best.
+
+    With `memory_budget` the planner decides which layers stay, and how many slots there are unless `slots` says so: the
+    fastest step whose memory fits. A budget is bytes, or text such as "6GB" or "512MiB", on `device` for this process:
+    dense weights, layers that stay, slots, staging buffers, this rank's shards where they lie there, and activations of
+    `tokens`. `tokens` are those of a step that is planned for: a number, or the number of sequences and the tokens of
+    each; one sequence of 4096 by default. `hardware` is the machine that it is planned for, a preset or a profile; by
+    default that which `moepass calibrate` has stored for this machine. Where there is none, or where the sizes of the
+    model's family are not known, nothing is predicted, and layers that stay are spread evenly over the model. Banks at
+    rest in host memory or in files do not count, even where the device is the CPU.
 
     home="host": complete banks in memory of this process.
     home="peer": each rank of `group` (default: all ranks of torch.distributed, which must be initialised) keeps 1/N of
@@ -199,14 +247,23 @@ def offload_experts(
     if home not in HOMES:
         raise OptionError(f"home is {home!r}; it must be one of {one_of(HOMES)}")
     check_transport_of(home, transport)
-    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
         raise OptionError(f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation")
-    residents = Residents(resident_bytes, resident_layers)
+    given = Residents(resident_bytes, resident_layers)
     _check_staging(home, stages, host_link)
-    banks, resident = split_layers(model, residents)
-    if resident and not banks:
-        raise InputError(residents.complaint(len(resident)))
-    if not banks:
+    compute_device = resolve_device(model, device)
+    placement = place_experts(
+        model,
+        PlanWish(memory_budget, hardware, tokens),
+        route_of(home, compute_device, group, transport, link, host_link, stages),
+        given,
+        slots,
+    )
+    slots = placement.slots
+    banks, resident = split_layers(model, placement.residents)
+    if resident and not banks and given.is_given:
+        raise InputError(given.complaint(len(resident)))
+    if not banks and not resident:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())
         reason = (
             "they were offloaded before"
@@ -215,7 +272,6 @@ def offload_experts(
             "have, or one holds matrices with different numbers of experts"
         )
         raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
-    compute_device = resolve_device(model, device)
     parsed_link = parse_link(link)
     if home == "hybrid":
         moved_by: Transport = StagedPull(parse_link(host_link, "host_link"))
@@ -223,6 +279,9 @@ def offload_experts(
         moved_by = make_transport(transport or PULL, parsed_link)
     packer = _packer(home, compute_device, group, timeout_s, bank_folder, page_cache, moved_by, stages)
     store = BankStore(compute_device, slots, parsed_link, packer.home)
+    store.placed = placement.placed
+    if not banks:  # all of them fit into the memory budget
+        return OffloadReport(store, home, (), 0, 0, resident)
     with torch.inference_mode(False), torch.no_grad():
         packer.agree({path: expert_parameters(modules[0]) for path, modules in banks.items()})
         for index, (path, modules) in enumerate(banks.items()):
@@ -359,7 +418,20 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 __all__ = [
-    "DEFAULT_STAGES", "HOMES", "SPREAD_HOMES", "BankedParameter", "HostPacker", "OffloadReport", "Packer",
-    "check_device", "check_transport_of", "expert_parameters", "find_expert_modules", "offload_experts",
-    "resolve_device", "split_layers",
+    "DEFAULT_STAGES",
+    "HOMES",
+    "SPREAD_HOMES",
+    "BankedParameter",
+    "HostPacker",
+    "OffloadReport",
+    "Packer",
+    "check_device",
+    "check_transport_of",
+    "expert_parameters",
+    "find_expert_modules",
+    "offload_experts",
+    "place_experts",
+    "resolve_device",
+    "route_of",
+    "split_layers",
 ]  # fmt: skip
