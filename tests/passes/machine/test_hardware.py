@@ -300,7 +300,7 @@ def test_what_a_machine_does_not_have() -> None:
         times.gather_seconds(H100, BANK_BYTES, "cloud")
     with refused(InputError, name="transport", value="push"):
         times.gather_seconds(H100, BANK_BYTES, "peer", "push")
-    with refused(InputError, name="dtype", value="fp8", expected=("bf16", "fp16")):
+    with refused(InputError, name="dtype", value="fp8", expected=("bf16", "fp32", "fp16")):
         times.gemm_seconds(load_hardware("a100-80g"), "fp8", 1, 1, 1)
     with refused(InputError, name="dtype", value="int3"):
         times.gemm_seconds(H100, "int3", 1, 1, 1)
