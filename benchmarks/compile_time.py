@@ -93,7 +93,8 @@ def start(repeats: int = 3, threads: int = 1) -> None:
         "moepass score demo, one text (s)",
         ["start", "wall", "processors"],
         rows,
-        f"second / first {median_and_spread(ratios)}; at most {MOST_OF_FIRST_START}, with equal answers: {verdict(holds)}",
+        f"second / first {median_and_spread(ratios)}; at most {MOST_OF_FIRST_START}, with equal answers: "
+        f"{verdict(holds)}",
     )
     if not holds:
         raise typer.Exit(1)

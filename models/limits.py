@@ -51,13 +51,13 @@ MOST_JSON_DEPTH = 64
 
 
 class TooLargeError(InputError):
-    """Something from outside is beyond a limit of `moepass.models.limits`."""
+    """Something from outside is beyond a limit of `moepass.models.limits`, which is `expected`."""
 
 
 def check_limit(name: str, value: float, most: float, advice: str) -> None:
     """Raise TooLargeError, which gives `advice`, where `value` is beyond `most`."""
     if value > most:
-        raise TooLargeError(f"{name} is {value}; the limit is {most}: {advice}")
+        raise TooLargeError(f"{name} is {value}; the limit is {most}: {advice}", name=name, value=value, expected=most)
 
 
 def read_limited(file: Path, most_bytes: int) -> bytes:
@@ -66,7 +66,12 @@ def read_limited(file: Path, most_bytes: int) -> bytes:
         data = opened.read(most_bytes + 1)
     if len(data) > most_bytes:
         size = max(file.stat().st_size, len(data))  # a device says 0, and has no end
-        raise TooLargeError(f"{file} has {size} bytes or more; the limit is {most_bytes} for a file of its kind")
+        raise TooLargeError(
+            f"{file} has {size} bytes or more; the limit is {most_bytes} for a file of its kind",
+            path=file,
+            value=size,
+            expected=most_bytes,
+        )
     return data
 
 
@@ -74,9 +79,14 @@ def check_wait(name: str, seconds: object) -> None:
     """Raise OptionError where `seconds` is no time that ranks could wait for each other."""
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0:  # type: ignore[operator]
-        raise OptionError(f"{name} is {seconds!r}; it must be a number of seconds above 0")
+        raise OptionError.wrong(name, seconds, "a number of seconds above 0")
     if seconds > MOST_WAIT_SECONDS:  # type: ignore[operator]
-        raise OptionError(f"{name} is {seconds!r}; the limit is {MOST_WAIT_SECONDS:g} seconds")
+        raise OptionError(
+            f"{name} is {seconds!r}; the limit is {MOST_WAIT_SECONDS:g} seconds",
+            name=name,
+            value=seconds,
+            expected=MOST_WAIT_SECONDS,
+        )
 
 
 def decode_json(data: bytes | str, kind: Any = Any) -> Any:
@@ -84,7 +94,7 @@ def decode_json(data: bytes | str, kind: Any = Any) -> Any:
     try:
         value = msgspec.json.decode(data, type=kind)
     except RecursionError:
-        raise InputError(f"it is nested deeper than {MOST_JSON_DEPTH} levels") from None
+        raise InputError(f"it is nested deeper than {MOST_JSON_DEPTH} levels", expected=MOST_JSON_DEPTH) from None
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise InputError(str(error)) from error
     opening = data.count(b"[") + data.count(b"{") if isinstance(data, bytes) else data.count("[") + data.count("{")
@@ -99,5 +109,5 @@ def _check_depth(value: Any) -> None:
     while level := [outer for outer in level if isinstance(outer, (dict, list, tuple))]:
         depth += 1
         if depth > MOST_JSON_DEPTH:
-            raise InputError(f"it is nested deeper than {MOST_JSON_DEPTH} levels")
+            raise InputError(f"it is nested deeper than {MOST_JSON_DEPTH} levels", expected=MOST_JSON_DEPTH)
         level = [part for outer in level for part in (outer.values() if isinstance(outer, dict) else outer)]

@@ -40,7 +40,7 @@ from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.execute.dispatching import CapturedFallback
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.execute.run_report import RunReport, run_report
-from moepass.runtime.lowering.lower_segments import decompositions, lower_segments
+from moepass.runtime.lowering.lower_segments import decompositions, lower_segments, with_lowerings
 from moepass.runtime.lowering.vector_check import vector_check
 from moepass.runtime.ranks.eager_watch import eager_watch
 from moepass.runtime.ranks.rendezvous import PeerError
@@ -115,7 +115,12 @@ def asyncep(
     """
     parsed = parse_options(options)
     if mode not in (None, "default"):
-        raise InputError(f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}")
+        raise InputError(
+            f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}",
+            name="mode",
+            value=mode,
+            expected=(None, "default"),
+        )
     _refuse_training(example_inputs)
     notes = capture_notes(graph)
 
@@ -172,6 +177,11 @@ def _compile(
     if before_lowering is not None:
         before_lowering()
     lowered = lower_segments(result.module, options.lower)
+    result = dataclasses.replace(
+        result, plan=dataclasses.replace(result.plan, segments=with_lowerings(result.plan.segments, lowered))
+    )
+    if dump:
+        dump.write_plan(result.plan)  # again: now it says how segments were lowered
     ring = None
     if store and result.plan.slot_stays:
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
@@ -227,6 +237,9 @@ def _log(plan: Plan) -> None:
         logger.info("dispatch: %s", plan.dispatch.reason)
     for refusal in plan.refusals:
         logger.info("refused %s", refusal)
+    for segment in plan.segments:
+        if segment.lowering is not None and segment.lowering.refusal is not None:
+            logger.info("%s (%s): %s", segment.name, segment.role, segment.lowering.refusal)
 
 
 def _store_of(captured: GraphModule) -> BankStore | None:

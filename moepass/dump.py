@@ -27,7 +27,9 @@ class GraphDump:
             self.folder = Path(folder) / name
             self.folder.mkdir()
         except OSError as error:
-            raise OptionError(f"option dump is {folder!r}, which cannot be written: {error.strerror}") from error
+            raise OptionError(
+                f"option dump is {folder!r}, which cannot be written: {error.strerror}", name="dump", value=folder
+            ) from error
         self._count = 0
 
     def __call__(self, name: str, module: GraphModule, plan: Plan) -> None:

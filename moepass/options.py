@@ -73,13 +73,17 @@ class Options:
             if value is not None:
                 raise OptionError(
                     f"option {name} is {value!r}, but the experts of this model were offloaded: no rank computes for "
-                    "another, so there is no exchange that a run could keep; leave the option out"
+                    "another, so there is no exchange that a run could keep; leave the option out",
+                    name=name,
+                    value=value,
                 )
         for name in ("slots", "link", "timeout_s", "transport"):
             if getattr(self, name) is not None:
                 raise OptionError(
                     f"option {name} is {getattr(self, name)!r}, but the experts of this model were offloaded: give "
-                    f"{name} to offload_experts"
+                    f"{name} to offload_experts",
+                    name=name,
+                    value=getattr(self, name),
                 )
 
 
@@ -91,24 +95,29 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise OptionError(f"option {name!r} is unknown; {hint}the options are {', '.join(known)}")
+            raise OptionError(
+                f"option {name!r} is unknown; {hint}the options are {', '.join(known)}",
+                name=name,
+                value=given[name],
+                expected=known,
+            )
     lower = given.get("lower", Options.lower)
     if not isinstance(lower, str) or lower not in LOWERINGS:
-        raise OptionError(f"option lower is {lower!r}; it must be one of {one_of(LOWERINGS)}")
+        raise _wrong("lower", lower, f"one of {one_of(LOWERINGS)}")
     disable = given.get("disable", ())
     if not isinstance(disable, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in disable):
-        raise OptionError(f"option disable is {disable!r}; it must be a list of pass names")
+        raise _wrong("disable", disable, "a list of pass names")
     if lower != "eager" and "partition" in disable:
         raise OptionError(f"option disable has 'partition', but lower={lower!r} compiles segments; use lower='eager'")
     debug = given.get("debug", Options.debug)
     if not isinstance(debug, bool):
-        raise OptionError(f"option debug is {debug!r}; it must be True or False")
+        raise _wrong("debug", debug, "True or False")
     dump = given.get("dump")
     if dump is not None and not isinstance(dump, (str, bytes)) and not hasattr(dump, "__fspath__"):
-        raise OptionError(f"option dump is {dump!r}; it must be the path of a folder")
+        raise _wrong("dump", dump, "the path of a folder")
     slots = given.get("slots")
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
-        raise OptionError(f"option slots is {slots!r}; it must be a number from 1 on, 2 to overlap")
+        raise _wrong("slots", slots, "a number from 1 on, 2 to overlap")
     timeout_s = given.get("timeout_s")
     if timeout_s is not None:
         check_wait("option timeout_s", timeout_s)
@@ -122,7 +131,9 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     if below is not None and (not isinstance(below, int) or isinstance(below, bool) or not 1 <= below <= LARGEST_EXACT):
         raise OptionError(
             f"option all_to_all_below is {below!r}; it must be a number of tokens per rank from 1 to {LARGEST_EXACT}, "
-            "or None"
+            "or None",
+            name="all_to_all_below",
+            value=below,
         )
     hardware = _hardware(given.get("hardware"), below)
     folder = None if dump is None else os.fsdecode(dump)
@@ -135,10 +146,17 @@ def _hardware(given: object, below: object) -> Hardware | None:
     elif isinstance(given, (str, os.PathLike)):
         machine = load_hardware(given)
     else:
-        raise OptionError(f"option hardware is {given!r}; it must be a preset such as 8xh100-80g, or a profile's file")
+        raise _wrong("hardware", given, "a preset such as 8xh100-80g, or a profile's file")
     if machine is not None and below is not None:
         raise OptionError(
             f"options all_to_all_below is {below!r} and hardware {machine.name!r}, by which it would be computed: give "
-            "one of both"
+            "one of both",
+            name="all_to_all_below",
+            value=below,
         )
     return machine
+
+
+def _wrong(name: str, value: object, expected: str) -> OptionError:
+    text = f"option {name} is {value!r}; it must be {expected}"
+    return OptionError(text, name=name, value=value, expected=expected)

@@ -97,7 +97,9 @@ class CheckpointFiles:
             stored = self._opened(tensor.file).get_slice(tensor.key)
             found: torch.Tensor = stored[...] if rows is None else stored[rows.start : rows.stop]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{tensor.key} cannot be read from {tensor.file}: {error}") from error
+            raise CheckpointError(
+                f"{tensor.key} cannot be read from {tensor.file}: {error}", name=tensor.key, path=tensor.file
+            ) from error
         if self.on_read is not None:
             self.on_read(found.nbytes)
         return found
@@ -124,7 +126,7 @@ class CheckpointFiles:
             try:
                 self._handle = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file} is truncated or no safetensors file: {error}") from error
+                raise CheckpointError(f"{file} is truncated or no safetensors file: {error}", path=file) from error
             # Before and after: then this is what was opened.
             self._stamps.check(file)
             self._open_file = file
@@ -137,5 +139,11 @@ class CheckpointFiles:
 def _dtype(file: Path, key: str, stored: Any) -> torch.dtype:
     name = stored.get_dtype()
     if name not in DTYPES:
-        raise InputError(f"{key} in {file} is stored as {name}; moepass reads {one_of(DTYPES)}")
+        raise InputError(
+            f"{key} in {file} is stored as {name}; moepass reads {one_of(DTYPES)}",
+            name=key,
+            value=name,
+            expected=tuple(DTYPES),
+            path=file,
+        )
     return DTYPES[name]

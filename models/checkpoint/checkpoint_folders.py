@@ -77,22 +77,27 @@ def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Pa
         path.lstat()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a null byte
         raise CheckpointError(
-            f"{path} does not exist; give the folder of a checkpoint, or {DEMO} for the embedded one"
+            f"{path} does not exist; give the folder of a checkpoint, or {DEMO} for the embedded one", path=path
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{str(path)[:200]} is no folder that can be read: {error.strerror}") from error
+        raise CheckpointError(
+            f"{str(path)[:200]} is no folder that can be read: {error.strerror}", path=path
+        ) from error
     if path.is_file() and config_alone:
         return path
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+        raise CheckpointError(
+            f"{path} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}", path=path
+        )
     if (path / _ADAPTER_FILE).is_file():
         # transformers would load another model, the one that the file names, or leave the adapter out without a word.
         raise CheckpointError(
             f"{path} holds an adapter ({_ADAPTER_FILE}); merge it into its model and save that as a checkpoint of its "
-            "own (in peft: model.merge_and_unload().save_pretrained(...))"
+            "own (in peft: model.merge_and_unload().save_pretrained(...))",
+            path=path,
         )
     if not (path / CONFIG_FILE).is_file():
-        raise CheckpointError(f"{path} is no checkpoint: it holds no {CONFIG_FILE}")
+        raise CheckpointError(f"{path} is no checkpoint: it holds no {CONFIG_FILE}", path=path)
     return path
 
 
@@ -109,21 +114,36 @@ def load_config(path: Path) -> PreTrainedConfig:
     check_raw_config(values, str(file))
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise CheckpointError(f"{file} names no model_type; it must be one that transformers knows, as qwen3_moe")
+        raise CheckpointError(
+            f"{file} names no model_type; it must be one that transformers knows, as qwen3_moe",
+            path=file,
+            expected="one that transformers knows, as qwen3_moe",
+        )
     if model_type not in CONFIG_MAPPING_NAMES:
         raise CheckpointError(
-            f"{file}: model_type {model_type!r} is unknown to transformers {_did_you_mean(model_type)}"
+            f"{file}: model_type {model_type!r} is unknown to transformers {_did_you_mean(model_type)}",
+            path=file,
+            name="model_type",
+            value=model_type,
         )
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise CheckpointError(
             f"{file}: model_type {model_type!r} has no language-model head; moepass reads its answers from the "
-            "next-token logits of causal language models, as qwen3_moe"
+            "next-token logits of causal language models, as qwen3_moe",
+            path=file,
+            name="model_type",
+            value=model_type,
         )
     try:
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # whatever a family's checks raise about values of this file
-        raise CheckpointError(f"{file} does not fit model_type {model_type!r}: {_one_line(error)}") from error
+        raise CheckpointError(
+            f"{file} does not fit model_type {model_type!r}: {_one_line(error)}",
+            path=file,
+            name="model_type",
+            value=model_type,
+        ) from error
     check_config(config, str(file))
     _switch_cache_off(config)
     return config
@@ -166,9 +186,10 @@ def load_model(
         if "automatic conversion" in str(error):  # the report that it points to is one of the silenced warnings
             raise CheckpointError(
                 f"{folder} cannot be loaded: the weights of single experts do not merge into one bank per layer; "
-                "one of them is missing, or has another shape than the rest"
+                "one of them is missing, or has another shape than the rest",
+                path=folder,
             ) from error
-        raise CheckpointError(f"{folder} cannot be loaded: {_one_line(error)}") from error
+        raise CheckpointError(f"{folder} cannot be loaded: {_one_line(error)}", path=folder) from error
     _check_loading(folder, info)
     stamps.check_all()
     loaded: PreTrainedModel = model
@@ -222,10 +243,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             )
     except Exception as error:  # the kinds differ with the file that is broken
         if not file.is_file():
-            raise CheckpointError(f"{folder} has no tokenizer.json, which scoring text needs") from error
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {_one_line(error)}") from error
+            raise CheckpointError(f"{folder} has no tokenizer.json, which scoring text needs", path=folder) from error
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {_one_line(error)}", path=folder) from error
     if not tokenizer.is_fast:
-        raise CheckpointError(f"{folder} has a tokenizer in Python only; a tokenizer.json is needed")
+        raise CheckpointError(f"{folder} has a tokenizer in Python only; a tokenizer.json is needed", path=folder)
     return tokenizer
 
 
@@ -236,9 +257,21 @@ def load_prompt(folder: Path) -> Prompt:
         return Prompt()
     prompt: Prompt = _read_json(file, Prompt)
     if prompt.template.count(_TEXT_MARK) != 1:
-        raise CheckpointError(f"{file}: template is {prompt.template!r}; it must hold {_TEXT_MARK} exactly once")
+        raise CheckpointError(
+            f"{file}: template is {prompt.template!r}; it must hold {_TEXT_MARK} exactly once",
+            path=file,
+            name="template",
+            value=prompt.template,
+            expected=_TEXT_MARK,
+        )
     if prompt.max_text_tokens is not None and prompt.max_text_tokens < 1:
-        raise CheckpointError(f"{file}: max_text_tokens is {prompt.max_text_tokens}; it must be 1 or more")
+        raise CheckpointError(
+            f"{file}: max_text_tokens is {prompt.max_text_tokens}; it must be 1 or more",
+            path=file,
+            name="max_text_tokens",
+            value=prompt.max_text_tokens,
+            expected="1 or more",
+        )
     return prompt
 
 
@@ -299,11 +332,13 @@ def _check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
                         raise CheckpointError(
                             f"{file}: {key} is stored as {stored.get_dtype()}, and the config does not say how to "
                             "dequantise it; dequantise the weights, to bfloat16 for example, and save them as a "
-                            "checkpoint of their own"
+                            "checkpoint of their own",
+                            path=file,
                         )
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {_one_line(error)}"
+                f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {_one_line(error)}",
+                path=file,
             ) from error
     return numbers
 
@@ -313,7 +348,11 @@ def check_numbers(folder: Path, held: int, experts_implementation: str) -> None:
     asked = sum(value.numel() for value in meta_model(folder, experts_implementation).parameters())
     if held + _MADE_UP_NUMBERS < asked:
         raise CheckpointError(
-            f"{folder} lacks weights that the config asks for: its files hold {held} numbers, but the model has {asked}"
+            f"{folder} lacks weights that the config asks for: its files hold {held} numbers, but the model has "
+            f"{asked}",
+            value=held,
+            expected=asked,
+            path=folder,
         )
 
 
@@ -324,7 +363,9 @@ def check_type(what: str, dtype: torch.dtype | None) -> None:
     if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(
             f"{what} is {dtype}, in which moepass computes nothing; dequantise the weights, to bfloat16 for example, "
-            "and save them as a checkpoint of their own"
+            "and save them as a checkpoint of their own",
+            name=what,
+            value=dtype,
         )
 
 
@@ -335,21 +376,27 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         weight_map = _read_json(index, dict, MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map that says which file holds which weight")
+            raise CheckpointError(f"{index} has no weight_map that says which file holds which weight", path=index)
         names = sorted({str(name) for name in weight_map.values()})
         for name in names:
             if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
-                raise CheckpointError(f"{index} names {name!r}; it must be a .safetensors file in the same folder")
+                raise CheckpointError(
+                    f"{index} names {name!r}; it must be a .safetensors file in the same folder",
+                    path=index,
+                    value=name,
+                    expected="a .safetensors file in the same folder",
+                )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise CheckpointError(f"{folder} lacks {_some(missing)}, which {INDEX_FILE} names")
+            raise CheckpointError(f"{folder} lacks {_some(missing)}, which {INDEX_FILE} names", path=folder)
         return [folder / name for name in names]
     pickles = [name for name in _PICKLES if (folder / name).is_file()]
     if pickles:
         raise CheckpointError(
-            f"{folder} holds {pickles[0]}, a pickle, which moepass does not open; convert it to {WEIGHTS_FILE}"
+            f"{folder} holds {pickles[0]}, a pickle, which moepass does not open; convert it to {WEIGHTS_FILE}",
+            path=folder,
         )
-    raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}", path=folder)
 
 
 def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
@@ -358,27 +405,34 @@ def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
         name, found, wanted = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(
             f"{folder}: {name} has shape {list(found)}, but the config asks for {list(wanted)}"
-            + _and_more(len(info["mismatched_keys"]))
+            + _and_more(len(info["mismatched_keys"])),
+            name=name,
+            value=tuple(found),
+            expected=tuple(wanted),
+            path=folder,
         )
     if info.get("missing_keys"):
-        raise CheckpointError(f"{folder} lacks weights that the config asks for: {_some(sorted(info['missing_keys']))}")
+        raise CheckpointError(
+            f"{folder} lacks weights that the config asks for: {_some(sorted(info['missing_keys']))}", path=folder
+        )
     if info.get("unexpected_keys"):
         raise CheckpointError(
-            f"{folder} holds weights that the config has no place for: {_some(sorted(info['unexpected_keys']))}"
+            f"{folder} holds weights that the config has no place for: {_some(sorted(info['unexpected_keys']))}",
+            path=folder,
         )
     if info.get("error_msgs"):
-        raise CheckpointError(f"{folder} cannot be loaded: {_one_line(info['error_msgs'])}")
+        raise CheckpointError(f"{folder} cannot be loaded: {_one_line(info['error_msgs'])}", path=folder)
 
 
 def _read_json(file: Path, kind: type[Any], most_bytes: int = MOST_JSON_BYTES) -> Any:
     try:
         return decode_json(read_limited(file, most_bytes), kind)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file) from error
     except TooLargeError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(str(error), path=file, value=error.value, expected=error.expected) from error
     except InputError as error:
-        raise CheckpointError(f"{file} is malformed: {error}") from error
+        raise CheckpointError(f"{file} is malformed: {error}", path=file) from error
 
 
 def _did_you_mean(model_type: str) -> str:

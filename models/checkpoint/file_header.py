@@ -52,17 +52,17 @@ def read_header(descriptor: int, file: Path) -> FileHeader:
     try:
         length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
         if not 0 < length <= _LONGEST_HEADER_BYTES:
-            raise CheckpointError(f"{file} is no safetensors file: its header would have {length} bytes")
+            raise CheckpointError(f"{file} is no safetensors file: its header would have {length} bytes", path=file)
         text = os.pread(descriptor, length, _LENGTH_BYTES)
         size = os.fstat(descriptor).st_size
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file) from error
     try:
         entries: dict[str, Any] = decode_json(text, dict[str, Any])
         metadata = msgspec.convert(entries.pop(_METADATA, {}), dict[str, str])
         tensors = msgspec.convert(entries, dict[str, _Entry])
     except (InputError, msgspec.ValidationError) as error:
-        raise CheckpointError(f"{file} is truncated or no safetensors file: {error}") from error
+        raise CheckpointError(f"{file} is truncated or no safetensors file: {error}", path=file) from error
     begin = _LENGTH_BYTES + length
     extents = {
         key: Extent(
@@ -72,7 +72,9 @@ def read_header(descriptor: int, file: Path) -> FileHeader:
     }
     header = FileHeader(extents, metadata, max((begin, *(e.offset_bytes + e.nbytes for e in extents.values()))))
     if size != header.nbytes:
-        raise CheckpointError(f"{file} has {size} bytes, but its header says {header.nbytes}: it is truncated")
+        raise CheckpointError(
+            f"{file} has {size} bytes, but its header says {header.nbytes}: it is truncated", path=file
+        )
     return header
 
 

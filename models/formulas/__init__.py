@@ -1,7 +1,7 @@
 """Every formula of moepass for FLOPs, parameters, bytes and thresholds: one place, which models, passes, the router and
 reports all read. May import sizes.
 
-    products        matrix products: GEMM, batched, grouped, convolution
+    gemms           matrix multiplications: GEMM, batched, grouped, convolution
     attention       pairs of tokens that attention looks at, and what they cost
     layers          parameters and FLOPs of a layer and of a model; design.md's f
     memory          bytes at rest and in motion: banks, keys and values, activations, traffic
@@ -11,7 +11,7 @@ reports all read. May import sizes.
 Every size may be an int or a SymPy expression, such as `batch` and `sequence` below or a symbol of a captured graph.
 Whole numbers in give whole numbers out; expressions in give expressions out, which `evaluate` turns into numbers.
 
-Conventions: a multiplication and an addition are 2 FLOPs. FLOPs are those of matrix products, of attention scores and
+Conventions: a multiplication and an addition are 2 FLOPs. FLOPs are those of GEMMs, of attention scores and
 of scans; elementwise work costs bytes, not FLOPs. Bytes are counted once per tensor read or written.
 """
 
@@ -32,6 +32,14 @@ from moepass.models.formulas.communication import (
     exchanged_bytes,
     gathered_bytes,
     staged_bytes,
+)
+from moepass.models.formulas.gemms import (
+    convolution_flops,
+    gemm_bytes,
+    gemm_flops,
+    grouped_gemm_bytes,
+    grouped_gemm_flops,
+    triangular_solve_flops,
 )
 from moepass.models.formulas.layers import (
     active_parameters,
@@ -57,14 +65,6 @@ from moepass.models.formulas.memory import (
     model_kv_bytes,
     resident_bytes,
     routed_activation_bytes,
-)
-from moepass.models.formulas.products import (
-    convolution_flops,
-    gemm_bytes,
-    gemm_flops,
-    grouped_gemm_bytes,
-    grouped_gemm_flops,
-    triangular_solve_flops,
 )
 from moepass.models.formulas.saturation import Saturation, saturation, threshold_of_one_text, threshold_of_texts
 from moepass.models.formulas.sizes import Size, batch, divided, evaluate, ranks, sequence, tokens

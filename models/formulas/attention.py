@@ -7,7 +7,7 @@ square that torch's counter assumes. Where P tokens before the text are cached o
 from __future__ import annotations
 
 from moepass.models.errors import InputError
-from moepass.models.formulas.products import gemm_flops, triangular_solve_flops
+from moepass.models.formulas.gemms import gemm_flops, triangular_solve_flops
 from moepass.models.formulas.sizes import Size, divided, smaller, whole_parts
 from moepass.models.sizes.architecture import Attention
 
@@ -41,7 +41,11 @@ def attention_pairs(attention: Attention, sequence: Size, prefix: Size = 0) -> S
         return chunked_pairs(sequence, attention.window, prefix)
     if attention.kind in ("full", "sliding"):
         return causal_pairs(sequence, attention.window, prefix)
-    raise InputError(f"attention of kind {attention.kind!r} has a state and looks at no pairs of tokens")
+    raise InputError(
+        f"attention of kind {attention.kind!r} has a state and looks at no pairs of tokens",
+        name="kind",
+        value=attention.kind,
+    )
 
 
 def score_flops(pairs: Size, heads: Size, head_dim: Size, value_head_dim: Size) -> Size:

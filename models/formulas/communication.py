@@ -24,7 +24,12 @@ def communication_bytes(strategy: str, layer: Layer, hidden: int, tokens: Size, 
     Raises InputError for an unknown strategy and for a layer without experts.
     """
     if strategy not in STRATEGIES:
-        raise InputError(f"strategy {strategy!r} is unknown; it must be one of {one_of(STRATEGIES)}")
+        raise InputError(
+            f"strategy {strategy!r} is unknown; it must be one of {one_of(STRATEGIES)}",
+            name="strategy",
+            value=strategy,
+            expected=tuple(STRATEGIES),
+        )
     if layer.experts is None:
         raise InputError("communication_bytes is about layers with experts, and this layer has none")
     row = hidden * element_bytes(dtype)

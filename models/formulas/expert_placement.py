@@ -15,7 +15,12 @@ def shard_bounds(experts: int, ranks: int) -> tuple[int, ...]:
     Raises InputError where either number is below 1.
     """
     if experts < 1 or ranks < 1:
-        raise InputError(f"cannot spread {experts} experts over {ranks} ranks; both must be 1 or more")
+        raise InputError(
+            f"cannot spread {experts} experts over {ranks} ranks; both must be 1 or more",
+            name="experts" if experts < 1 else "ranks",
+            value=min(experts, ranks),
+            expected="1 or more",
+        )
     return tuple(rank * experts // ranks for rank in range(ranks + 1))
 
 
@@ -30,7 +35,11 @@ class ExpertPlacement:
     def __post_init__(self) -> None:
         shard_bounds(self.experts, self.ranks)
         if not 0 <= self.rank < self.ranks:
-            raise InputError(f"rank {self.rank} is not one of {self.ranks} ranks; it must be in 0..{self.ranks - 1}")
+            raise InputError(
+                f"rank {self.rank} is not one of {self.ranks} ranks; it must be in 0..{self.ranks - 1}",
+                rank=self.rank,
+                expected=range(self.ranks),
+            )
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:

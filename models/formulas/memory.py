@@ -19,7 +19,12 @@ STATE_ELEMENT_BYTES = 4
 def element_bytes(dtype: str) -> int:
     """Bytes of one element. Raises InputError for an unknown name."""
     if dtype not in ELEMENT_BYTES:
-        raise InputError(f"dtype {dtype!r} is unknown; it must be one of {one_of(ELEMENT_BYTES)}")
+        raise InputError(
+            f"dtype {dtype!r} is unknown; it must be one of {one_of(ELEMENT_BYTES)}",
+            name="dtype",
+            value=dtype,
+            expected=tuple(ELEMENT_BYTES),
+        )
     return ELEMENT_BYTES[dtype]
 
 

@@ -112,13 +112,17 @@ def saturation(
     """
     for name, value in (("flops_per_s", flops_per_s), ("gamma", gamma)):
         if not (value > 0 and math.isfinite(value)):
-            raise InputError(f"{name} is {value}; it must be a number above 0")
+            raise InputError.wrong(name, value, "a number above 0")
     if not (transfer_seconds >= 0 and math.isfinite(transfer_seconds)):
-        raise InputError(f"transfer_seconds is {transfer_seconds}; it must be a number of at least 0")
+        raise InputError.wrong("transfer_seconds", transfer_seconds, "a number of at least 0")
     if sequence is not None and sequence < 1:
-        raise InputError(f"sequence is {sequence}; a text has at least 1 token")
+        raise InputError(f"sequence is {sequence}; a text has at least 1 token", name="sequence", value=sequence)
     if one_text and sequence is not None:
-        raise InputError(f"the tokens are those of one text, or of texts of {sequence} tokens: give one of both")
+        raise InputError(
+            f"the tokens are those of one text, or of texts of {sequence} tokens: give one of both",
+            name="sequence",
+            value=sequence,
+        )
     values = {
         "flops_per_token": float(flops_per_token(layer, hidden)),
         "flops_per_s": float(flops_per_s),

@@ -44,6 +44,6 @@ def evaluate(expression: Size, **values: float) -> float:
     expression = sympy.sympify(expression)
     missing = {symbol.name for symbol in expression.free_symbols} - values.keys()
     if missing:
-        raise InputError(f"no value was given for {one_of(missing)} of {expression}")
+        raise InputError(f"no value was given for {one_of(missing)} of {expression}", value=sorted(missing))
     number = expression.subs({symbol: values[symbol.name] for symbol in expression.free_symbols})
     return int(number) if number.is_Integer else float(number)

@@ -53,11 +53,11 @@ def evaluate_text(text: str, sizes: Mapping[str, float]) -> float:
     try:
         number = sum(sign * _value(ast.parse(term, mode="eval").body, sizes) for sign, term in _terms(text))
     except InputError as error:
-        raise InputError(f"{_shortened(text)}: {error}") from error
+        raise InputError(f"{_shortened(text)}: {error}", name=error.name, value=text) from error
     except (SyntaxError, ArithmeticError, ValueError, TypeError, RecursionError) as error:
-        raise InputError(f"{_shortened(text)} is no expression of sizes: {error}") from error
+        raise InputError(f"{_shortened(text)} is no expression of sizes: {error}", value=text) from error
     if isinstance(number, complex) or not math.isfinite(number):
-        raise InputError(f"{_shortened(text)} is {number}, which is no size")
+        raise InputError(f"{_shortened(text)} is {number}, which is no size", value=number)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -81,7 +81,11 @@ def _value(node: ast.expr, sizes: Mapping[str, float]) -> float:
         return node.value
     if isinstance(node, ast.Name):
         if node.id not in sizes:
-            raise InputError(f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}")
+            raise InputError(
+                f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}",
+                name=node.id,
+                expected=tuple(sizes),
+            )
         return sizes[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, sizes)

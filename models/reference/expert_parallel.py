@@ -71,7 +71,10 @@ class ShardedExperts(GroupedExperts):
         if gate_up_proj.shape[0] != owned or down_proj.shape[0] != owned:
             raise InputError(
                 f"rank {group.rank()} of {group.size()} owns {owned} of {experts} experts, but it was given weights of "
-                f"{gate_up_proj.shape[0]} (gate_up_proj) and {down_proj.shape[0]} (down_proj)"
+                f"{gate_up_proj.shape[0]} (gate_up_proj) and {down_proj.shape[0]} (down_proj)",
+                rank=group.rank(),
+                value=(gate_up_proj.shape[0], down_proj.shape[0]),
+                expected=owned,
             )
 
     def to_local(self, expert_ids: torch.Tensor) -> torch.Tensor:
@@ -147,9 +150,9 @@ class CapacityAllToAllExperts(ShardedExperts):
     ) -> None:
         super().__init__(gate_up_proj, down_proj, experts, group)
         if max_tokens < 1:
-            raise InputError(f"max_tokens is {max_tokens}; it must be 1 or more")
+            raise InputError.wrong("max_tokens", max_tokens, "1 or more")
         if capacity_factor is not None and not capacity_factor > 0:
-            raise InputError(f"capacity_factor is {capacity_factor}; it must be above 0, or None to drop nothing")
+            raise InputError.wrong("capacity_factor", capacity_factor, "above 0, or None to drop nothing")
         self.max_tokens = max_tokens
         self.capacity_factor = capacity_factor
 
@@ -169,7 +172,12 @@ class CapacityAllToAllExperts(ShardedExperts):
         """
         tokens, top_k = top_k_index.shape
         if tokens > self.max_tokens:
-            raise InputError(f"{tokens} tokens, but max_tokens is {self.max_tokens}; it must be the most of any rank")
+            raise InputError(
+                f"{tokens} tokens, but max_tokens is {self.max_tokens}; it must be the most of any rank",
+                name="max_tokens",
+                value=self.max_tokens,
+                expected=tokens,
+            )
         experts, capacity = self.placement.experts, self.capacity(top_k)
         sorted_ids, order = sort_by_expert(top_k_index)
         counts = count_per_expert(sorted_ids, experts)

@@ -42,8 +42,8 @@ class GroupedExperts(nn.Module):
         """
         # The product wants int32.
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
-        return grouped_product(F.silu(gate) * up, self.down_proj.transpose(1, 2), ends)
+        gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        return grouped_gemm(F.silu(gate) * up, self.down_proj.transpose(1, 2), ends)
 
     def run_some(self, hidden_states: torch.Tensor, local_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs for pairs of which some are no business of these experts: their id is E, their output is zero.
@@ -60,7 +60,7 @@ class GroupedExperts(nn.Module):
         return rows.masked_fill((sorted_ids == experts).unsqueeze(-1), 0.0), order
 
 
-def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """`rows[ends[e - 1]:ends[e]] @ weights[e]` for every e: [n, in] and [E, in, out] to [n, out]."""
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
         # torch captures grouped_mm in bfloat16 only (all floating point types from 2.14 on).

@@ -66,13 +66,27 @@ class Attention:
 
     def __post_init__(self) -> None:
         if self.kind not in ATTENTION_KINDS:
-            raise InputError(f"attention of kind {self.kind!r} is unknown; the kinds are {one_of(ATTENTION_KINDS)}")
+            raise InputError(
+                f"attention of kind {self.kind!r} is unknown; the kinds are {one_of(ATTENTION_KINDS)}",
+                name="kind",
+                value=self.kind,
+                expected=tuple(ATTENTION_KINDS),
+            )
         if (self.window is not None) != (self.kind in ("sliding", "chunked")):
-            raise InputError(f"attention of kind {self.kind!r} with window {self.window}: sliding and chunked have one")
+            raise InputError(
+                f"attention of kind {self.kind!r} with window {self.window}: sliding and chunked have one",
+                name="kind",
+                value=self.kind,
+            )
         for name in ("heads", "kv_heads", "head_dim", "value_head_dim", "window"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError(f"{name} of attention is {value}; it must be 1 or more")
+                raise InputError(
+                    f"{name} of attention is {value}; it must be 1 or more",
+                    name=name,
+                    value=value,
+                    expected="1 or more",
+                )
 
     @property
     def query_width(self) -> int:
@@ -112,7 +126,12 @@ class Experts:
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.count:
-            raise InputError(f"top_k is {self.top_k} of {self.count} experts; it must lie between 1 and that")
+            raise InputError(
+                f"top_k is {self.top_k} of {self.count} experts; it must lie between 1 and that",
+                name="top_k",
+                value=self.top_k,
+                expected=range(1, self.count + 1),
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +145,11 @@ class Layer:
 
     def __post_init__(self) -> None:
         if (self.experts is None) == (self.dense_width is None):
-            raise InputError(f"a layer has experts or a dense width, not {self.experts} and {self.dense_width}")
+            raise InputError(
+                f"a layer has experts or a dense width, not {self.experts} and {self.dense_width}",
+                name="dense_width",
+                value=self.dense_width,
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,5 +195,10 @@ def short_dtype(dtype: str | torch.dtype) -> str:
     if name in DTYPES.values():
         return name
     if name not in DTYPES:
-        raise InputError(f"dtype {name!r} is unknown; it must be one of {one_of({*DTYPES, *DTYPES.values()})}")
+        raise InputError(
+            f"dtype {name!r} is unknown; it must be one of {one_of({*DTYPES, *DTYPES.values()})}",
+            name="dtype",
+            value=name,
+            expected=(*DTYPES, *DTYPES.values()),
+        )
     return DTYPES[name]

@@ -29,7 +29,10 @@ def check_raw_config(values: Mapping[Any, Any], name: str) -> None:
         elif isinstance(value, str) and key.endswith("_implementation") and "/" in value:
             raise CheckpointError(
                 f"{name}: {key} is {value!r}, a kernel of the Hugging Face hub, whose code would run; moepass runs no "
-                "code of a checkpoint, so remove it"
+                "code of a checkpoint, so remove it",
+                name=key,
+                value=value,
+                path=name,
             )
 
 
@@ -40,13 +43,20 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
         text: Any = config.get_text_config()
         str(text.model_type)
     except (AttributeError, ValueError) as error:
-        raise CheckpointError(f"{name}: the part that describes its language model cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{name}: the part that describes its language model cannot be read: {error}", path=name
+        ) from error
     for part in (config, text):
         count, top_k = _first(part, _COUNTS), _first(part, _TOP_K)
         # Some families have no experts in layers that the config still gives a top_k.
         if count is not None and top_k is not None and count[1] > 0 and not 1 <= top_k[1] <= count[1]:
             raise CheckpointError(
-                f"{name}: {top_k[0]} is {top_k[1]}, but {count[0]} is {count[1]}; a token meets 1 to {count[1]} of them"
+                f"{name}: {top_k[0]} is {top_k[1]}, but {count[0]} is {count[1]}; a token meets 1 to {count[1]} of "
+                "them",
+                name=top_k[0],
+                value=top_k[1],
+                expected=range(1, count[1] + 1),
+                path=name,
             )
 
 
@@ -58,7 +68,7 @@ def _check_count(name: str, key: str, value: int) -> None:
             try:
                 check_limit(f"{name}: {key}", value, most, "no model of that size is known; correct the config")
             except TooLargeError as error:
-                raise CheckpointError(str(error)) from error
+                raise CheckpointError(str(error), name=key, value=value, expected=most, path=name) from error
 
 
 def _first(config: Any, names: tuple[str, ...]) -> tuple[str, int] | None:

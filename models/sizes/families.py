@@ -35,7 +35,12 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
     text = config.get_text_config()
     family = FAMILIES.get(str(text.model_type))
     if family is None:
-        raise InputError(f"the sizes of model_type {text.model_type!r} are not known; known are {one_of(FAMILIES)}")
+        raise InputError(
+            f"the sizes of model_type {text.model_type!r} are not known; known are {one_of(FAMILIES)}",
+            name="model_type",
+            value=text.model_type,
+            expected=tuple(FAMILIES),
+        )
     try:
         layers = tuple(family(text, index) for index in range(text.num_hidden_layers))
         norm, head_bias = _outer_parameters(text)
@@ -53,11 +58,19 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
             unknown_storage=unknown_storage,
         )
     except AttributeError as error:
-        raise InputError(f"the config of model_type {text.model_type!r} is incomplete: {error}") from error
+        raise InputError(
+            f"the config of model_type {text.model_type!r} is incomplete: {error}",
+            name="model_type",
+            value=text.model_type,
+        ) from error
     except InputError:
         raise
     except (ArithmeticError, IndexError, TypeError, ValueError) as error:  # numbers that do not fit together
-        raise InputError(f"the config of model_type {text.model_type!r} does not fit together: {error}") from error
+        raise InputError(
+            f"the config of model_type {text.model_type!r} does not fit together: {error}",
+            name="model_type",
+            value=text.model_type,
+        ) from error
 
 
 def _stored(config: Any, layers: Sequence[Layer]) -> tuple[WeightFormat | None, str]:

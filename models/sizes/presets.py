@@ -107,7 +107,12 @@ def preset(name: str, *, layers: int | None = None) -> Architecture:
 
 def _check_name(name: str) -> None:
     if name not in _file().models:
-        raise InputError(f"no preset is called {name!r}; there are {one_of(preset_names())}")
+        raise InputError(
+            f"no preset is called {name!r}; there are {one_of(preset_names())}",
+            name="preset",
+            value=name,
+            expected=tuple(preset_names()),
+        )
 
 
 def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
@@ -123,7 +128,12 @@ def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
     _check_name(name)
     entry = _file().models[name]
     if layers is not None and not 1 <= layers <= entry.layers:
-        raise InputError(f"layers is {layers}; {name} has 1 to {entry.layers}")
+        raise InputError(
+            f"layers is {layers}; {name} has 1 to {entry.layers}",
+            name="layers",
+            value=layers,
+            expected=range(1, entry.layers + 1),
+        )
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config: PreTrainedConfig = CONFIG_MAPPING[entry.model_type](**_values(entry, layers or entry.layers))

@@ -86,7 +86,9 @@ def read_held_out(count: int | None) -> list[HeldOutText]:
     file = resolve_model(DEMO) / HELDOUT_FILE
     items = [msgspec.json.decode(line, type=HeldOutText) for line in file.read_bytes().splitlines()]
     if count is not None and count > len(items):
-        raise InputError(f"texts is {count}, but only {len(items)} held-out texts are embedded")
+        raise InputError(
+            f"texts is {count}, but only {len(items)} held-out texts are embedded", name="texts", value=count
+        )
     return items[:count]
 
 

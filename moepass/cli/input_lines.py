@@ -43,7 +43,9 @@ def read_lines(source: str) -> list[Line]:
         with open(source, "rb") as opened:
             return parse_lines(limited_lines(opened, source), source)
     except OSError as error:
-        raise InputError(f"input {source!r} cannot be read: {error.strerror}") from error
+        raise InputError(
+            f"input {source!r} cannot be read: {error.strerror}", name="input", value=source, path=source
+        ) from error
 
 
 def limited_lines(source: BinaryIO, name: str) -> Iterator[bytes]:
@@ -53,7 +55,13 @@ def limited_lines(source: BinaryIO, name: str) -> Iterator[bytes]:
         number += 1
         nbytes += len(raw)
         if len(raw) > MOST_LINE_BYTES:
-            raise TooLargeError(f"line {number} of {name} is longer than {MOST_LINE_BYTES} bytes, the limit; split it")
+            raise TooLargeError(
+                f"line {number} of {name} is longer than {MOST_LINE_BYTES} bytes, the limit; split it",
+                name=f"line {number}",
+                value=len(raw),
+                expected=MOST_LINE_BYTES,
+                path=name,
+            )
         check_limit(f"the number of lines of {name}", number, MOST_LINES, "split it into several files")
         check_limit(f"the size of {name} in bytes", nbytes, MOST_INPUT_BYTES, "split it into several files")
         yield raw
@@ -71,20 +79,34 @@ def parse_lines(source: Iterable[bytes], name: str) -> list[Line]:
         try:
             record = decode_json(raw)
         except InputError as error:
-            raise InputError(f"{where} of {name} is no JSON: {error}") from error
+            raise InputError(f"{where} of {name} is no JSON: {error}", name=where, path=name) from error
         if not isinstance(record, dict):
-            raise InputError(f'{where} of {name} is {_kind(record)}; it must be an object such as {{"text": "..."}}')
+            raise InputError(
+                f'{where} of {name} is {_kind(record)}; it must be an object such as {{"text": "..."}}',
+                name=where,
+                path=name,
+            )
         if "text" not in record:
             keys = ", ".join(repr(key) for key in record) or "none"
-            raise InputError(f'{where} of {name} has no "text"; its keys are {keys}')
+            raise InputError(
+                f'{where} of {name} has no "text"; its keys are {keys}', name=where, expected="text", path=name
+            )
         text = record.pop("text")
         if not isinstance(text, str):
-            raise InputError(f'{where} of {name}: "text" is {_kind(text)}; it must be a string')
+            raise InputError(
+                f'{where} of {name}: "text" is {_kind(text)}; it must be a string',
+                name=where,
+                value=text,
+                expected="a string",
+                path=name,
+            )
         if not text.strip():
-            raise InputError(f'{where} of {name}: "text" is empty')
+            raise InputError(f'{where} of {name}: "text" is empty', name=where, value=text, path=name)
         lines.append(Line(number, text, record))
     if not lines:
-        raise InputError(f'{name} is empty; it must hold one JSON object per line, such as {{"text": "..."}}')
+        raise InputError(
+            f'{name} is empty; it must hold one JSON object per line, such as {{"text": "..."}}', path=name
+        )
     return lines
 
 

@@ -39,7 +39,9 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
     if compute_device.type == "meta":
         raise InputError("device is 'meta', which computes nothing; it must be cpu, cuda or cuda:INDEX")
     if parse_link(link).is_emulated and compute_device.type != "cpu":
-        raise OptionError(f"link is {link!r}, which exists for device cpu only; the device is {device}")
+        raise OptionError(
+            f"link is {link!r}, which exists for device cpu only; the device is {device}", name="link", value=link
+        )
     load_config(folder)  # its checks come before the tokenizer's loader reads it too
     tokenizer, prompt = load_tokenizer(folder), load_prompt(folder)
     loaded: PreTrainedModel = load_model(folder)

@@ -103,17 +103,19 @@ def check_output(output: str) -> Path | None:
     try:
         target = Path(output).resolve()  # a link is written through, not replaced
     except (ValueError, RuntimeError) as error:  # a null byte, a loop of links
-        raise InputError(f"output {output!r} is no name of a file: {error}") from error
+        raise InputError(f"output {output!r} is no name of a file: {error}", name="output", path=output) from error
     try:
         if target.is_dir():
-            raise InputError(f"output {output!r} is a folder; give the name of a file")
+            raise InputError(f"output {output!r} is a folder; give the name of a file", name="output", path=output)
         if not target.parent.is_dir():
-            raise InputError(f"output {output!r}: the folder {target.parent} does not exist")
+            raise InputError(
+                f"output {output!r}: the folder {target.parent} does not exist", name="output", path=output
+            )
         with contextlib.suppress(FileNotFoundError):
             target.lstat()  # raises for a name that is too long
         if _is_special(target):
             if not os.access(target, os.W_OK):
-                raise InputError(f"output {output!r} cannot be written to")
+                raise InputError(f"output {output!r} cannot be written to", name="output", path=output)
         else:
             number, name = _temporary(target)
             os.close(number)

@@ -20,7 +20,7 @@ def check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, r
     numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
     for name, value in numbers.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InputError(f"{name} is {value!r}; it must be a whole number from 1 on")
+            raise InputError.wrong(name, value, "a whole number from 1 on")
     per_step = batch * seq if tokens is None else tokens
     what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
     check_limit(what, per_step, MOST_TOKENS, "share the texts out over several steps")
@@ -45,6 +45,9 @@ def memory_budget(machine: Hardware, wanted: float | None) -> float:
     if not 0 < wanted <= most:
         raise InputError(
             f"the memory budget is {wanted:.0f} bytes; a device of {machine.name} has {most:.0f}, so it must lie "
-            "between 1 and that"
+            "between 1 and that",
+            name="memory_budget",
+            value=wanted,
+            expected=(1, most),
         )
     return wanted

@@ -102,9 +102,22 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
     else:
         experts = f"experts {_bytes(explanation.expert_bytes)}; " if explanation.expert_bytes else ""
         table.add_row("memory", Text(f"{experts}everything else {_bytes(explanation.other_bytes)}"))
-    segments = sum(step.op == "segment" for step in plan.steps)
-    table.add_row("compile", Text(f"{_count(segments, 'segment')}, {plan.distinct_segments} distinct"))
+    table.add_row("compile", Text(segments_text(plan)))
     return table
+
+
+def segments_text(plan: Plan) -> str:
+    """The segments of a plan in words: how many, what the distinct ones compute, how often each is called, and a line
+    for each that a compilation did not lower as wanted."""
+    calls = sum(len(segment.uses) for segment in plan.segments)
+    kinds = [f"{' + '.join(segment.parts) or segment.role} x{len(segment.uses)}" for segment in plan.segments]
+    counts = f"{_count(calls, 'segment')}, {plan.distinct_segments} distinct"
+    refusals = [
+        f"{segment.name}: {segment.lowering.refusal}"
+        for segment in plan.segments
+        if segment.lowering is not None and segment.lowering.refusal is not None
+    ]
+    return "\n".join([": ".join([counts, *([", ".join(kinds)] if kinds else [])]), *refusals])
 
 
 def found_text(plan: Plan) -> str:

@@ -89,7 +89,9 @@ def explain(
     check_numbers(batch, seq, tokens, slots, ranks)
     batch, seq = (1, tokens) if tokens is not None else (batch, seq)
     if home is not None and home not in HOMES:
-        raise InputError(f"home is {home!r}; it must be one of {', '.join(HOMES)}")
+        raise InputError(
+            f"home is {home!r}; it must be one of {', '.join(HOMES)}", name="home", value=home, expected=tuple(HOMES)
+        )
     if dtype is not None:
         dtype = short_dtype(dtype)
     found = explained_model(model, dtype)

@@ -77,7 +77,10 @@ def _by_name(text: str, dtype: str | None) -> ExplainedModel:
         hint = f"did you mean {close[0]}? " if close else ""
         raise InputError(
             f"model {text!r} is unknown, and no folder or file of that name exists; {hint}Give the folder of a "
-            f"checkpoint, a config.json, or one of {one_of(known)}"
+            f"checkpoint, a config.json, or one of {one_of(known)}",
+            name="model",
+            value=text,
+            expected=tuple(known),
         ) from None
     name = DEMO if text == DEMO else Path(text).resolve().parent.name if path.is_file() else Path(text).resolve().name
     return _explained(load_config(path), name, dtype, f"config: {path}")
@@ -138,7 +141,9 @@ def _explained(config: PreTrainedConfig, name: str | None, dtype: str | None, so
     for field in _POSITIVE:
         value = getattr(text, field, None)
         if isinstance(value, int) and value < 1:
-            raise InputError(f"{field} of {name} is {value}; it must be 1 or more")
+            raise InputError(
+                f"{field} of {name} is {value}; it must be 1 or more", name=field, value=value, expected="1 or more"
+            )
     check_raw_config(config.to_dict(), name)
     check_config(config, name)
     if config.dtype is None:

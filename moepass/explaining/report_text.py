@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from moepass.explaining.compiler_view import found_text, schedule_table
+from moepass.explaining.compiler_view import found_text, schedule_table, segments_text
 from moepass.explaining.report import Block, MemoryCurveRow, Report, SchedulePart
 from moepass.passes.ir.timeline import COMPUTE, HOST, Event
 
@@ -179,10 +179,9 @@ def _compiler_rows(report: Report) -> Iterator[tuple[str, str]]:
         span = f": {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "") if names else ""
         yield "rewritten", f"{len(names)} of {len(blocks)} to gathers{span}"
     yield "refused", _refused(blocks, report.refusals)
-    of = " of what was captured" if report.compiler.is_cut else ""
+    of = "of what was captured, " if report.compiler.is_cut else ""
     for plan in plans:
-        segments = sum(step.op == "segment" for step in plan.steps)
-        yield "compile", f"{_count(segments, 'segment')}{of}, {plan.distinct_segments} distinct"
+        yield "compile", of + segments_text(plan)
 
 
 def _refused(blocks: tuple[Block, ...], refusals: tuple[str, ...]) -> str:

@@ -3,7 +3,7 @@
 Contract
     in    a captured graph, in which `moepass::complete_experts` makes the experts of all ranks from this rank's
     out   every such operator whose results a recognised block reads is a `gather` of a bank that lies in shards on the
-          ranks of a group; the products stay as they came
+          ranks of a group; the GEMMs stay as they came
           an operator that cannot be one stays: it gathers synchronously where it stands, and a refusal says why
 
 Pseudo-code

@@ -2,7 +2,7 @@
 
 Contract
     in    blocks detected; bank tensors stand where the model read them
-    out   one `gather` per block that has a bank, in front of its first bank tensor; the products stay as they came, so
+    out   one `gather` per block that has a bank, in front of its first bank tensor; the GEMMs stay as they came, so
           results are the same to the bit
     conflicts with a graph that was already scheduled
 
@@ -88,5 +88,8 @@ def _refuse_two_stores(module: GraphModule) -> None:
     }
     if len(stores) > 1:
         raise PlanError(
-            f"one graph reads the banks of {len(stores)} offload_experts calls; offload the whole model with one call"
+            f"one graph reads the banks of {len(stores)} offload_experts calls; offload the whole model with one call",
+            name="offload_experts",
+            value=len(stores),
+            expected=1,
         )

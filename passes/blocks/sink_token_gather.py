@@ -1,13 +1,13 @@
-"""Let the lookup of the rows that a block's experts work on stand right before their first product.
+"""Let the lookup of the rows that a block's experts work on stand right before their first GEMM.
 
 `rows = hidden_states[token of each pair]` is k times as large as the hidden states. As a part of the experts' segment
 it can be done for the rows of one expert at a time (see `lower_experts.py`), and is never in memory as a whole.
 
 Contract
     in    a graph of blocks
-    out   the same nodes, a lookup that only a block's products read moved down to the first of them; on CPUs alone,
+    out   the same nodes, a lookup that only a block's GEMMs read moved down to the first of them; on CPUs alone,
           since elsewhere the experts are one kernel, which waits for the bank and finds its rows ready
-          a lookup that another product reads first, as that of an adapter does, stays
+          a lookup that another GEMM reads first, as that of an adapter does, stays
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from moepass.passes.blocks.detect import find_blocks, is_grouped_product
+from moepass.passes.blocks.detect import find_blocks
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
@@ -27,9 +28,9 @@ def sink_token_gather(module: GraphModule, plan: Plan, context: PassContext) -> 
     changed = copy_graph_module(module)
     moved: list[str] = []
     for match in find_blocks(changed.graph).matches:
-        rows, product = match.products[0].activations, match.products[0].node
-        if is_lookup(rows) and product.prev is not rows and min(rows.users) is product:
-            product.prepend(rows)
+        rows, gemm = match.gemms[0].activations, match.gemms[0].node
+        if is_lookup(rows) and gemm.prev is not rows and min(rows.users) is gemm:
+            gemm.prepend(rows)
             moved.append(match.record.name)
     if not moved:
         return PassResult(module, plan)
@@ -38,12 +39,12 @@ def sink_token_gather(module: GraphModule, plan: Plan, context: PassContext) -> 
 
 
 def is_lookup(node: Node) -> bool:
-    """True for rows of a table on a CPU that grouped products alone read."""
+    """True for rows of a table on a CPU that grouped GEMMs alone read."""
     if not is_call(node, torch.ops.aten.index.Tensor) or fake_value(node).device.type != "cpu":
         return False
-    return all(is_grouped_product(user) for user in node.users)
+    return all(is_grouped_gemm(user) for user in node.users)
 
 
-def with_lookup(product: Node) -> Node:
-    """Where the work of a block's experts begins: at the lookup right before their first product, if there is one."""
-    return product.prev if is_lookup(product.prev) and product.prev in product.all_input_nodes else product
+def with_lookup(gemm: Node) -> Node:
+    """Where the work of a block's experts begins: at the lookup right before their first GEMM, if there is one."""
+    return gemm.prev if is_lookup(gemm.prev) and gemm.prev in gemm.all_input_nodes else gemm

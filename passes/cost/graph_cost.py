@@ -3,7 +3,7 @@
 Contract
     in    a graph with `meta["val"]` on every node, and blocks found
     out   the same nodes in the same order, each with `meta["moepass_cost"]`, an `OpCost`
-          `plan.cost` is the graph's total, `plan.blocks[i].cost` that of a block's products, `plan.sizes` the symbols
+          `plan.cost` is the graph's total, `plan.blocks[i].cost` that of a block's GEMMs, `plan.sizes` the symbols
           and the values they had when the graph was captured, `plan.uncosted` the operators nobody knows the cost of
 
 Pseudo-code
@@ -29,7 +29,8 @@ from moepass.passes.cost import attention_costs as attention_costs
 from moepass.passes.cost import collective_costs as collective_costs
 from moepass.passes.cost.op_costs import OpCost, node_cost, tensors_in
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
-from moepass.passes.ir.plan import Cost, Plan
+from moepass.passes.ir.cost import Cost
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 
 COST_KEY = "moepass_cost"
@@ -44,7 +45,7 @@ def cost(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
         node.meta[COST_KEY] = node_cost(node, ranks)
     by_name = {node.name: node for node in costed.graph.nodes}
     blocks = tuple(
-        dataclasses.replace(block, cost=total_cost(by_name[name] for name in block.products if name in by_name))
+        dataclasses.replace(block, cost=total_cost(by_name[name] for name in block.gemms if name in by_name))
         for block in plan.blocks
     )
     plan = dataclasses.replace(

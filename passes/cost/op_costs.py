@@ -147,27 +147,27 @@ def value_bytes(value: object) -> Size:
 
 @op_cost(aten.mm.default)
 def _mm(call: OpCall) -> OpCost:
-    return _product(call, "self", "mat2")
+    return _gemm(call, "self", "mat2")
 
 
 @op_cost(aten.addmm.default, aten._addmm_activation.default)
 def _addmm(call: OpCall) -> OpCost:
-    return _product(call, "mat1", "mat2")
+    return _gemm(call, "mat1", "mat2")
 
 
 @op_cost(aten.bmm.default)
 def _bmm(call: OpCall) -> OpCost:
-    return _product(call, "self", "mat2")
+    return _gemm(call, "self", "mat2")
 
 
 @op_cost(aten.baddbmm.default)
 def _baddbmm(call: OpCall) -> OpCost:
-    return _product(call, "batch1", "batch2")
+    return _gemm(call, "batch1", "batch2")
 
 
 @op_cost(aten._scaled_mm.default, aten._int_mm.default)
 def _scaled_mm(call: OpCall) -> OpCost:
-    return _product(call, "self", "mat2")
+    return _gemm(call, "self", "mat2")
 
 
 @op_cost(aten.mv.default)
@@ -187,7 +187,7 @@ def _linear(call: OpCall) -> OpCost:
     return OpCost(formulas.gemm_flops(_product_of(rows), inner, call.shape("weight")[0]), call.traffic_bytes)
 
 
-def _product(call: OpCall, left: str, right: str) -> OpCost:
+def _gemm(call: OpCall, left: str, right: str) -> OpCost:
     *count, rows, inner = call.shape(left)
     columns = call.shape(right)[-1]
     return OpCost(formulas.gemm_flops(rows, inner, columns, _product_of(count)), call.traffic_bytes)

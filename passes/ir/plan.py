@@ -18,16 +18,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 
 from moepass.models.errors import MoepassError
-from moepass.models.formulas.text import evaluate_text
 from moepass.passes.ir.bank_format import BankFormat
+from moepass.passes.ir.cost import Cost
 from moepass.passes.ir.decisions import Decisions
+from moepass.passes.ir.segment import Segment
 
 PLAN_SCHEMA = "moepass.plan/2"
 # As many of a digest as fit a signed integer of 64 bits.
@@ -60,17 +61,20 @@ def _read_bank_tensor(
     if home == "disk":
         raise MoepassError(
             f"bank {bank_name} rests in files, which this graph cannot read: compile with backend='asyncep', or call "
-            "the model uncompiled"
+            "the model uncompiled",
+            name=bank_name,
         )
     if len(expert_bounds) > 2:
         raise MoepassError(
             f"bank {bank_name} lies in shards on {len(expert_bounds) - 1} ranks, and this graph sees one of them: "
-            "compile with backend='asyncep', or call the model uncompiled"
+            "compile with backend='asyncep', or call the model uncompiled",
+            name=bank_name,
         )
     if decoder:
         raise MoepassError(
             f"bank {bank_name} rests encoded, and decoder {decoder!r} is not in this graph: compile with "
-            "backend='asyncep', or call the model uncompiled"
+            "backend='asyncep', or call the model uncompiled",
+            name=bank_name,
         )
     nbytes = math.prod(shape) * dtype.itemsize
     return shard.narrow(0, offset_bytes, nbytes).to(device, copy=True).view(dtype).view(list(shape))
@@ -102,7 +106,9 @@ BANK_TENSOR = torch.ops.moepass.bank_tensor.default
 
 
 def _not_executable(name: str) -> NoReturn:
-    raise MoepassError(f"`{name}` stands in a graph that only the executor can run: bind the graph to a ring first")
+    raise MoepassError(
+        f"`{name}` stands in a graph that only the executor can run: bind the graph to a ring first", name=name
+    )
 
 
 def gather(shards: Sequence[torch.Tensor], *, bank: int) -> tuple[torch.Tensor, ...]:
@@ -192,30 +198,14 @@ class BankSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-    """FLOPs, bytes of memory traffic, and bytes to and from other ranks, each an expression in the graph's sizes."""
-
-    flops: str = "0"
-    memory_bytes: str = "0"
-    communication_bytes: str = "0"
-
-    def at(self, sizes: Mapping[str, float]) -> tuple[float, float, float]:
-        """The three numbers for these sizes. Raises InputError where one is missing."""
-        flops, memory, moved = (
-            evaluate_text(text, sizes) for text in (self.flops, self.memory_bytes, self.communication_bytes)
-        )
-        return flops, memory, moved
-
-
-@dataclasses.dataclass(frozen=True)
 class MoEBlock:
     """One MoE block found in a graph.
 
-    `form` is how its expert products were written: `grouped_mm`, `batched_mm` or `dense_bmm`. `hidden` and
+    `form` is how its expert GEMMs were written: `grouped_mm`, `batched_mm` or `dense_bmm`. `hidden` and
     `intermediate` are widths of one expert. `top_k` is None where the form computes every expert for every token.
     `bank` is None where the weights are ordinary resident tensors. `parallel` is the form of expert parallelism that
     the block had, as `all_to_all`; empty where its experts were local from the start. `cost` is that of its expert
-    products.
+    GEMMs.
     """
 
     name: str
@@ -227,7 +217,7 @@ class MoEBlock:
     gated: bool
     dtype: str
     weight_bytes: int
-    products: tuple[str, ...]
+    gemms: tuple[str, ...]
     bank: int | None
     parallel: str = ""
     cost: Cost | None = None
@@ -359,7 +349,7 @@ class Plan:
     slot_bytes: int = 0
     slot_stays: tuple[SlotStay, ...] = ()
     steps: tuple[Step, ...] = ()
-    distinct_segments: int = 0
+    segments: tuple[Segment, ...] = ()
     cost: Cost | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     uncosted: tuple[str, ...] = ()
@@ -398,6 +388,11 @@ class Plan:
             if spec.index == index:
                 return spec
         raise KeyError(f"bank {index} is not in this plan, which has {[spec.index for spec in self.banks]}")
+
+    @property
+    def distinct_segments(self) -> int:
+        """How many segments are compiled, however often they are called."""
+        return len(self.segments)
 
     @property
     def staging_bytes(self) -> int:

@@ -21,7 +21,10 @@ from moepass.passes.machine.hardware import Hardware
 
 
 class PassError(MoepassError):
-    """A pass produced or was given a graph that breaks an invariant. A bug of ours, never a silent change."""
+    """A pass produced or was given a graph that breaks an invariant. A bug of ours, never a silent change.
+
+    `name` is the pass, `expected` the invariant.
+    """
 
 
 class PlanError(MoepassError):
@@ -144,7 +147,12 @@ def check_order(passes: Sequence[Pass], disabled: frozenset[str]) -> None:
     names = [function.__name__ for function in passes]
     unknown = disabled - set(names)
     if unknown:
-        raise OptionError(f"disable: no pass is called {one_of(unknown)}; the passes are {', '.join(names)}")
+        raise OptionError(
+            f"disable: no pass is called {one_of(unknown)}; the passes are {', '.join(names)}",
+            name="disable",
+            value=sorted(unknown),
+            expected=names,
+        )
     provided: set[str] = set()
     for function in passes:
         if function.__name__ in disabled:
@@ -155,11 +163,17 @@ def check_order(passes: Sequence[Pass], disabled: frozenset[str]) -> None:
             providers = [other.__name__ for other in passes if other.contract.provides & missing]
             raise OptionError(
                 f"pass {function.__name__} needs {one_of(missing)}, which {one_of(providers) or 'no pass'} provides: "
-                f"do not disable it, or disable {function.__name__} too"
+                f"do not disable it, or disable {function.__name__} too",
+                name=function.__name__,
+                expected=sorted(missing),
             )
         clash = contract.conflicts & provided
         if clash:
-            raise OptionError(f"pass {function.__name__} cannot run after {one_of(clash)} was provided")
+            raise OptionError(
+                f"pass {function.__name__} cannot run after {one_of(clash)} was provided",
+                name=function.__name__,
+                value=sorted(clash),
+            )
         provided |= contract.provides
 
 
@@ -204,7 +218,7 @@ def check_graph(before: GraphModule, after: GraphModule, name: str, contract: Pa
     for invariant, check in INVARIANTS.items():
         problem = check(before, after, contract)
         if problem:
-            raise PassError(f"pass {name} broke `{invariant}`: {problem}")
+            raise PassError(f"pass {name} broke `{invariant}`: {problem}", name=name, expected=invariant)
 
 
 def _lint(before: GraphModule, after: GraphModule, contract: PassContract) -> str | None:

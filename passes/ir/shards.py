@@ -62,9 +62,19 @@ def expert_range(bank: BankSpec, rank: int) -> range:
     experts = bank.tensors[0].shape[0] if bank.tensors else 0
     bounds = bank.expert_bounds or (0, experts)
     if bounds[0] != 0 or bounds[-1] != experts or any(stop < start for start, stop in itertools.pairwise(bounds)):
-        raise InputError(f"bank {bank.name} has {experts} experts; the bounds {list(bounds)} must rise from 0 to that")
+        raise InputError(
+            f"bank {bank.name} has {experts} experts; the bounds {list(bounds)} must rise from 0 to that",
+            name=bank.name,
+            value=tuple(bounds),
+            expected=(0, experts),
+        )
     if not 0 <= rank < len(bounds) - 1:
-        raise InputError(f"bank {bank.name} has shards of ranks 0..{len(bounds) - 2}; there is none of rank {rank}")
+        raise InputError(
+            f"bank {bank.name} has shards of ranks 0..{len(bounds) - 2}; there is none of rank {rank}",
+            name=bank.name,
+            rank=rank,
+            expected=range(len(bounds) - 1),
+        )
     return range(bounds[rank], bounds[rank + 1])
 
 

@@ -61,7 +61,12 @@ class Figure:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value) or self.value < 0:
-            raise InputError(f"a figure is {self.value!r}; it must be a finite number from 0 on")
+            raise InputError(
+                f"a figure is {self.value!r}; it must be a finite number from 0 on",
+                name="figure",
+                value=self.value,
+                expected="a finite number from 0 on",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +124,20 @@ class Collectives:
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
-            raise InputError(f"collectives were measured on {self.ranks} rank(s); they need 2 or more")
+            raise InputError(
+                f"collectives were measured on {self.ranks} rank(s); they need 2 or more",
+                name="ranks",
+                value=self.ranks,
+                expected="2 or more",
+            )
         for kind, table in self.seconds.items():
             if kind not in COLLECTIVES:
-                raise InputError(f"{kind!r} is no collective; they are {one_of(COLLECTIVES)}")
+                raise InputError(
+                    f"{kind!r} is no collective; they are {one_of(COLLECTIVES)}",
+                    name="collective",
+                    value=kind,
+                    expected=tuple(COLLECTIVES),
+                )
             _check_axes(f"collective {kind}", table, ("bytes",))
 
 
@@ -182,15 +197,34 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if self.schema != HARDWARE_SCHEMA:
-            raise InputError(f"the schema of a profile is {self.schema!r}; this version reads {HARDWARE_SCHEMA!r}")
+            raise InputError(
+                f"the schema of a profile is {self.schema!r}; this version reads {HARDWARE_SCHEMA!r}",
+                name="schema",
+                value=self.schema,
+                expected=HARDWARE_SCHEMA,
+            )
         if self.ranks < 1:
-            raise InputError(f"profile {self.name!r} has {self.ranks} ranks; it must have 1 or more")
+            raise InputError(
+                f"profile {self.name!r} has {self.ranks} ranks; it must have 1 or more",
+                name="ranks",
+                value=self.ranks,
+                expected="1 or more",
+            )
         check_limit("ranks", self.ranks, MOST_RANKS, "no plan is made for more devices than that")
         if not self.flops:
-            raise InputError(f"profile {self.name!r} has no flops; give FLOP/s for one dtype or more, such as bf16")
+            raise InputError(
+                f"profile {self.name!r} has no flops; give FLOP/s for one dtype or more, such as bf16",
+                name="flops",
+                expected=tuple(ELEMENT_BYTES),
+            )
         for dtype in self.flops:
             if dtype not in ELEMENT_BYTES:
-                raise InputError(f"profile {self.name!r}: flops has {dtype!r}; it can have {one_of(ELEMENT_BYTES)}")
+                raise InputError(
+                    f"profile {self.name!r}: flops has {dtype!r}; it can have {one_of(ELEMENT_BYTES)}",
+                    name="flops",
+                    value=dtype,
+                    expected=tuple(ELEMENT_BYTES),
+                )
         named: dict[str, Figure] = {f"flops.{dtype}": rate for dtype, rate in self.flops.items()}
         named |= {"memory_bytes": self.memory_bytes, "memory_bytes_per_s": self.memory_bytes_per_s}
         named |= {
@@ -217,23 +251,42 @@ class Hardware:
             check_limit(f"overlap.{name}", slowdown, MOST_SLOWDOWN, "it is a factor, 1 where copies cost nothing")
         for name, figure in named.items():
             if figure.value == 0:
-                raise InputError(f"profile {self.name!r}: {name} is 0; it must be above 0")
+                raise InputError(
+                    f"profile {self.name!r}: {name} is 0; it must be above 0",
+                    name=name,
+                    value=0,
+                    expected="above 0",
+                )
             if name.startswith(_RATES) and not LEAST_RATE <= figure.value <= MOST_RATE:
                 raise InputError(
                     f"profile {self.name!r}: {name} is {figure.value:g}; it must lie between {LEAST_RATE:g} and "
-                    f"{MOST_RATE:g}"
+                    f"{MOST_RATE:g}",
+                    name=name,
+                    value=figure.value,
+                    expected=(LEAST_RATE, MOST_RATE),
                 )
             if name.startswith("efficiency.") and figure.value < LEAST_EFFICIENCY:
                 raise InputError(
-                    f"profile {self.name!r}: {name} is {figure.value:g}; it must be {LEAST_EFFICIENCY:g} or more"
+                    f"profile {self.name!r}: {name} is {figure.value:g}; it must be {LEAST_EFFICIENCY:g} or more",
+                    name=name,
+                    value=figure.value,
+                    expected=(LEAST_EFFICIENCY, 1),
                 )
             if name.startswith("efficiency.") and figure.value > 1:
                 raise InputError(
-                    f"profile {self.name!r}: {name} is {figure.value:g}; it is a part of the peak, up to 1"
+                    f"profile {self.name!r}: {name} is {figure.value:g}; it is a part of the peak, up to 1",
+                    name=name,
+                    value=figure.value,
+                    expected=(LEAST_EFFICIENCY, 1),
                 )
         for kind, tables in self.compute.items():
             if kind not in COMPUTE_AXES:
-                raise InputError(f"profile {self.name!r}: compute has {kind!r}; it can have {one_of(COMPUTE_AXES)}")
+                raise InputError(
+                    f"profile {self.name!r}: compute has {kind!r}; it can have {one_of(COMPUTE_AXES)}",
+                    name="compute",
+                    value=kind,
+                    expected=tuple(COMPUTE_AXES),
+                )
             for dtype, table in tables.items():
                 _check_axes(f"compute.{kind}.{dtype}", table, COMPUTE_AXES[kind])
         if self.memory is not None:
@@ -258,7 +311,12 @@ def with_emulated_link(
     """
     slow = Figure(bytes_per_s, "emulated", "link emulated")
     if bytes_per_s <= 0:
-        raise InputError(f"the emulated link has {bytes_per_s} bytes/s; it must have more than 0")
+        raise InputError(
+            f"the emulated link has {bytes_per_s} bytes/s; it must have more than 0",
+            name="bytes_per_s",
+            value=bytes_per_s,
+            expected="more than 0",
+        )
 
     def slowed(link: TransferLink | None) -> TransferLink | None:
         return None if link is None else dataclasses.replace(link, emulated_bytes_per_s=slow)
@@ -288,7 +346,10 @@ def with_collectives(hardware: Hardware, collectives: Collectives) -> Hardware:
     if known is not None and known.ranks != collectives.ranks:
         raise InputError(
             f"the table is for {collectives.ranks} ranks, that of profile {hardware.name!r} for {known.ranks}; they "
-            "must be for one number of ranks"
+            "must be for one number of ranks",
+            name="ranks",
+            value=collectives.ranks,
+            expected=known.ranks,
         )
     seconds = {**(known.seconds if known else {}), **collectives.seconds}
     return dataclasses.replace(hardware, collectives=Collectives(collectives.ranks, seconds))
@@ -297,7 +358,12 @@ def with_collectives(hardware: Hardware, collectives: Collectives) -> Hardware:
 def _check_axes(where: str, table: SecondsTable, names: tuple[str, ...]) -> None:
     found = tuple(axis.name for axis in table.axes)
     if found != names:
-        raise InputError(f"the table of {where} goes by {', '.join(found)}; it must go by {', '.join(names)}")
+        raise InputError(
+            f"the table of {where} goes by {', '.join(found)}; it must go by {', '.join(names)}",
+            name=where,
+            value=tuple(found),
+            expected=tuple(names),
+        )
 
 
 def _sources(prefix: str, value: Any) -> list[tuple[str, str]]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from moepass.models.errors import InputError, one_of
+from moepass.models.formulas.gemms import gemm_bytes, gemm_flops
 from moepass.models.formulas.memory import element_bytes
-from moepass.models.formulas.products import gemm_bytes, gemm_flops
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.machine.hardware import COLLECTIVES, Figure, Hardware, TransferLink
 
@@ -95,7 +95,7 @@ def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: 
     `transport` is how ranks exchange shards where the home is peer: `pull` or `collective` (AllGather).
     """
     if transport not in ("pull", "collective"):
-        raise InputError(f"transport is {transport!r}; it must be pull or collective")
+        raise InputError.wrong("transport", transport, "pull or collective")
     if home == "device":
         return 0.0
     if home == "peer" and transport == "collective":
@@ -107,7 +107,7 @@ def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: 
         "disk": disk_seconds,
     }
     if home not in seconds:
-        raise InputError(f"home is {home!r}; it must be one of {one_of(['device', *seconds])}")
+        raise InputError(f"home is {home!r}; it must be one of {one_of(['device', *seconds])}", name="home", value=home)
     return seconds[home](hardware, bank_bytes)
 
 
@@ -117,7 +117,9 @@ def _link(hardware: Hardware, name: Literal["peer", "host", "disk"]) -> Transfer
         known = [other for other in ("peer", "host", "disk") if getattr(hardware, other) is not None]
         raise InputError(
             f"profile {hardware.name!r} has no {name} link (it has {one_of(known) or 'none'}); choose another home, or "
-            f"add `{name}` to a profile of your own"
+            f"add `{name}` to a profile of your own",
+            name=name,
+            expected=known,
         )
     return link
 
@@ -145,7 +147,12 @@ def peak_flops_per_s(hardware: Hardware, dtype: str) -> Figure:
     """The peak rate for `dtype`. Raises InputError where the profile has none, naming those that it has."""
     key = short_dtype(dtype)
     if key not in hardware.flops:
-        raise InputError(f"profile {hardware.name!r} has no {key} rate; it has {one_of(hardware.flops)}")
+        raise InputError(
+            f"profile {hardware.name!r} has no {key} rate; it has {one_of(hardware.flops)}",
+            name="dtype",
+            value=key,
+            expected=tuple(hardware.flops),
+        )
     return hardware.flops[key]
 
 
@@ -292,10 +299,17 @@ def collective_seconds(hardware: Hardware, kind: str, nbytes: float, ranks: int 
     twice that for all_reduce, all of them for p2p. Raises InputError for an unknown kind.
     """
     if kind not in COLLECTIVES:
-        raise InputError(f"{kind!r} is no collective; they are {one_of(COLLECTIVES)}")
+        raise InputError(
+            f"{kind!r} is no collective; they are {one_of(COLLECTIVES)}",
+            name="collective",
+            value=kind,
+            expected=tuple(COLLECTIVES),
+        )
     count = hardware.ranks if ranks is None else ranks
     if count < 1:
-        raise InputError(f"a collective has {count} ranks; it needs 1 or more")
+        raise InputError(
+            f"a collective has {count} ranks; it needs 1 or more", name="ranks", value=count, expected="1 or more"
+        )
     if nbytes <= 0 or count == 1:
         return 0.0
     measured = hardware.collectives

@@ -20,14 +20,12 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
         text.add_source(node)
     for node in (*block.region, *local.written):
         text.add(node, describe_value(fake_value(node), known))
-    products = [
-        (product.node, product.weights, product.activations, product.inner, product.outer) for product in block.products
-    ]
+    gemms = [(gemm.node, gemm.weights, gemm.activations, gemm.inner, gemm.outer) for gemm in block.gemms]
     text.remark(
         f"{block.form}, {block.group}, experts {block.bounds}",
         f"sources {text.names(dict(block.sources))}, sink {text.names(block.sink)}, result {text.names(result)}",
         f"exchanges {text.names([(exchange.node, exchange.result) for exchange in block.exchanges])}",
-        f"products {text.names(products)}, of the local form {text.names(list(local.products.items()))}",
+        f"gemms {text.names(gemms)}, of the local form {text.names(list(local.gemms.items()))}",
         f"experts {text.names(block.expert_tensors)}, complete {text.names(list(local.complete.items()))}",
         f"rows {text.names((local.rows, local.ends, local.row_ids, local.outputs))}",
         *(

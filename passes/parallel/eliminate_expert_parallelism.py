@@ -191,7 +191,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
     """The bank of all ranks' experts. Its tensors are called by their roles: ranks must agree on the names."""
     tensors = []
-    weights = [product.weights for product in block.products]
+    weights = [gemm.weights for gemm in block.gemms]
     for number, node in enumerate(block.expert_tensors):
         value = fake_value(node)
         role = f"weight_{weights.index(node)}" if node in weights else f"bias_{number - len(set(weights))}"

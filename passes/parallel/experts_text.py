@@ -85,7 +85,7 @@ class _Sizes:
         if not isinstance(value, (torch.Tensor, tuple, list)):
             return type(value).__name__
         if isinstance(value, torch.Tensor):
-            if node not in self._flow.layouts:  # a product, or a bias: what LocalForm writes is by row
+            if node not in self._flow.layouts:  # a GEMM, or a bias: what LocalForm writes is by row
                 return _described(value)
             return self._tensor(value, layout, self._flow.places.get(node, {}))
         layouts = layout if isinstance(layout, tuple) else (None,) * len(value)

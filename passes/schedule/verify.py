@@ -36,7 +36,9 @@ class ScheduleError(PassError):
     """A scheduled graph that is not safe. `rule` is the name of the broken rule in `RULES`."""
 
     def __init__(self, rule: str, problem: str) -> None:
-        super().__init__(f"unsafe schedule, rule {rule} ({RULES[rule].sentence}): {problem}")
+        super().__init__(
+            f"unsafe schedule, rule {rule} ({RULES[rule].sentence}): {problem}", expected=RULES[rule].sentence
+        )
         self.rule = rule
 
 

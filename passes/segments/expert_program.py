@@ -1,14 +1,14 @@
 """Read a segment of experts as a program for the rows of one expert.
 
-A grouped product over all experts writes each of its results for all rows to memory, and the next operation reads it
+A grouped GEMM over all experts writes each of its results for all rows to memory, and the next operation reads it
 back. Most segments of experts can be run expert by expert instead, a few rows at a time, so that what lies between the
-products never leaves the cache. They can where every value has one row for each pair of a token and an expert, and no
+GEMMs never leaves the cache. They can where every value has one row for each pair of a token and an expert, and no
 row depends on another one.
 
     rows       values with one row per pair, sorted by expert; all outputs of the segment are such
     fixed      values that are the same for all rows: weights and their views, tables, where each expert's rows end
-    products   the grouped products; one expert's rows times one expert's weights
-    row work   everything else: operations on single rows, grouped between the products
+    GEMMs      the grouped GEMMs; one expert's rows times one expert's weights
+    row work   everything else: operations on single rows, grouped between the GEMMs
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.blocks.detect import is_grouped_product
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view
+from moepass.passes.graph.source_lines import named
+from moepass.passes.ir.plan import dtype_name
+from moepass.passes.ir.segment import EXPERTS, PART_KEY
 
 aten = torch.ops.aten
 
@@ -37,11 +40,18 @@ _ALONG_A_DIMENSION: dict[Any, int] = {
 
 
 class NotByExpertError(Exception):
-    """This segment cannot be run expert by expert; the text says why."""
+    """This segment cannot be run expert by expert: `node` stands in the way.
+
+    The text says why; like reasons of refusals, it names nodes as `name (operator)`.
+    """
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class GroupedGemm:
     """`rows` [n, in] times `weights` [E, in, out], by expert."""
 
     node: Node
@@ -68,55 +78,72 @@ class ExpertProgram:
     ends: Node
     row_inputs: tuple[Node, ...]
     fixed: tuple[Node, ...]
-    steps: tuple[Product | RowWork, ...]
+    steps: tuple[GroupedGemm | RowWork, ...]
     outputs: tuple[Node, ...]
 
 
+def expert_gemms_in(segment: GraphModule) -> list[Node]:
+    """The GEMMs of `segment` with expert weights, in whatever form."""
+    return [node for node in segment.graph.nodes if is_grouped_gemm(node) or node.meta.get(PART_KEY) == EXPERTS]
+
+
 def read_program(segment: GraphModule) -> ExpertProgram:
-    """Raises NotByExpertError."""
+    """The program of a segment that has GEMMs with expert weights. Raises NotByExpertError where there is none."""
     graph = segment.graph
-    products = [_product(node) for node in graph.nodes if is_grouped_product(node)]
-    if not products:
-        raise NotByExpertError("it has no grouped product")
-    offsets = {ends for _, ends in products}
-    if len(offsets) > 1:
-        raise NotByExpertError("its products group rows in different ways")
-    (ends,) = offsets
+    experts = expert_gemms_in(segment)
+    for node in experts:
+        if not is_grouped_gemm(node):
+            reason = (
+                f"{named(node)} multiplies by the weights of experts and is no grouped GEMM; in transformers "
+                'set_experts_implementation("grouped_mm") gives grouped GEMMs'
+            )
+            raise NotByExpertError(node, reason)
+    gemms = [_gemm(node) for node in experts]
+    (first, ends), *others = gemms
+    for gemm, other in others:
+        if other is not ends:
+            reason = f"{named(gemm.node)} and {named(first.node)} group rows by different offsets"
+            raise NotByExpertError(gemm.node, reason)
     if ends.op != "placeholder":
         # Whatever computes it would have to be told from row work.
-        raise NotByExpertError("it computes where each expert's rows end")
-    rows = _values_with_rows(graph, [product for product, _ in products], ends)
+        raise NotByExpertError(ends, f"it computes where each expert's rows end ({named(ends)})")
+    rows = _values_with_rows(graph, [gemm for gemm, _ in gemms], ends)
     outputs: list[Node] = []
     for node in cast("Sequence[Node]", graph.output_node().args[0]):
         if node not in rows or not _is_dense(node):
-            raise NotByExpertError(f"its output {node} is not one dense row for each pair")
+            raise NotByExpertError(node, f"its output {named(node)} is not one dense row for each pair")
         outputs.append(node)
-    steps = tuple(_steps(graph, rows, {product.node: product for product, _ in products}))
+    steps = tuple(_steps(graph, rows, {gemm.node: gemm for gemm, _ in gemms}))
     read = [used for step in steps if isinstance(step, RowWork) for used in step.inputs if used not in rows]
-    fixed = dict.fromkeys([*(product.weights for product, _ in products), *read])
+    fixed = dict.fromkeys([*(gemm.weights for gemm, _ in gemms), *read])
     for node in fixed:
         _check_fixed(node)
     row_inputs = tuple(node for node in graph_inputs(graph) if node in rows)
     return ExpertProgram(ends, row_inputs, tuple(fixed), steps, tuple(outputs))
 
 
-def _product(node: Node) -> tuple[Product, Node]:
+def _gemm(node: Node) -> tuple[GroupedGemm, Node]:
     given = {**dict(zip(("rows", "weights", "ends"), node.args, strict=False)), **node.kwargs}
     extra = [value for value in [*node.args[3:], *node.kwargs.values()] if value is not None]
     known = [value for value in given.values() if isinstance(value, Node)]
     if len(known) != 3 or len(node.args) < 3 or extra:
-        raise NotByExpertError(f"its product {node.name} does more than multiply")
+        raise NotByExpertError(node, f"{named(node)} does more than multiply rows by the weights of their experts")
     rows, weights, ends = known
     value, result = fake_value(rows), fake_value(node)
-    if value.device.type != "cpu" or value.dim() != 2 or value.dtype != result.dtype:
-        raise NotByExpertError(f"its product {node.name} is not one of matrices of one type on a CPU")
-    return Product(node, rows, weights), ends
+    if value.device.type != "cpu":
+        raise NotByExpertError(node, f"{named(node)} computes on {value.device.type}, and the loop is for CPUs")
+    if value.dim() != 2:
+        raise NotByExpertError(node, f"{named(node)} takes rows of {value.dim()} dimensions, not [rows, width]")
+    if value.dtype != result.dtype:
+        reason = f"{named(node)} takes rows in {dtype_name(value.dtype)} and gives {dtype_name(result.dtype)}"
+        raise NotByExpertError(node, reason)
+    return GroupedGemm(node, rows, weights), ends
 
 
-def _values_with_rows(graph: Graph, products: list[Product], ends: Node) -> set[Node]:
+def _values_with_rows(graph: Graph, gemms: list[GroupedGemm], ends: Node) -> set[Node]:
     """All values with one row for each pair. Raises NotByExpertError where one of them depends on other rows."""
-    count = fake_value(products[0].rows).shape[0]
-    by_node = {product.node: product for product in products}
+    count = fake_value(gemms[0].rows).shape[0]
+    by_node = {gemm.node: gemm for gemm in gemms}
     rows: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -125,11 +152,11 @@ def _values_with_rows(graph: Graph, products: list[Product], ends: Node) -> set[
         elif node.op == "call_function" and any(used in rows for used in node.all_input_nodes):
             if node in by_node:
                 if by_node[node].rows not in rows or by_node[node].weights in rows:
-                    raise NotByExpertError(f"its product {node.name} is not one of rows and weights")
+                    raise NotByExpertError(node, f"{named(node)} does not multiply rows by weights")
             elif not _is_row_work(node, rows):
-                raise NotByExpertError(f"rows may depend on each other in {node.name} ({node.target})")
+                raise NotByExpertError(node, f"rows may depend on each other in {named(node)}")
             if not all(_same_size(size, count) for size in _row_counts(node)):
-                raise NotByExpertError(f"{node.name} ({node.target}) changes the number of rows")
+                raise NotByExpertError(node, f"{named(node)} changes the number of rows")
             rows.add(node)
     return rows
 
@@ -203,25 +230,25 @@ def _check_fixed(node: Node) -> None:
     """Raises NotByExpertError for values that take work: it would be done without a compiler."""
     while node.op != "placeholder":
         if not is_view(node) or len(node.all_input_nodes) != 1 or _reads_sizes(node):
-            raise NotByExpertError(f"it computes {node.name} ({node.target}), which all rows read")
+            raise NotByExpertError(node, f"it computes {named(node)}, which all rows read")
         (node,) = node.all_input_nodes
     if not isinstance(fake_value(node), torch.Tensor):
-        raise NotByExpertError(f"its rows read the size {node.name}")
+        raise NotByExpertError(node, f"its rows read the size {named(node)}")
 
 
-def _steps(graph: Graph, rows: set[Node], products: dict[Node, Product]) -> Iterator[Product | RowWork]:
-    """Row work is put off until a product needs it."""
+def _steps(graph: Graph, rows: set[Node], gemms: dict[Node, GroupedGemm]) -> Iterator[GroupedGemm | RowWork]:
+    """Row work is put off until a GEMM needs it."""
     work: list[Node] = []
     for node in graph.nodes:
         if node not in rows or node.op == "placeholder":
             continue
-        if node not in products:
+        if node not in gemms:
             work.append(node)
             continue
-        if products[node].rows in work:
+        if gemms[node].rows in work:
             yield _row_work(work)
             work = []
-        yield products[node]
+        yield gemms[node]
     if work:
         yield _row_work(work)
 
@@ -232,5 +259,5 @@ def _row_work(nodes: list[Node]) -> RowWork:
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
     for node in outputs:
         if not isinstance(fake_value(node), torch.Tensor):
-            raise NotByExpertError(f"the results of {node.name} are read on both sides of a product")
+            raise NotByExpertError(node, f"the results of {named(node)} are read on both sides of a GEMM")
     return RowWork(tuple(nodes), inputs, outputs)

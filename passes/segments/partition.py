@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -38,37 +39,44 @@ from moepass.passes.graph.nodes import (
     symbolic_sizes,
     unbacked_conditions,
 )
-from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, Plan, Step, gather
+from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, MoEBlock, Plan, Step, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
+from moepass.passes.ir.segment import PART_KEY, Segment, SegmentUse, role_of
+from moepass.passes.segments.parts import parts_of_nodes
 
 
 @graph_pass(requires={"blocks"}, provides={"segments"})
 def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Cut `module` into segments; fills `plan.steps` and `plan.distinct_segments`."""
+    """Cut `module` into segments; fills `plan.steps` and `plan.segments`."""
     left = [node.name for node in module.graph.nodes if is_call(node, gather)]
     if left:
         raise PlanError(
             f"{one_of(left)} would run as a synchronous gather, which no executor knows: do not disable pass schedule, "
-            "or disable rewrite and plan too"
+            "or disable rewrite and plan too",
+            name="disable",
+            value=sorted(context.disabled),
         )
-    cut = cut_into_segments(module)
-    plan = dataclasses.replace(plan, steps=cut.steps, distinct_segments=len(cut.segments))
-    return PassResult(cut.top, plan, matches=cut.segments)
+    cut = cut_into_segments(module, plan.blocks)
+    plan = dataclasses.replace(plan, steps=cut.steps, segments=cut.segments)
+    return PassResult(cut.top, plan, matches=tuple(segment.name for segment in cut.segments))
 
 
 @dataclasses.dataclass(frozen=True)
 class Segmented:
-    """A top-level graph, what it does step by step, and the names of its distinct segments."""
+    """A top-level graph, what it does step by step, and its distinct segments."""
 
     top: GraphModule
     steps: tuple[Step, ...]
-    segments: tuple[str, ...]
+    segments: tuple[Segment, ...]
 
 
-def cut_into_segments(module: GraphModule) -> Segmented:
-    """`module`, which stays as it is, in segments. A captured graph is cut at the edges of its blocks alone."""
+def cut_into_segments(module: GraphModule, blocks: Sequence[MoEBlock] = ()) -> Segmented:
+    """`module`, which stays as it is, in segments. A captured graph is cut at the edges of its blocks alone.
+
+    `blocks` are those that were found in it.
+    """
     sized = _with_symbol_nodes(module)
-    builder = _TopLevel(sized)
+    builder = _TopLevel(sized, blocks)
     for run in _runs(sized.graph):
         builder.add(run)
     return builder.finish()
@@ -130,20 +138,24 @@ def _resident_block_edges(graph: Graph) -> set[Node]:
     order = list(graph.nodes)
     edges: set[Node] = set()
     for match in find_blocks(graph).matches:
-        edges.add(with_lookup(match.products[0].node))
-        edges.add(order[place[match.products[-1].node] + 1])
+        edges.add(with_lookup(match.gemms[0].node))
+        edges.add(order[place[match.gemms[-1].node] + 1])
     return edges
 
 
 class _TopLevel:
     """Builds the top-level graph run by run."""
 
-    def __init__(self, module: GraphModule) -> None:
+    def __init__(self, module: GraphModule, blocks: Sequence[MoEBlock]) -> None:
         self.source = module
+        self.parts = parts_of_nodes(module.graph, blocks)
+        for node, part in self.parts.items():
+            node.meta[PART_KEY] = part
+        self.block_of = {name: block.name for block in blocks for name in block.gemms}
         self.graph = Graph()
         self.values: dict[Node, Node] = {}
         self.modules: dict[str, GraphModule] = {}
-        self.module_of_text: dict[str, str] = {}
+        self.segment_of_text: dict[str, Segment] = {}
         self.steps: list[Step] = []
         self.symbols = _symbol_sources(module.graph)
         self.place = positions(module.graph)
@@ -167,15 +179,20 @@ class _TopLevel:
                 attributes[str(node.target)] = operator.attrgetter(str(node.target))(self.source)
         top = GraphModule(attributes, self.graph)
         top.meta = dict(self.source.meta)
-        return Segmented(top, tuple(self.steps), tuple(self.modules))
+        return Segmented(top, tuple(self.steps), tuple(self.segment_of_text.values()))
 
     def _add_segment(self, nodes: tuple[Node, ...]) -> None:
         segment = _Segment(self.source, nodes, self.symbols, self.place)
-        name = self.module_of_text.get(segment.text)
-        if name is None:
-            name = f"segment_{len(self.modules)}"
-            self.module_of_text[segment.text] = name
-            self.modules[name] = segment.module()
+        cost = total_cost(nodes)
+        known = self.segment_of_text.get(segment.text)
+        if known is None:
+            parts = tuple(dict.fromkeys(self.parts[node] for node in nodes if node in self.parts))
+            known = Segment(f"segment_{len(self.modules)}", role_of(parts), parts, cost=cost)
+            self.modules[known.name] = segment.module()
+        blocks = tuple(dict.fromkeys(self.block_of[node.name] for node in nodes if node.name in self.block_of))
+        use = SegmentUse(segment.layers, blocks)
+        self.segment_of_text[segment.text] = dataclasses.replace(known, uses=(*known.uses, use))
+        name = known.name
         call = self.graph.call_module(name, tuple(self.values[node] for node in segment.inputs))
         call.meta["val"] = tuple(fake_value(node) for node in segment.outputs)
         call.meta["moepass_layers"] = segment.layers
@@ -184,7 +201,7 @@ class _TopLevel:
             element.meta = dict(node.meta)
             self.values[node] = element
         label = f"{name}: {segment.layers}" if segment.layers else name
-        self.steps.append(Step("segment", label, cost=total_cost(nodes)))
+        self.steps.append(Step("segment", label, cost=cost))
 
 
 class _Segment:
@@ -211,7 +228,9 @@ class _Segment:
         for index, node in enumerate(self.inputs):
             values[node] = graph.placeholder(f"input_{index}")
             values[node].meta = dict(node.meta)
-            values[node].meta.pop("unbacked_bindings", None)  # an input brings its sizes; it does not define them
+            # An input brings its sizes and does not define them, nor is it a part of this segment.
+            for key in ("unbacked_bindings", PART_KEY):
+                values[node].meta.pop(key, None)
         for node in [*constants, *sizes, *nodes]:
             values[node] = graph.node_copy(node, lambda used: values[used])
         output = graph.output(tuple(values[node] for node in self.outputs))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moepass.runtime.calibrate.experiments import Experiment, Sizes
 from moepass.runtime.calibrate.stopwatch import Timing, time_calls
-from moepass.runtime.lowering.lower_experts import product_loop
+from moepass.runtime.lowering.lower_experts import grouped_gemm_loop
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Enough heads to give a GPU work at short sequences; a CPU takes one after the other.
@@ -71,7 +71,7 @@ def _grouped(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable
             def run() -> object:
                 return F.grouped_mm(left, weights.transpose(1, 2), offs=ends)
         elif device.type == "cpu":
-            loop, ends = product_loop(left, weights), torch.arange(1, experts + 1) * rows
+            loop, ends = grouped_gemm_loop(left, weights), torch.arange(1, experts + 1) * rows
 
             def run() -> object:
                 return loop([left, weights, ends])

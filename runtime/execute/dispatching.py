@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from moepass.models.formulas.text import evaluate_text
 from moepass.passes.graph.input_sizes import read_sizes, size_sources, sizes_at_capture
 from moepass.passes.ir.plan import BankSpec, Dispatch
+from moepass.passes.ir.segment import Segment
 from moepass.passes.schedule.dispatch import EXCHANGED
 from moepass.runtime.banks.identity import MemoryTable, memories_of
 from moepass.runtime.lowering.lower_later import LateGraph, lower_later
@@ -30,12 +31,15 @@ logger = logging.getLogger("moepass")
 
 @dataclasses.dataclass
 class FormStatistics:
-    """Runs of one graph by form, how often the exchanged one was compiled, and of how many distinct segments."""
+    """Runs of one graph by form, how often the exchanged one was compiled, and the distinct segments of the last time.
+
+    These are None where it runs operator by operator, and before it was compiled.
+    """
 
     gathered_runs: int = 0
     exchanged_runs: int = 0
     exchanged_compilations: int = 0
-    exchanged_segments: int | None = None
+    exchanged_segments: tuple[Segment, ...] | None = None
 
 
 class ExchangedForm:
@@ -68,7 +72,7 @@ class ExchangedForm:
             made = lower_later(self._captured, sizes, self._lower)
             self._compiled.append(made)
             self._statistics.exchanged_compilations += 1
-            self._statistics.exchanged_segments = made.distinct_segments
+            self._statistics.exchanged_segments = made.segments
             logger.info("compiled the graph as it was captured in %.1f s", time.perf_counter() - started)
             return self._compiled[-1]
 

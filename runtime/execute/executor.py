@@ -110,7 +110,7 @@ class SegmentCall(torch.nn.Module):
             return self.segment(*inputs)
         except Exception as error:
             place = f" ({self.layers})" if self.layers else ""
-            raise SegmentError(f"in {self.name}{place}: {type(error).__name__}: {error}") from error
+            raise SegmentError(f"in {self.name}{place}: {type(error).__name__}: {error}", name=self.name) from error
 
 
 _GONE = "the model of this compiled graph is gone, and the ring of its experts with it"

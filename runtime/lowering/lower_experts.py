@@ -13,25 +13,39 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, map_nodes
-from moepass.passes.segments.expert_program import ExpertProgram, NotByExpertError, Product, RowWork, read_program
+from moepass.passes.graph.source_lines import in_words, named, source_line
+from moepass.passes.ir.segment import EXPERT_LOOP, NotLowered
+from moepass.passes.segments.expert_program import (
+    ExpertProgram,
+    GroupedGemm,
+    NotByExpertError,
+    RowWork,
+    expert_gemms_in,
+    read_program,
+)
 from moepass.runtime.kernels.cpu_gemm_library import multiply
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 
 # [Empirical] Rows that go through an expert together. Their values stay in the cache (1 MB each at a width of 512 in
-# fp32), and products of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
+# fp32), and GEMMs of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
 CHUNK_ROWS = 512
 
 # Compiles a graph whose nodes have fake values of that mode: called with a list of its inputs, gives its outputs.
 Compile = Callable[[GraphModule, FakeTensorMode], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
 
-def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | None:
-    """`segment` expert by expert; None where it cannot be run so, and is better compiled as a whole."""
+def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | NotLowered | None:
+    """`segment` expert by expert, or why it has to be compiled as a whole; None where it has no experts."""
+    experts = expert_gemms_in(segment)
+    if not experts:
+        return None
     try:
         program = read_program(segment)
         graphs = {step: _for_any_rows(step, program) for step in program.steps if isinstance(step, RowWork)}
-    except NotByExpertError:
-        return None
+    except NotByExpertError as error:
+        reason = in_words(str(error), segment.graph, error.node)
+        line = source_line(error.node) or source_line(experts[0])
+        return NotLowered(EXPERT_LOOP, error.node.name, reason, line)
     work = {
         step: RowsInAnyNumber(graph, compile_rows(copy_graph_module(graph), mode))
         for step, (graph, mode) in graphs.items()
@@ -39,19 +53,19 @@ def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | N
     return ExpertLoop(segment, program, work)
 
 
-def product_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
-    """The loop of a segment that is one product by expert and nothing else: takes rows, weights and where rows end.
+def grouped_gemm_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
+    """The loop of a segment that is one grouped GEMM and nothing else: takes rows, weights and where rows end.
 
     `rows` [n, in] and `weights` [E, out, in] say shapes and types.
     """
     graph = Graph()
     inputs = [graph.placeholder(name) for name in ("rows", "weights", "ends")]
     turned = graph.call_method("transpose", (inputs[1], 1, 2))
-    product = graph.call_function(torch.ops.aten._grouped_mm.default, (inputs[0], turned, inputs[2]))
-    product.meta["val"] = torch.empty(len(rows), weights.shape[1], dtype=rows.dtype, device="meta")
-    graph.output((product,))
-    step = Product(product, inputs[0], turned)
-    program = ExpertProgram(inputs[2], (inputs[0],), (turned,), (step,), (product,))
+    gemm = graph.call_function(torch.ops.aten._grouped_mm.default, (inputs[0], turned, inputs[2]))
+    gemm.meta["val"] = torch.empty(len(rows), weights.shape[1], dtype=rows.dtype, device="meta")
+    graph.output((gemm,))
+    step = GroupedGemm(gemm, inputs[0], turned)
+    program = ExpertProgram(inputs[2], (inputs[0],), (turned,), (step,), (gemm,))
     return ExpertLoop(GraphModule({}, graph), program, {})
 
 
@@ -143,14 +157,14 @@ class ExpertLoop:
         """`chunk`, whose rows are all of one expert; None: of no expert."""
         found = {**values.tables, **chunk.row_inputs}
         for step, work in self.steps:
-            if isinstance(step, Product):
+            if isinstance(step, GroupedGemm):
                 out = chunk.outputs.get(step.node)
                 if expert is None:
                     found[step.node] = _empty(step.node, chunk.rows).zero_() if out is None else out.zero_()
                 else:
                     found[step.node] = multiply(found[step.rows], values.fixed[step.weights][expert], out)
                 continue
-            # It was compiled for contiguous inputs; a half of a chunk that a product reads too is none, for example.
+            # It was compiled for contiguous inputs; a half of a chunk that a GEMM reads too is none, for example.
             assert work is not None
             results = work([found[node].contiguous() for node in step.inputs], chunk.rows)
             for node, result in zip(step.outputs, results, strict=True):
@@ -162,7 +176,7 @@ class ExpertLoop:
 def _chunks(ends: Sequence[int], rows: int) -> Iterator[tuple[int | None, int]]:
     """Numbers of rows that go through an expert together, with that expert. They add up to `rows`.
 
-    Rows beyond the last expert's belong to none; products give zeros for them.
+    Rows beyond the last expert's belong to none; GEMMs give zeros for them.
     """
     start = 0
     for expert, end in [*enumerate(ends), (None, rows)]:
@@ -197,7 +211,7 @@ def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, F
     fixed = set(program.fixed)
     if any(isinstance(size, int) and size == 0 for node in program.row_inputs for size in fake_value(node).shape[:1]):
         # Nothing to loop over, and no number of rows can be looked up in none.
-        raise NotByExpertError("it has no rows")
+        raise NotByExpertError(work.nodes[0], "it has no rows")
     with unset_fake_temporarily():
         mode = FakeTensorMode(shape_env=ShapeEnv())
         graph = Graph()
@@ -213,7 +227,8 @@ def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, F
         graph.output(tuple(values[node] for node in work.outputs))
         shapes = mode.shape_env
         if shapes is None or shapes.guards or shapes.replacements:
-            raise NotByExpertError("its row work holds for some numbers of rows only")
+            reason = f"what begins at {named(work.nodes[0])} holds for some numbers of rows only"
+            raise NotByExpertError(work.nodes[0], reason)
         return GraphModule({}, graph), mode
 
 
@@ -226,7 +241,7 @@ def _fake_input(mode: FakeTensorMode, node: Node, with_rows: bool) -> torch.Tens
     elif sizes and not isinstance(sizes[0], int):
         sizes[0], dynamic[0] = 2 * CHUNK_ROWS, DimDynamic.DYNAMIC
     if not all(isinstance(size, int) for size in sizes):
-        raise NotByExpertError(f"the shape of {node.name} is known at run time only")
+        raise NotByExpertError(node, f"the shape of {named(node)} is known at run time only")
     example = torch.empty(sizes, dtype=value.dtype)  # contiguous, as what it stands for is made
     context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
     fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)

@@ -28,8 +28,9 @@ from torch.fx import GraphModule
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs
+from moepass.passes.ir.segment import Segment
 from moepass.passes.segments.partition import cut_into_segments
-from moepass.runtime.lowering.lower_segments import Lowered, lower_segments
+from moepass.runtime.lowering.lower_segments import Lowered, lower_segments, with_lowerings
 
 # Descriptions of values that the new ones replace.
 _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
@@ -40,13 +41,13 @@ class LateGraph:
     """A compiled graph: `run` takes the graph's inputs, and is right where the `guards` hold.
 
     Symbols are taken to be above 0, so that no guard tells sizes of 0 apart: the `empty` ones have to be the same.
-    `distinct_segments` were compiled for it; None where it runs operator by operator.
+    `segments` were compiled for it; None where it runs operator by operator.
     """
 
     run: Lowered
     guards: tuple[sympy.Basic, ...] = ()
     symbols: Mapping[str, sympy.Symbol] = dataclasses.field(default_factory=dict)
-    distinct_segments: int | None = None
+    segments: tuple[Segment, ...] | None = None
     empty: frozenset[str] = frozenset()
 
     def is_right_for(self, sizes: Mapping[str, int]) -> bool:
@@ -68,7 +69,7 @@ def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> La
         cut = cut_into_segments(private)
         run = lower_segments(cut.top, how)
     guards = tuple(guard.expr for guard in fake_mode.shape_env.guards)
-    return LateGraph(run, guards, symbols, len(cut.segments), _empty(sizes, symbols))
+    return LateGraph(run, guards, symbols, with_lowerings(cut.segments, run), _empty(sizes, symbols))
 
 
 def _empty(sizes: Mapping[str, int], names: Iterable[str]) -> frozenset[str]:

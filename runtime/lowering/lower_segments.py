@@ -2,7 +2,8 @@
 
 Contract
     in    a top-level graph of segments
-    out   the same top-level graph, its segments replaced by callables of the chosen lowering
+    out   the same top-level graph, its segments replaced by callables of the chosen lowering, each of which says how it
+          was lowered, and why where that is not as wanted
     `eager` runs the captured operators one by one: bit-identical to the model; `inductor` fuses them
     an output that was memory of its own in the partitioned graph still is: see `LoweredSegment`
 
@@ -12,6 +13,7 @@ compiles must still reach the graph's own guards.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +22,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, unbacked_conditions, view_source
-from moepass.runtime.lowering.lower_experts import lower_experts
+from moepass.passes.ir.segment import EAGER, EXPERT_LOOP, INDUCTOR, Lowering, Segment
+from moepass.runtime.lowering.lower_experts import ExpertLoop, lower_experts
 
 Lowered = Callable[..., Any]
 
@@ -48,16 +51,19 @@ class LoweredSegment(torch.nn.Module):
     because nothing is overwritten inside a segment: releases and updates of buffers stand between segments.
     """
 
-    def __init__(self, run: Lowered, tensors: Sequence[int], fresh: Sequence[int], boxed: bool) -> None:
+    def __init__(
+        self, run: Lowered, tensors: Sequence[int], fresh: Sequence[int], boxed: bool, lowering: Lowering
+    ) -> None:
         """`tensors` are the inputs, and `fresh` the outputs, that are compared. `run` takes a list where `boxed`."""
         super().__init__()
         self.run = run
         self.boxed = boxed
+        self.lowering = lowering
         self.tensors = list(tensors)
         self.fresh = list(fresh)
 
     @staticmethod
-    def of(run: Lowered, segment: GraphModule, boxed: bool) -> LoweredSegment:
+    def of(run: Lowered, segment: GraphModule, boxed: bool, lowering: Lowering) -> LoweredSegment:
         """What `segment` became."""
         inputs, outputs = graph_inputs(segment.graph), segment.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
@@ -67,7 +73,7 @@ class LoweredSegment(torch.nn.Module):
             for position, node in enumerate(outputs)
             if isinstance(node, Node) and _is_strided(fake_value(node)) and view_source(node).op != "placeholder"
         ]
-        return LoweredSegment(run, tensors, fresh, boxed)
+        return LoweredSegment(run, tensors, fresh, boxed, lowering)
 
     def forward(self, *inputs: Any) -> Any:
         outputs = self.run(list(inputs)) if self.boxed else self.run(*inputs)
@@ -93,22 +99,30 @@ def lower_segments(top: GraphModule, how: str) -> GraphModule:
     return lowered
 
 
-def _lower_eager(segment: GraphModule) -> torch.nn.Module:
+def with_lowerings(segments: Sequence[Segment], lowered: GraphModule) -> tuple[Segment, ...]:
+    """The records of `segments` with how each came to run in `lowered`, which `lower_segments` gave."""
+    modules = dict(lowered.named_children())
+    found = {name: module.lowering for name, module in modules.items() if isinstance(module, LoweredSegment)}
+    return tuple(dataclasses.replace(segment, lowering=found[segment.name]) for segment in segments)
+
+
+def _lower_eager(segment: GraphModule) -> LoweredSegment:
     # Here the comparison of storages catches operators whose schema hides that they give a view.
-    return LoweredSegment.of(segment, segment, boxed=False)
+    return LoweredSegment.of(segment, segment, boxed=False, lowering=Lowering(EAGER))
 
 
-def _lower_inductor(segment: GraphModule) -> torch.nn.Module:
+def _lower_inductor(segment: GraphModule) -> LoweredSegment:
     by_expert = lower_experts(segment, compile_with_inductor)
-    if by_expert is not None:
-        return LoweredSegment.of(by_expert, segment, boxed=True)
+    if isinstance(by_expert, ExpertLoop):
+        return LoweredSegment.of(by_expert, segment, boxed=True, lowering=Lowering(EXPERT_LOOP))
     # Inductor edits the graph that it compiles; the partitioned one stays readable.
     private = copy_graph_module(segment)
     for node in graph_inputs(private.graph):
         node.meta["val"] = _own_symbol(fake_value(node))
     inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(private.graph)]
     fake_mode = _fake_mode_of(segment, inputs)
-    return LoweredSegment.of(compile_with_inductor(private, fake_mode), segment, boxed=True)
+    run = compile_with_inductor(private, fake_mode)
+    return LoweredSegment.of(run, segment, boxed=True, lowering=Lowering(INDUCTOR, refusal=by_expert))
 
 
 def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
@@ -160,7 +174,7 @@ def _fake_mode_of(segment: GraphModule, inputs: Sequence[Any]) -> Any:
     return found or FakeTensorMode(allow_non_fake_inputs=True)
 
 
-LOWERINGS: dict[str, Callable[[GraphModule], torch.nn.Module]] = {
-    "inductor": _lower_inductor,
-    "eager": _lower_eager,
+LOWERINGS: dict[str, Callable[[GraphModule], LoweredSegment]] = {
+    INDUCTOR: _lower_inductor,
+    EAGER: _lower_eager,
 }

@@ -11,9 +11,10 @@ from torch.fx import GraphModule, Node
 from moepass.passes.graph.graph_records import NodeRecord, NotStorableError, read_graph, record_graph
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ir.plan import dtype_name
-from moepass.passes.segments.expert_program import ExpertProgram, Product, RowWork
+from moepass.passes.ir.segment import Lowering
+from moepass.passes.segments.expert_program import ExpertProgram, GroupedGemm, RowWork
 from moepass.runtime.lowering.lower_experts import ExpertLoop, RowsInAnyNumber
-from moepass.runtime.lowering.lower_segments import LoweredSegment
+from moepass.runtime.lowering.lower_segments import Lowered, LoweredSegment
 from moepass.runtime.torch_private import (
     expect_vector_instructions,
     inductor_source,
@@ -33,7 +34,7 @@ class InductorCode(msgspec.Struct, frozen=True, tag="inductor"):
     source: str
 
 
-class ProductStep(msgspec.Struct, frozen=True, tag="product"):
+class GemmStep(msgspec.Struct, frozen=True, tag="gemm"):
     node: str
     rows: str
     weights: str
@@ -56,7 +57,7 @@ class ExpertLoopRecord(msgspec.Struct, frozen=True, tag="experts"):
     ends: str
     row_inputs: tuple[str, ...]
     fixed: tuple[str, ...]
-    steps: tuple[ProductStep | RowWorkStep, ...]
+    steps: tuple[GemmStep | RowWorkStep, ...]
     outputs: tuple[str, ...]
     rows: dict[str, tuple[tuple[int, ...], str]]
 
@@ -67,6 +68,7 @@ class SegmentRecord(msgspec.Struct, frozen=True):
     run: EagerGraph | InductorCode | ExpertLoopRecord
     tensors: tuple[int, ...]
     fresh: tuple[int, ...]
+    lowering: Lowering
 
 
 def record_segments(lowered: GraphModule) -> dict[str, SegmentRecord]:
@@ -102,16 +104,19 @@ def _record_segment(segment: LoweredSegment) -> SegmentRecord:
         run = _record_loop(segment.run)
     else:
         run = InductorCode(_source_of(segment.run))
-    return SegmentRecord(run, tuple(segment.tensors), tuple(segment.fresh))
+    return SegmentRecord(run, tuple(segment.tensors), tuple(segment.fresh), segment.lowering)
 
 
 def _read_segment(record: SegmentRecord) -> LoweredSegment:
-    tensors, fresh = list(record.tensors), list(record.fresh)
+    run: Lowered
     if isinstance(record.run, EagerGraph):
-        return LoweredSegment(read_graph(record.run.nodes, {}), tensors, fresh, boxed=False)
-    if isinstance(record.run, ExpertLoopRecord):
-        return LoweredSegment(_read_loop(record.run), tensors, fresh, boxed=True)
-    return LoweredSegment(load_inductor_source(record.run.source), tensors, fresh, boxed=True)
+        run = read_graph(record.run.nodes, {})
+    elif isinstance(record.run, ExpertLoopRecord):
+        run = _read_loop(record.run)
+    else:
+        run = load_inductor_source(record.run.source)
+    is_boxed = not isinstance(record.run, EagerGraph)
+    return LoweredSegment(run, record.tensors, record.fresh, is_boxed, record.lowering)
 
 
 def _source_of(compiled: object) -> str:
@@ -123,11 +128,11 @@ def _source_of(compiled: object) -> str:
 
 def _record_loop(loop: ExpertLoop) -> ExpertLoopRecord:
     program = loop.program
-    allocated = {*program.outputs, *(step.node for step in program.steps if isinstance(step, Product))}
-    steps: list[ProductStep | RowWorkStep] = []
+    allocated = {*program.outputs, *(step.node for step in program.steps if isinstance(step, GroupedGemm))}
+    steps: list[GemmStep | RowWorkStep] = []
     for step, work in loop.steps:
-        if isinstance(step, Product):
-            steps.append(ProductStep(step.node.name, step.rows.name, step.weights.name))
+        if isinstance(step, GroupedGemm):
+            steps.append(GemmStep(step.node.name, step.rows.name, step.weights.name))
         else:
             assert work is not None
             graph, source = record_graph(work.graph.graph), _source_of(work.compiled)
@@ -155,11 +160,11 @@ def _read_loop(record: ExpertLoopRecord) -> ExpertLoop:
     def of(names: tuple[str, ...]) -> tuple[Node, ...]:
         return tuple(nodes[name] for name in names)
 
-    steps: list[Product | RowWork] = []
+    steps: list[GroupedGemm | RowWork] = []
     work: dict[RowWork, RowsInAnyNumber] = {}
     for step in record.steps:
-        if isinstance(step, ProductStep):
-            steps.append(Product(nodes[step.node], nodes[step.rows], nodes[step.weights]))
+        if isinstance(step, GemmStep):
+            steps.append(GroupedGemm(nodes[step.node], nodes[step.rows], nodes[step.weights]))
         else:
             row_work = RowWork(of(step.nodes), of(step.inputs), of(step.outputs))
             work[row_work] = RowsInAnyNumber(read_graph(step.graph, {}), load_inductor_source(step.source))

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from moepass.models.errors import InputError, one_of
+from moepass.models.errors import InputError, MoepassError, one_of
 from moepass.models.limits import MOST_JSON_BYTES, TooLargeError, decode_json, read_limited
 from moepass.passes.machine.hardware import (
     EMPIRICAL_COLLECTIVE_LATENCY,
@@ -88,10 +88,18 @@ def _preset(text: str) -> Hardware:
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise InputError(
             f"hardware {text!r} is unknown; {hint}Give a number of devices and one of {one_of(known)}, as in "
-            "8xh100-80g, or a profile in a .json file"
+            "8xh100-80g, or a profile in a .json file",
+            name="hardware",
+            value=text,
+            expected=tuple(known),
         )
     if ranks < 1:
-        raise InputError(f"hardware {text!r} has no devices; give 1 or more, as in 8xh100-80g")
+        raise InputError(
+            f"hardware {text!r} has no devices; give 1 or more, as in 8xh100-80g",
+            name="hardware",
+            value=text,
+            expected="1 or more devices",
+        )
     name = name if name in known else begin[0]
     return _hardware_of(name, _presets()[name], ranks)
 
@@ -136,20 +144,32 @@ def _read_raw(path: Path, extensions_left: int) -> dict[str, Any]:
     try:
         raw = decode_json(read_limited(path, MOST_JSON_BYTES))
     except OSError as error:
-        raise InputError(f"{what} cannot be read: {error.strerror}") from error
+        raise InputError(f"{what} cannot be read: {error.strerror}", path=path) from error
     except TooLargeError:
         raise
     except InputError as error:
-        raise InputError(f"{what} is no JSON: {error}") from error
+        raise InputError(f"{what} is no JSON: {error}", path=path) from error
     if not isinstance(raw, dict):
-        raise InputError(f'{what} is no JSON object; it must be one, with "schema": "{HARDWARE_SCHEMA}" or "extends"')
+        raise InputError(
+            f'{what} is no JSON object; it must be one, with "schema": "{HARDWARE_SCHEMA}" or "extends"', path=path
+        )
     extended = raw.pop("extends", None)
     if extended is None:
         return raw
     if not isinstance(extended, str):
-        raise InputError(f'{what}: "extends" is {extended!r}; it must be the name of a preset or of a file')
+        raise InputError(
+            f'{what}: "extends" is {extended!r}; it must be the name of a preset or of a file',
+            name="extends",
+            value=extended,
+            path=path,
+            expected="the name of a preset or of a file",
+        )
     if extensions_left == 0:
-        raise InputError(f"{what} extends profiles that extend others, more than {_MOST_EXTENSIONS} in a row")
+        raise InputError(
+            f"{what} extends profiles that extend others, more than {_MOST_EXTENSIONS} in a row",
+            expected=_MOST_EXTENSIONS,
+            path=path,
+        )
     if extended.endswith(".json"):
         base = _read_raw(path.parent / extended, extensions_left - 1)
     else:
@@ -213,13 +233,16 @@ def _from_raw(raw: dict[str, Any], what: str) -> Hardware:
         hardware = msgspec.convert(raw, Hardware)
     except msgspec.ValidationError as error:
         # What __post_init__ raised comes wrapped, with the field that it was raised for.
-        raise InputError(f"{what}: {error}") from error
+        inner = error.__cause__ if isinstance(error.__cause__, MoepassError) else MoepassError()
+        raise InputError(f"{what}: {error}", name=inner.name, value=inner.value, expected=inner.expected) from error
     unknown = _unknown("$", raw, msgspec.to_builtins(hardware))
     if unknown is not None:
         field, known = unknown
         close = difflib.get_close_matches(field.rpartition(".")[2], known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise InputError(f"{what}: {field} is no field; {hint}there are {one_of(known)}")
+        raise InputError(
+            f"{what}: {field} is no field; {hint}there are {one_of(known)}", name=field, expected=tuple(known)
+        )
     return hardware
 
 

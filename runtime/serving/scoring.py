@@ -62,14 +62,18 @@ class LabelSet:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str]) -> None:
         """Raises InputError for no labels or too many, a label without tokens, and two labels that are the same."""
         if not labels:
-            raise InputError("no labels are given; name at least one candidate answer")
+            raise InputError(
+                "no labels are given; name at least one candidate answer", name="labels", expected="1 or more"
+            )
         check_limit("the number of labels", len(labels), MOST_LABELS, "compare them in several passes")
         self.labels = tuple(labels)
         self.tokens: list[tuple[int, ...]] = []
         for label in self.labels:
             tokens = tuple(_encode(tokenizer, label, f"label {label!r}", special=False))
             if not tokens:
-                raise InputError(f"label {label!r} tokenises to nothing; a label needs at least one token")
+                raise InputError(
+                    f"label {label!r} tokenises to nothing; a label needs at least one token", name="label", value=label
+                )
             if tokens in self.tokens:
                 same = self.labels[self.tokens.index(tokens)]
                 raise InputError(
@@ -152,7 +156,7 @@ class Scorer:
     def encode(self, text: str, labels: LabelSet, where: str) -> tuple[int, ...]:
         """The prompt of `text` as tokens. Raises InputError, which names `where`, for a text that cannot be scored."""
         if not text.strip():
-            raise InputError(f"{where}: the text is empty")
+            raise InputError(f"{where}: the text is empty", name=where)
         tokens = _encode(self.tokenizer, self.prompt.render(self._cut(text, where)), where, special=True)
         room = self.max_tokens - labels.reads + 1
         if room < 1:
@@ -188,7 +192,7 @@ class Scorer:
     ) -> Iterator[Score]:
         """As `score`, for prompts that `encode` gave; `names` are what errors call them."""
         if batch_size < 1:
-            raise InputError(f"batch_size is {batch_size}; it must be 1 or more")
+            raise InputError.wrong("batch_size", batch_size, "1 or more")
         check_limit("batch_size", batch_size, MOST_BATCH_SIZE, "no batch of more rows computes faster")
         names = [f"text {number + 1}" for number in range(len(prompts))] if names is None else names
         window = max(1, WINDOW_BATCHES * batch_size // len(labels.contexts))
@@ -292,7 +296,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, where: str, *, spec
         # verbose=False: the limit that it would warn about is checked here, with an error.
         return tokenizer(text, add_special_tokens=special, verbose=False, **options)
     except TypeError as error:  # half a surrogate pair is a str for Python, but no text
-        raise InputError(f"{where}: {text[:40]!r} is no valid Unicode text") from error
+        raise InputError(f"{where}: {text[:40]!r} is no valid Unicode text", name=where, value=text) from error
 
 
 class _States(BaseModelOutput):  # type: ignore[misc]  # transformers has no types

@@ -24,7 +24,7 @@ from moepass.runtime.execute.adoption import AdoptionOptions, adoption
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.transports import COLLECTIVE
 
-# Grouped products want bf16 on a GPU.
+# Grouped GEMMs want bf16 on a GPU.
 CONFIG = StackConfig(layers=3, dtype=torch.bfloat16, max_tokens=12)
 DEVICE = torch.device("cuda", 0)
 FAST_FAMILIES = ("gpt_oss", "qwen3_moe")
@@ -90,7 +90,7 @@ def test_the_ring_lies_where_the_graph_computes(device: torch.device | None) -> 
 
 def _essence(plan: Plan) -> object:
     """All but the names of nodes, and bytes: attention and counting come as other operators there."""
-    blocks = [dataclasses.replace(block, products=()) for block in plan.blocks]
+    blocks = [dataclasses.replace(block, gemms=()) for block in plan.blocks]
     steps = [(step.op, step.name, step.bank, step.slot, step.cost and step.cost.flops) for step in plan.steps]
     return plan.strategy, plan.refusals, plan.slot_stays, blocks, steps
 

@@ -487,6 +487,7 @@ def _rewritten(store: CaptureStore, edit: Callable[[dict[str, Any]], Any]) -> No
         lambda content: content["inputs"][0].update(type="what"),
         lambda content: _first(content["inputs"], "type", "state").update(path="dense.0.missing"),
         lambda content: content["plan"]["banks"][0].update(name="other"),
+        lambda content: content["plan"]["banks"][0]["format"].update(home_bytes=1),
         lambda content: _first(content["top"], 0, "call_function").__setitem__(2, "torch.ops.aten.missing.default"),
         lambda content: _first(content["top"], 0, "call_function").__setitem__(2, "os.system"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from error_fields import refused
 from tiny_checkpoint import broken_copy, edit_config, save_tiny_checkpoint
 
 import moepass
@@ -97,13 +98,13 @@ def test_files_have_a_most_length(tmp_path: Path, checkpoint: Path, monkeypatch:
     file = tmp_path / "x.json"
     file.write_bytes(b" " * 100)
     assert read_limited(file, 100) == b" " * 100
-    with pytest.raises(TooLargeError, match=r"x\.json has 100 bytes or more; the limit is 99"):
+    with refused(TooLargeError, path=file, value=100, expected=99):
         read_limited(file, 99)
     folder = broken_copy(checkpoint, tmp_path / "long", edit_config())
     for name, read in (("config.json", load_config), ("prompt.json", load_prompt)):
         with (folder / name).open("ab") as opened:
             opened.truncate(limits.MOST_JSON_BYTES + 1)
-        with pytest.raises(CheckpointError, match=rf"{name} has 8388609 bytes or more; the limit is 8388608"):
+        with refused(CheckpointError, path=folder / name, value=8388609, expected=8388608):
             read(folder)
     with (folder / "tokenizer.json").open("ab") as opened:
         opened.truncate(limits.MOST_TOKENIZER_BYTES + 1)
@@ -137,10 +138,10 @@ def test_a_config_beyond_the_limits_is_refused_before_anything_is_built(
 def test_a_configuration_given_from_python_has_the_same_limits() -> None:
     config = preset_config("olmoe-1b-7b", layers=1)
     config.num_experts_per_tok = 65
-    with pytest.raises(CheckpointError, match="num_experts_per_tok is 65, but num_experts is 64"):
+    with refused(CheckpointError, name="num_experts_per_tok", value=65, expected=range(1, 65)):
         moepass.explain(config)
     config.num_hidden_layers = 10**9
-    with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000; the limit is 1024"):
+    with refused(CheckpointError, name="num_hidden_layers", value=10**9, expected=1024):
         moepass.explain(config)
 
 
@@ -177,9 +178,9 @@ def test_numbers_of_explain_have_limits(numbers: dict[str, Any], message: str) -
 def test_a_profile_has_no_more_ranks_than_a_plan(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text('{"extends": "h100", "ranks": 100000}')
-    with pytest.raises(InputError, match="ranks is 100000; the limit is 512"):
+    with refused(InputError, name="ranks", value=100_000, expected=512):
         load_hardware(profile)
-    with pytest.raises(InputError, match="is unknown"):
+    with refused(InputError, name="hardware"):
         load_hardware("9" * 5000 + "xh100")
 
 
@@ -266,17 +267,17 @@ def test_a_line_that_never_ends_is_not_read_to_its_end() -> None:
             return True
 
     source = io.BufferedReader(Endless())
-    with pytest.raises(TooLargeError, match="line 1 of x is longer than 4194304 bytes, the limit"):
+    with refused(TooLargeError, name="line 1", path="x", expected=4194304):
         list(limited_lines(source, "x"))
 
 
 def test_input_has_a_most_number_of_lines_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(limited_lines(io.BytesIO(b"a\n\nb"), "x")) == [b"a\n", b"\n", b"b"]
     monkeypatch.setattr("moepass.cli.input_lines.MOST_LINES", 2)
-    with pytest.raises(TooLargeError, match="the number of lines of x is 3; the limit is 2: split it"):
+    with refused(TooLargeError, value=3, expected=2):
         list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
     monkeypatch.setattr("moepass.cli.input_lines.MOST_INPUT_BYTES", 3)
-    with pytest.raises(TooLargeError, match="the size of x in bytes is 4; the limit is 3: split it"):
+    with refused(TooLargeError, value=4, expected=3):
         list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
 
 

@@ -58,13 +58,13 @@ def data_nodes(block: ParallelBlock, local: LocalForm) -> set[Node]:
     """The data of the block's region. Raises NotThisForm."""
     data = {node for node in block.sources.values() if fake_value(node).is_floating_point()}
     data.update(block.expert_tensors)
-    products = {product.node for product in block.products}
-    weights = {product.weights for product in block.products}
+    gemms = {gemm.node for gemm in block.gemms}
+    weights = {gemm.weights for gemm in block.gemms}
     for node in block.region:
         if is_call(node, *SHAPE_READERS) or not any(used in data for used in node.all_input_nodes):
             continue
         data.add(node)
-        if node in products or node in local.copied:
+        if node in gemms or node in local.copied:
             continue
         if not _moves_or_adds(node):
             raise NotThisForm(
@@ -73,9 +73,9 @@ def data_nodes(block: ParallelBlock, local: LocalForm) -> set[Node]:
             )
         if any(used in weights for used in node.all_input_nodes):
             if not is_view(node):
-                raise NotThisForm(f"{node.name} ({node.target}) reads expert weights and is no product with them")
+                raise NotThisForm(f"{node.name} ({node.target}) reads expert weights and is no GEMM with them")
             weights.add(node)
-    _check_readers(block, local, products)
+    _check_readers(block, local, gemms)
     return data
 
 
@@ -89,10 +89,10 @@ def _moves_or_adds(node: Node) -> bool:
     return is_call(node, *_VIEWS)
 
 
-def _check_readers(block: ParallelBlock, local: LocalForm, products: set[Node]) -> None:
-    """The activation function is copied, whatever it computes, so only the products after it may read its values."""
+def _check_readers(block: ParallelBlock, local: LocalForm, gemms: set[Node]) -> None:
+    """The activation function is copied, whatever it computes, so only the GEMMs after it may read its values."""
     region, inside = set(block.region), local.copied | local.left_out
     for node in inside:
         for user in node.users:
-            if user in region and user not in inside and user not in products and not is_call(user, *SHAPE_READERS):
+            if user in region and user not in inside and user not in gemms and not is_call(user, *SHAPE_READERS):
                 raise NotThisForm(f"{user.name} ({user.target}) reads what its activation function computes")

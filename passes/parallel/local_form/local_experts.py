@@ -54,8 +54,8 @@ class LocalForm:
         self.block = block
         self.complete = complete
         self.fake_mode = fake_value(block.sink).fake_mode
-        # The products that were written, and which product of the block each of them is.
-        self.products: dict[Node, int] = {}
+        # The GEMMs that were written, and which GEMM of the block each of them is.
+        self.gemms: dict[Node, int] = {}
         self.written: list[Node] = []
         self._region = set(block.region)
         # Of the block's nodes: those whose operation the local form repeats, and the masks that it does without.
@@ -68,7 +68,7 @@ class LocalForm:
         self.kept: dict[Node, Node] = {}
         # Of each number of rows that the activation function computes with: what stands for it.
         self.sizes: dict[Node, int | Node] = {}
-        # The results of the block's products, biases included, and what stands for them: there the copies start.
+        # The results of the block's GEMMs, biases included, and what stands for them: there the copies start.
         self.starts: dict[Node, Node] = {}
         # Nodes that were written with a number of this rank's rows, or of slots, in their arguments.
         self.sized: set[Node] = set()
@@ -117,7 +117,7 @@ class LocalForm:
         return node
 
     def _unfit(self, node: Node, arguments: Any, repeated: Node | None) -> str:
-        ups, down = self.block.products[:-1], self.block.down
+        ups, down = self.block.gemms[:-1], self.block.down
         begins = f"repeat {named(repeated)}" if repeated is not None else "be written"
         return (
             f"its local form cannot {begins}: {operation(node)} does not take {_in_words(arguments)}, which stand "
@@ -250,45 +250,45 @@ class LocalForm:
 
     def _experts(self, rows: Node, ends: Node, expert_of_row: Callable[[], Node]) -> Node:
         """The block's experts, its activation function and biases included, on rows sorted by expert."""
-        *ups, down = self.block.products
+        *ups, down = self.block.gemms
         self.rows, self.ends = rows, ends
         self._expert_of_row = expert_of_row
-        values = {up.node: self._product(number, rows, ends) for number, up in enumerate(ups)}
+        values = {up.node: self._gemm(number, rows, ends) for number, up in enumerate(ups)}
         for up in ups:
             values[up.node] = self._biased(up.node, values[up.node], values)
         self.starts = dict(values)
         activations = self._translate(down.activations, values)
-        result = self._product(len(ups), activations, ends)
+        result = self._gemm(len(ups), activations, ends)
         self.outputs = self._biased(down.node, result, {})
         return self.outputs
 
-    def _product(self, number: int, rows: Node, ends: Node) -> Node:
-        product = self.block.products[number]
-        names = [argument.name for argument in product.node.target._schema.arguments]  # type: ignore[union-attr]
-        given = {**dict(zip(names, product.node.args, strict=False)), **product.node.kwargs}
+    def _gemm(self, number: int, rows: Node, ends: Node) -> Node:
+        gemm = self.block.gemms[number]
+        names = [argument.name for argument in gemm.node.target._schema.arguments]  # type: ignore[union-attr]
+        given = {**dict(zip(names, gemm.node.args, strict=False)), **gemm.node.kwargs}
         weight = self._weight(next(value for name, value in given.items() if name in ("mat2", "weight")))
         # Both operators take rows, weights and offsets in this order; whatever else they were given stays.
         extra = {name: value for name, value in given.items() if name not in names[:3] and value is not None}
-        node = self._emit(product.node.target, rows, weight, ends, **extra)  # type: ignore[arg-type]
-        self.products[node] = number
+        node = self._emit(gemm.node.target, rows, weight, ends, **extra)  # type: ignore[arg-type]
+        self.gemms[node] = number
         return node
 
     def _weight(self, operand: Any) -> Node:
-        """The operand of a product, with all experts: the same views of the complete tensor."""
+        """The operand of a GEMM, with all experts: the same views of the complete tensor."""
         if operand in self.complete:
             return self.complete[operand]
         if not isinstance(operand, Node) or not is_view(operand) or len(operand.all_input_nodes) != 1:
             raise NotThisForm(
                 f"its expert weights are computed in the graph by "
                 f"{named(operand) if isinstance(operand, Node) else operand}; keep parameters in the type in which the "
-                "products read them"
+                "GEMMs read them"
             )
         source = self._weight(operand.all_input_nodes[0])
         args, kwargs = map_nodes((operand.args, operand.kwargs), lambda used: source)
         return self._emit(operand.target, *args, **kwargs)  # type: ignore[arg-type]
 
     def _biased(self, before: Node, value: Node, values: dict[Node, Node]) -> Node:
-        """`value` with the bias that the block adds right after the product `before`, if it adds one.
+        """`value` with the bias that the block adds right after the GEMM `before`, if it adds one.
 
         Where the activation function is still to be translated, `values` learns what stands for the sum.
         """
@@ -305,7 +305,7 @@ class LocalForm:
         return self.row_ids
 
     def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
-        """`node`, a value between the products, for the rows of the local form; `values` maps what is known."""
+        """`node`, a value between the GEMMs, for the rows of the local form; `values` maps what is known."""
         # Of each node that was met: the operand that takes its place, where it only masks that.
         unmasked: dict[Node, Node | None] = {}
 
@@ -363,13 +363,13 @@ class LocalForm:
         """Raises NotThisForm for what leads out of the activation function."""
         if isinstance(fake_value(node), torch.SymInt) and not _is_of_sizes(node):
             raise NotThisForm(
-                f"what lies between its products reads a size, {named(node)}, that is no multiple of how many rows of "
-                "its experts there are; expected constants, and sizes of what the products give"
+                f"what lies between its GEMMs reads a size, {named(node)}, that is no multiple of how many rows of "
+                "its experts there are; expected constants, and sizes of what the GEMMs give"
             )
         if node.op != "call_function" or collective_of(node) is not None:
             what = "what ranks exchange at " if node.op == "call_function" else ""
             raise NotThisForm(
-                f"what lies between its products reads {what}{named(node)}; expected nothing but their results, and "
+                f"what lies between its GEMMs reads {what}{named(node)}; expected nothing but their results, and "
                 "constants"
             )
 
@@ -378,7 +378,7 @@ class LocalForm:
         if is_call(node, aten.masked_fill.Scalar) and self._is_of_other_ranks(node.args[1], values):
             return node.args[0]  # type: ignore[return-value]
         if is_call(node, aten.where.self) and self._is_of_other_ranks(node.args[0], values):
-            kept = [value for value in node.args[1:] if self._from_products(value, values)]
+            kept = [value for value in node.args[1:] if self._from_gemms(value, values)]
             return kept[0] if len(kept) == 1 else None  # type: ignore[return-value]
         return None
 
@@ -396,9 +396,9 @@ class LocalForm:
 
     def _is_of_other_ranks(self, condition: object, values: dict[Node, Node]) -> bool:
         """Whether a condition may tell rows of other ranks' experts: neither rows nor constants alone make it."""
-        return not self._from_products(condition, values) and not _is_constant(condition)
+        return not self._from_gemms(condition, values) and not _is_constant(condition)
 
-    def _from_products(self, node: object, values: dict[Node, Node]) -> bool:
+    def _from_gemms(self, node: object, values: dict[Node, Node]) -> bool:
         pending, seen = [node], set()
         while pending:
             current = pending.pop()

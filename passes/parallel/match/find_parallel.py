@@ -6,11 +6,11 @@ Contract
           Nothing is edited, and nothing of the kind is left out.
 
 Pseudo-code
-    for each block of expert products:
+    for each block of expert GEMMs:
         what brings its rows or counts from other ranks, and what its results reach first
         nothing, or sums and gathers around all experts of the router: the block is local, and none of our business
         else match it with the forms (`match_block.py`); a refusal where it fits none
-    for each product by expert that makes no block, with such things near it: refuse it
+    for each grouped GEMM that makes no block, with such things near it: refuse it
     for each exchange that belongs to none of them, as the half that a graph break leaves: refuse it
 """
 
@@ -22,7 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.blocks.detect import BlockMatch, find_blocks, is_grouped_product
+from moepass.passes.blocks.detect import BlockMatch, find_blocks
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of, communications_of
 from moepass.passes.graph.nodes import fake_value, is_call, positions
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -48,7 +49,7 @@ def find_parallel_blocks(
 ) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
     """Every block whose tokens or results cross ranks, in host order, and refusals for those that fit no form.
 
-    What exchanges tokens and belongs to no block of products is refused too.
+    What exchanges tokens and belongs to no block of GEMMs is refused too.
     """
     if not any(True for _ in communications_of(graph)):
         return (), ()
@@ -59,7 +60,7 @@ def find_parallel_blocks(
     claimed: set[Node] = set()
     found = find_blocks(graph)
     for match in found.matches:
-        first, down = match.products[0], match.products[-1]
+        first, down = match.gemms[0], match.gemms[-1]
         combine = first_communication_after(down.node, down.outer, place, most)
         arriving = communications_before(first.activations, first.key)
         near = [*arriving, *([combine] if combine is not None else [])]
@@ -75,7 +76,7 @@ def find_parallel_blocks(
             claimed |= {exchange.node for exchange in block.exchanges}
         except NotThisForm as error:
             refusals.append(refusal_of(graph, str(error), near[-1].node, match.record.name, group))
-    refusals += _of_refused_products(graph, found.refusals, place, groups, claimed)
+    refusals += _of_refused_gemms(graph, found.refusals, place, groups, claimed)
     claimed |= _counts_of(claimed)
     refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, groups, capture)
     return tuple(blocks), tuple(refusals)
@@ -125,24 +126,24 @@ def _is_for_experts(one: Communication) -> bool:
     return one.is_exchange or collective_of(one.node) is None
 
 
-def _of_refused_products(
+def _of_refused_gemms(
     graph: Graph,
     refused: Iterable[Refusal],
     place: dict[Node, int],
     groups: Mapping[str, Group],
     claimed: set[Node],
 ) -> Iterator[Refusal]:
-    """Products by expert that make no block, as far as something that talks to other ranks is near them."""
+    """Grouped GEMMs that make no block, as far as something that talks to other ranks is near them."""
     by_name = {node.name: node for node in graph.nodes}
     told: set[str] = set()
     for refusal in refused:
-        product = by_name[refusal.node]
-        if not is_grouped_product(product):
+        gemm = by_name[refusal.node]
+        if not is_grouped_gemm(gemm):
             continue
-        after = first_communication_after(product, fake_value(product).shape[-1], place)
-        near = [*communications_before(*product.all_input_nodes), *([after] if after is not None else [])]
+        after = first_communication_after(gemm, fake_value(gemm).shape[-1], place)
+        near = [*communications_before(*gemm.all_input_nodes), *([after] if after is not None else [])]
         claimed |= {one.node for one in near}
         if near and refusal.where not in told:
             told.add(refusal.where)
-            reason = f"its products make no block of experts that moepass knows ({refusal.reason})"
+            reason = f"its GEMMs make no block of experts that moepass knows ({refusal.reason})"
             yield refusal_of(graph, reason, near[-1].node, refusal.where, _known_group(near, groups))

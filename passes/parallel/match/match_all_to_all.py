@@ -1,4 +1,4 @@
-"""Match expert products between an AllToAll of rows, with its exchange of counts, and the AllToAll back."""
+"""Match expert GEMMs between an AllToAll of rows, with its exchange of counts, and the AllToAll back."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def match_all_to_all(
     rows, counted = dispatch.input, reshaped(count.input)
     if fake_value(rows).dim() != 2 or not is_size(fake_value(rows).shape[1], match.record.hidden):
         raise NotThisForm(
-            f"the AllToAll before its products, {named(dispatch.node)}, carries {describe_shape(fake_value(rows))}; "
+            f"the AllToAll before its GEMMs, {named(dispatch.node)}, carries {describe_shape(fake_value(rows))}; "
             f"expected rows of tokens [., {match.record.hidden}]"
         )
     bounds = _bounds_from_counts(count, group, match.record.experts)
     if dispatch.send != combine.receive or dispatch.receive != combine.send:
         raise NotThisForm(
-            f"the AllToAll after its products, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
+            f"the AllToAll after its GEMMs, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
             "before them; expected the input_split_sizes of each as the output_split_sizes of the other"
         )
     # Without tokens what a rank sends is constant too: nothing.
@@ -54,7 +54,7 @@ def match_all_to_all(
         combine.group_name,
         group,
         bounds,
-        match.products,
+        match.gemms,
         tensors,
         {"rows": rows, "counts": counted},
         combine.result,
@@ -68,7 +68,7 @@ def _other_exchanges(dispatches: list[Collective], counts: list[Collective], cap
         f"{what} {named(one.node)}" for what, of in (("rows", dispatches), ("counts", counts)) for one in of
     )
     text = (
-        f"{len(dispatches)} exchanges of rows and {len(counts)} exchanges of counts stand before its products"
+        f"{len(dispatches)} exchanges of rows and {len(counts)} exchanges of counts stand before its GEMMs"
         f"{': ' * bool(found)}{found}; expected one of each"
     )
     if not dispatches or not counts:

@@ -1,12 +1,12 @@
-"""Find blocks of expert parallelism: local expert products between the collectives that bring tokens and take results.
+"""Find blocks of expert parallelism: local expert GEMMs between the collectives that bring tokens and take results.
 
 Contract
     in    a functional ATen inference graph; the process groups that it talks to, as (rank, ranks) by name
-    out   typed records that hold both ends of a block; a refusal for every block of products that stands between
+    out   typed records that hold both ends of a block; a refusal for every block of GEMMs that stands between
           collectives and fits none of the forms. Nothing is edited.
 
 Pseudo-code
-    for each block of local expert products with something near it (`find_parallel.py`):
+    for each block of local expert GEMMs with something near it (`find_parallel.py`):
         an AllToAll: the AllToAll of rows before it, the exchange of counts beside that, and everything in between
         an AllReduce or a ReduceScatter: the tokens, their expert ids and their weights before it
 
@@ -58,14 +58,14 @@ def match_block(
         )
     if match.record.form != "grouped_mm":
         raise NotThisForm(
-            f"its products are {match.record.form}, and expert parallelism is taken out of grouped products only; "
+            f"its GEMMs are {match.record.form}, and expert parallelism is taken out of grouped GEMMs only; "
             "write them with torch.nn.functional.grouped_mm (transformers: experts_implementation='grouped_mm')"
         )
-    for product in match.products:
-        if product.weights.op != "placeholder":
+    for gemm in match.gemms:
+        if gemm.weights.op != "placeholder":
             raise NotThisForm(
-                f"the expert weights of {named(product.node)} are not a parameter as it is, but come from "
-                f"{named(product.weights)}; keep parameters in the type and layout in which the products read them"
+                f"the expert weights of {named(gemm.node)} are not a parameter as it is, but come from "
+                f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
     group = groups[combine.group_name]
     if combine.kind == "all_to_all":

@@ -1,4 +1,4 @@
-"""Match expert products whose results ranks add up: by AllReduce, or by ReduceScatter after AllGather."""
+"""Match expert GEMMs whose results ranks add up: by AllReduce, or by ReduceScatter after AllGather."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
         raise NotThisForm(f"{named(combine.node)} combines its results by {combine.reduction!r}; expected a sum")
     gathered = combine.kind == "reduce_scatter"
     sources = {
-        "hidden": origin(match.products[0].activations, is_row_move, gathered),
+        "hidden": origin(match.gemms[0].activations, is_row_move, gathered),
         "ids": origin(sort_key(match), is_id_arithmetic, gathered),
         "weights": origin(row_weights(match), is_row_move, gathered),
     }
@@ -67,7 +67,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
         combine.group_name,
         group,
         bounds,
-        match.products,
+        match.gemms,
         tensors,
         sources,
         sink,
@@ -100,7 +100,7 @@ def _check_router(sources: Mapping[str, Node], place: dict[Node, int]) -> None:
             if not is_view(user) and not is_call(user, aten.clone.default, aten._to_copy.default):
                 raise NotThisForm(
                     f"its tokens or weights depend on its expert ids by {named(user)}, perhaps on this rank only; "
-                    "expected them as the router gave them, with masks for this rank's experts behind its products"
+                    "expected them as the router gave them, with masks for this rank's experts behind its GEMMs"
                 )
             pending.append(user)
 

@@ -1,7 +1,7 @@
-"""What talks to other ranks within reach of an expert product: what brings its rows, and what takes its results.
+"""What talks to other ranks within reach of an expert GEMM: what brings its rows, and what takes its results.
 
 A model with tensor or data parallelism holds collectives too. Those that serve experts touch rows: between them and a
-product rows are moved, masked, weighed and added, and nothing mixes their features or normalises them.
+GEMM rows are moved, masked, weighed and added, and nothing mixes their features or normalises them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def most_nodes(ranks: int) -> int:
 
 
 def first_communication_after(
-    product: Node, width: int, place: dict[Node, int], most: int = MOST_NODES
+    gemm: Node, width: int, place: dict[Node, int], most: int = MOST_NODES
 ) -> Communication | None:
-    """What the rows [., width] of `product` reach first, over `most` nodes."""
-    pending, seen = [product], {product}
+    """What the rows [., width] of `gemm` reach first, over `most` nodes."""
+    pending, seen = [gemm], {gemm}
     found: list[Communication] = []
     while pending:
         node = pending.pop()
@@ -86,7 +86,7 @@ def is_size(size: Any, number: int) -> bool:
 
 
 def communications_before(*starts: Node) -> list[Communication]:
-    """What brought the rows or counts `starts` of a product, nearest first."""
+    """What brought the rows or counts `starts` of a GEMM, nearest first."""
     found: dict[Node, Communication] = {}
     for node in (node for start in starts for node in _moved_from(start)):
         one = communication_of(node)

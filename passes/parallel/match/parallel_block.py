@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from moepass.passes.blocks.detect import BlockMatch, ExpertProduct
+from moepass.passes.blocks.detect import BlockMatch
+from moepass.passes.blocks.expert_gemms import ExpertGemm
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.nodes import fake_value, is_call, view_source
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -27,7 +28,7 @@ class ParallelBlock:
         all_to_all, all_to_all_capacity   `rows`, sorted by expert, and `counts`, rows by expert over all ranks
         all_gather, all_reduce            `hidden`, `ids`, `weights`
     `sink` is the value that the local form gives. `region` is what lies between, in host order.
-    `expert_tensors` are this rank's: the weights of the products, then their biases.
+    `expert_tensors` are this rank's: the weights of the GEMMs, then their biases.
     `bounds` says which experts each rank holds.
     """
 
@@ -36,7 +37,7 @@ class ParallelBlock:
     group_name: str
     group: Group
     bounds: tuple[int, ...]
-    products: tuple[ExpertProduct, ...]
+    gemms: tuple[ExpertGemm, ...]
     expert_tensors: tuple[Node, ...]
     sources: Mapping[str, Node]
     sink: Node
@@ -53,21 +54,21 @@ class ParallelBlock:
         return range(self.bounds[self.group.rank], self.bounds[self.group.rank + 1])
 
     @property
-    def down(self) -> ExpertProduct:
-        return self.products[-1]
+    def down(self) -> ExpertGemm:
+        return self.gemms[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Bias:
-    """`sum` adds to each output of a product the row of `tensor` that an index says."""
+    """`sum` adds to each output of a GEMM the row of `tensor` that an index says."""
 
     sum: Node
     tensor: Node
 
 
-def bias_after(product: Node) -> Bias | None:
-    """What is added right after `product`, if that is looked up row by row in an input of the graph."""
-    for user in product.users:
+def bias_after(gemm: Node) -> Bias | None:
+    """What is added right after `gemm`, if that is looked up row by row in an input of the graph."""
+    for user in gemm.users:
         if is_call(user, aten.add.Tensor):
             for other in user.args:
                 if is_call(other, aten.index.Tensor, aten.index_select.default):
@@ -78,13 +79,13 @@ def bias_after(product: Node) -> Bias | None:
 
 
 def expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
-    """The weights of the products, and their biases: what is there once for each expert of this rank.
+    """The weights of the GEMMs, and their biases: what is there once for each expert of this rank.
 
     Told by what reads them. Activations of as many tokens as this rank has experts have the same shape.
     """
-    found = dict.fromkeys(product.weights for product in match.products)
-    for product in match.products:
-        bias = bias_after(product.node)
+    found = dict.fromkeys(gemm.weights for gemm in match.gemms)
+    for gemm in match.gemms:
+        bias = bias_after(gemm.node)
         if bias is None or bias.tensor in sources:
             continue
         value = fake_value(bias.tensor)

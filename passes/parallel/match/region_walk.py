@@ -79,7 +79,7 @@ def check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
             raise NotThisForm(
                 f"it depends on {named(leaf)}, whose values are not known when the graph is compiled; expected its "
-                "rows and counts, its router and the parameters of its products alone, and constants for everything "
+                "rows and counts, its router and the parameters of its GEMMs alone, and constants for everything "
                 "else"
             )
 

@@ -62,8 +62,8 @@ def _reason(strays: list[Communication], capture: CaptureNotes) -> str:
         )
     number = f"{len(strays)} exchanges of tokens or counts" if len(strays) > 1 else "an exchange of tokens or counts"
     return (
-        f"{number}, {first.kind} {named(first.node)}, stand{'s' * (len(strays) == 1)} around no product by expert that "
-        f"moepass recognises in this graph (a grouped product, or bmm with weights [experts, ., .]); {capture.advice()}"
+        f"{number}, {first.kind} {named(first.node)}, stand{'s' * (len(strays) == 1)} around no expert GEMM that "
+        f"moepass recognises in this graph (a grouped GEMM, or bmm with weights [experts, ., .]); {capture.advice()}"
     )
 
 

@@ -81,8 +81,8 @@ def _node(argument: object) -> Node | None:
 
 
 def sort_key(match: BlockMatch) -> Node:
-    """What the rows were sorted by: the ids behind the places of the rows, or behind the offsets of the products."""
-    first = match.products[0]
+    """What the rows were sorted by: the ids behind the places of the rows, or behind the offsets of the GEMMs."""
+    first = match.gemms[0]
     for start in (*_row_places(first.activations), first.key):
         for node in _places_before(start):
             if is_call(node, aten.sort.stable, aten.sort.default, aten.argsort.default):
@@ -131,7 +131,7 @@ def _is_float(node: object) -> bool:
 
 def row_weights(match: BlockMatch) -> Node:
     """What the expert outputs are multiplied by, row by row."""
-    pending, seen = deque([match.products[-1].node]), set[Node]()
+    pending, seen = deque([match.gemms[-1].node]), set[Node]()
     while pending and len(seen) < MOST_NODES:
         node = pending.popleft()
         for user in node.users:
@@ -144,6 +144,6 @@ def row_weights(match: BlockMatch) -> Node:
                     return others[0]
             pending.append(user)
     raise NotThisForm(
-        f"the results of {named(match.products[-1].node)} are not multiplied by weights [., 1] of their rows before "
+        f"the results of {named(match.gemms[-1].node)} are not multiplied by weights [., 1] of their rows before "
         "they are added up"
     )

@@ -4,9 +4,9 @@ Contract
     in    a block, the local form that was written for it, and its data nodes (data_flow.py)
     out   nothing where every feature of a row goes the same way; else the first node that may tell features apart
 
-Features are the last dimension of rows. Everything between the products and the collectives must move, weigh and add
+Features are the last dimension of rows. Everything between the GEMMs and the collectives must move, weigh and add
 whole rows: no index, cut, pad or sum along the last dimension, and no mask or index that differs along it. What stands
-between two products, the activation function, may mix features: the local form repeats it.
+between two GEMMs, the activation function, may mix features: the local form repeats it.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ _BY_INDEX = {
 
 def tells_features_apart(block: ParallelBlock, local: LocalForm, data: set[Node]) -> Node | None:
     """The first node of the block that may treat one feature unlike another."""
-    weights = {product.weights for product in block.products}
-    products = {product.node for product in block.products}
+    weights = {gemm.weights for gemm in block.gemms}
+    gemms = {gemm.node for gemm in block.gemms}
     # Nodes whose last dimension are features, each treated alike, or along whose last dimension nothing differs.
     alike = {node for role, node in block.sources.items() if role in ("rows", "hidden")}
     alike.update(node for node in block.expert_tensors if node not in weights)
     for node in block.region:
-        if any(used in weights for used in node.all_input_nodes) and node not in products:
+        if any(used in weights for used in node.all_input_nodes) and node not in gemms:
             weights.add(node)
-        elif node in products or node in local.copied:
+        elif node in gemms or node in local.copied:
             alike.add(node)
         elif node in local.left_out:
             if not all(used in alike or _is_by_row(used, node) for used in node.all_input_nodes):

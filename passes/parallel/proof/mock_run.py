@@ -1,7 +1,7 @@
 """Run the nodes of a parallel block, and of its local form, on real numbers, with mock peers.
 
-Two things make a run cheap and sharp. Expert products are not computed: a product gives, for each row, a number that
-depends on the row, on the expert and on the product, so that a row that meets the wrong expert shows; nor is the
+Two things make a run cheap and sharp. Expert GEMMs are not computed: a GEMM gives, for each row, a number that
+depends on the row, on the expert and on the GEMM, so that a row that meets the wrong expert shows; nor is the
 activation function, for which other functions of a row stand (row_functions.py). Rows beyond the last offset,
 and memory that nobody wrote, give NaN. And everything runs in float64, where equal means equal to 1e-9, whatever types
 the graph computes in. A value is dropped when its last reader has run.
@@ -140,10 +140,10 @@ class MockBlock:
         self.local_form = Steps(local.written, result)
         given = {local.rows, local.ends, *([local.row_ids] if local.row_ids is not None else [])}
         self.experts = Steps.between(local.written, given, local.outputs)
-        self.own_products = {product.node: number for number, product in enumerate(block.products)}
+        self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
         self.sizes = symbol_sizes(block)
-        # How wide the rows are that go into a product and come out of it.
-        self.widths = [(product.inner, product.outer) for product in block.products]
+        # How wide the rows are that go into a GEMM and come out of it.
+        self.widths = [(gemm.inner, gemm.outer) for gemm in block.gemms]
 
     def shape(self, node: Node) -> list[int]:
         return [concrete(size, self.sizes) for size in fake_value(node).shape]
@@ -162,12 +162,12 @@ class MockRun:
         self.generator = generator
         self.scenario = scenario
         experts = block.experts
-        self.product_tables = [
+        self.gemm_tables = [
             (torch.randn(inner, generator=generator, dtype=torch.float64),
              torch.randn(experts, outer, generator=generator, dtype=torch.float64))
             for inner, outer in mock.widths
         ]  # fmt: skip
-        weights = {product.weights for product in block.products}
+        weights = {gemm.weights for gemm in block.gemms}
         self.biases = {
             node: torch.randn((experts, *mock.shape(node)[1:]), generator=generator, dtype=torch.float64)
             for node in block.expert_tensors
@@ -241,11 +241,11 @@ class MockRun:
             self.ranges.observe(node, value)
 
     def _run_node(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
-        number = self.mock.own_products.get(node)
+        number = self.mock.own_gemms.get(node)
         if number is not None:
-            return self._product(number, node, value_of, self.block.own_experts)
-        if node in self.local.products:
-            return self._product(self.local.products[node], node, value_of, range(self.block.experts))
+            return self._gemm(number, node, value_of, self.block.own_experts)
+        if node in self.local.gemms:
+            return self._gemm(self.local.gemms[node], node, value_of, range(self.block.experts))
         functions = self.mock.functions
         if node in functions.calls:
             function, read = functions.calls[node]
@@ -287,17 +287,17 @@ class MockRun:
         for local, complete in self.local.complete.items():
             if complete is node and local in self.biases:
                 return self.biases[local]
-        # Weights: only products read them, and these are not computed. A view of one zero takes no memory.
+        # Weights: only GEMMs read them, and these are not computed. A view of one zero takes no memory.
         return torch.zeros((), dtype=torch.float64).expand(self.mock.shape(node))
 
-    def _product(self, number: int, node: Node, value_of: Callable[[Node], Any], experts: range) -> torch.Tensor:
-        row_factors, expert_factors = self.product_tables[number]
+    def _gemm(self, number: int, node: Node, value_of: Callable[[Node], Any], experts: range) -> torch.Tensor:
+        row_factors, expert_factors = self.gemm_tables[number]
         rows, ends = (value_of(argument) for argument in _rows_and_ends(node))
         if len(ends) != len(experts):
-            raise ContractBroken(f"a product has {len(ends)} offsets for {len(experts)} experts")
+            raise ContractBroken(f"a GEMM has {len(ends)} offsets for {len(experts)} experts")
         counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
         if len(counts) and (int(counts.min()) < 0 or int(ends[-1]) > len(rows)):
-            raise ContractBroken(f"a product of {len(rows)} rows has the offsets {ends.tolist()}")
+            raise ContractBroken(f"a GEMM of {len(rows)} rows has the offsets {ends.tolist()}")
         outputs = torch.empty(len(rows), expert_factors.shape[1], dtype=torch.float64)
         inside = int(counts.sum())
         of_each = repeat_each(torch.arange(experts.start, experts.stop), counts)
@@ -346,8 +346,8 @@ def _spoil(memory: torch.Tensor) -> None:
         memory.fill_(UNWRITTEN.get(memory.dtype, torch.iinfo(memory.dtype).max))
 
 
-def _rows_and_ends(product: Node) -> tuple[Node, Node]:
-    given = named_arguments(product)
+def _rows_and_ends(gemm: Node) -> tuple[Node, Node]:
+    given = named_arguments(gemm)
     return next(iter(given.values())), given["offs"]
 
 

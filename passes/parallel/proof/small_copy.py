@@ -113,22 +113,22 @@ class BlockCopier:
         for node in (*region, *written):
             self._call(node)
         of = self._nodes.__getitem__
-        widths = zip(block.products, self._small.widths, strict=True)
-        products = tuple(
+        widths = zip(block.gemms, self._small.widths, strict=True)
+        gemms = tuple(
             dataclasses.replace(
-                product,
-                node=of(product.node),
-                key=of(product.key),
-                weights=of(product.weights),
-                activations=of(product.activations),
+                gemm,
+                node=of(gemm.node),
+                key=of(gemm.key),
+                weights=of(gemm.weights),
+                activations=of(gemm.activations),
                 inner=inner,
                 outer=outer,
             )
-            for product, (inner, outer) in widths
+            for gemm, (inner, outer) in widths
         )
         small_block = dataclasses.replace(
             block,
-            products=products,
+            gemms=gemms,
             expert_tensors=tuple(map(of, block.expert_tensors)),
             sources={role: of(node) for role, node in block.sources.items()},
             sink=of(block.sink),
@@ -139,7 +139,7 @@ class BlockCopier:
         small_local.block = small_block
         small_local.graph = self._graph
         small_local.complete = {of(shard): of(complete) for shard, complete in local.complete.items()}
-        small_local.products = {of(node): number for node, number in local.products.items()}
+        small_local.gemms = {of(node): number for node, number in local.gemms.items()}
         small_local.written = [of(node) for node in written]
         small_local.copied, small_local.left_out = set(map(of, local.copied)), set(map(of, local.left_out))
         small_local.origins = {of(node): of(origin) for node, origin in local.origins.items()}

@@ -114,25 +114,25 @@ def place_of(name: str, position: int, number: int) -> Place:
 
 
 class SmallMock(MockBlock):
-    """A captured block whose sources, products and biases are small."""
+    """A captured block whose sources, GEMMs and biases are small."""
 
     def __init__(self, mock: MockBlock, scale: Scale) -> None:
         self.__dict__.update(mock.__dict__)
         block = mock.block
         self.scale = scale
-        self.widths = [(scale.width(up.inner), scale.inner_width(up.outer)) for up in block.products[:-1]]
+        self.widths = [(scale.width(up.inner), scale.inner_width(up.outer)) for up in block.gemms[:-1]]
         self.widths.append((scale.inner_width(block.down.inner), scale.width(block.down.outer)))
         self._roles = {node: role for role, node in block.sources.items()}
         self._bias_widths = {
             bias.tensor: outer
-            for product, (_, outer) in zip(block.products, self.widths, strict=True)
-            if (bias := bias_after(product.node)) is not None
+            for gemm, (_, outer) in zip(block.gemms, self.widths, strict=True)
+            if (bias := bias_after(gemm.node)) is not None
         }
-        self.weights = {product.weights for product in block.products}
+        self.weights = {gemm.weights for gemm in block.gemms}
         self.weights.update(self.local.complete[node] for node in list(self.weights))
-        products = {*self.own_products, *self.local.products}
+        gemms = {*self.own_gemms, *self.local.gemms}
         for node in (*block.region, *self.local.written):
-            if node not in products and any(used in self.weights for used in node.all_input_nodes):
+            if node not in gemms and any(used in self.weights for used in node.all_input_nodes):
                 self.weights.add(node)
 
     def shape(self, node: Node) -> list[int]:
@@ -202,7 +202,7 @@ class _GuessingRun(MockRun):
 
     def _run_node(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
         if node in self.mock.weights:
-            return None  # only products read them, and these are not computed
+            return None  # only GEMMs read them, and these are not computed
         value = super()._run_node(node, value_of, answer)
         if self._compares_shapes and not self.mock.functions.replaces(node):
             if not self._fits(fake_value(node), value):

@@ -68,7 +68,7 @@ class Growing:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """What is made small: the growing size, if any, and widths; `inner` is the width between two products."""
+    """What is made small: the growing size, if any, and widths; `inner` is the width between two GEMMs."""
 
     growing: Growing | None
     hidden: Mapping[int, int]
@@ -119,7 +119,7 @@ class Scale:
         return abs(number) // growing.captured not in growing.factors
 
     def width(self, number: int) -> int:
-        """A width of rows that go into the first products or come out of the last."""
+        """A width of rows that go into the first GEMMs or come out of the last."""
         return self.hidden.get(number, number)
 
     def inner_width(self, number: int) -> int:
@@ -142,8 +142,8 @@ def run_bytes(mock: MockBlock, scale: Scale | None = None) -> int:
     block = mock.block
     if scale is None:
         scale = Scale(None, {}, (1, 1), frozenset())
-    widths = [scale.width(block.products[0].inner), scale.width(block.down.outer), scale.inner_width(block.down.inner)]
-    widths += [scale.inner_width(product.outer) for product in block.products[:-1]]
+    widths = [scale.width(block.gemms[0].inner), scale.width(block.down.outer), scale.inner_width(block.down.inner)]
+    widths += [scale.inner_width(gemm.outer) for gemm in block.gemms[:-1]]
     return 8 * _most_rows(mock, scale) * _HELD_ROWS * max(widths)
 
 
@@ -196,13 +196,13 @@ def _sized(captured: int, small: tuple[int, ...], rows: int, factors: set[int]) 
 
 
 def _small_hidden(block: ParallelBlock) -> dict[int, int]:
-    widths = dict.fromkeys((block.products[0].inner, block.down.outer))
+    widths = dict.fromkeys((block.gemms[0].inner, block.down.outer))
     return {width: small for width, small in zip(widths, SMALL_HIDDEN, strict=False) if width > small}
 
 
 def _small_inner(block: ParallelBlock) -> tuple[int, int]:
     inner = block.down.inner
-    fits = all(product.outer * SMALL_INNER % inner == 0 for product in block.products[:-1])
+    fits = all(gemm.outer * SMALL_INNER % inner == 0 for gemm in block.gemms[:-1])
     return (inner, SMALL_INNER) if inner > SMALL_INNER and fits else (1, 1)
 
 

@@ -119,7 +119,7 @@ class JointTruths:
     def add(self, node: Node, found: Range | None, *, by_row: bool = False) -> None:
         """The next node of the region, of range `found` where it is no data.
 
-        `by_row` tells that each row of it depends on the same row of what it is computed from, as a product does.
+        `by_row` tells that each row of it depends on the same row of what it is computed from, as a GEMM does.
         """
         # The inverse of an order of two is an order as well, whose numbers say yes or no by chance.
         inverts = any(self._is_inverted(node, each) for each in node.all_input_nodes)

@@ -99,7 +99,7 @@ class ValueRanges(RangeSums):
         super().__init__(block)
         self._add_sources()
         self._joint = JointTruths(self.range_of)
-        by_row = {*inside, *(product.node for product in block.products)}
+        by_row = {*inside, *(gemm.node for gemm in block.gemms)}
         for node in block.region:
             if node in inside:
                 self._joint.add(node, None, by_row=True)

@@ -7,7 +7,7 @@ Contract
 
 The local form brings other rows together than the block does: a rank's own, of all experts, instead of all ranks', of
 its own experts. So the nodes that it repeats compute the same only if every row is treated alone. They are followed
-from the products' results, and it is known of every value in which of its dimensions the rows lie
+from the GEMMs' results, and it is known of every value in which of its dimensions the rows lie
 (row_layout.py). An operation that is not known to leave rows apart is refused. A value without rows is a
 constant: the same in the block and in the local form, and on all ranks that have the same text of it
 (experts_text.py). A size that depends on the number of rows may say how long something is, and nothing else.
@@ -78,8 +78,8 @@ def flow_in_block(local: LocalForm) -> RowFlow:
 
 def flow_in_local_form(local: LocalForm) -> RowFlow:
     """The rows of its copy. Raises NotThisForm."""
-    down = len(local.block.products) - 1
-    results = [node.args[0] for node, number in local.products.items() if number == down]
+    down = len(local.block.gemms) - 1
+    results = [node.args[0] for node, number in local.gemms.items() if number == down]
     copied = [node for node in local.written if node in local.copies]
     sizes = (size for size in local.sizes.values() if isinstance(size, Node))
     return _Walk(local.starts.values(), {}, local.copies, sizes).follow(copied, results)
@@ -95,7 +95,7 @@ def check_equal_flow(of_block: RowFlow, of_local_form: RowFlow, copies: Mapping[
     for copy, origin in copies.items():
         if _of_a_row(of_block, origin) != _of_a_row(of_local_form, copy):
             raise NotThisForm(
-                f"between its products {named(origin)} has {_shape(origin)} in the block and {_shape(copy)} where this "
+                f"between its GEMMs {named(origin)} has {_shape(origin)} in the block and {_shape(copy)} where this "
                 "rank runs its rows through all experts, which are not the same features of a row; expected sizes that "
                 "do not depend on how many rows there are, or -1 in their place, and rows in the first dimension"
             )
@@ -131,7 +131,7 @@ class _Walk(RowRules):
         for result in results:
             layout = self._layout(result)
             if not layout.is_by_row:
-                self._refuse(result, "gives the next product no row for each of its rows")
+                self._refuse(result, "gives the next GEMM no row for each of its rows")
         for node, (places, readers) in self._made.items():
             if readers == set(node.users):
                 self._places[node] = places

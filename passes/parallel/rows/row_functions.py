@@ -73,7 +73,7 @@ def row_functions(local: LocalForm) -> RowFunctions:
                 counts[node] = read[0]
             else:
                 constants.add(node)
-    # A mask of a product's own results runs as it is.
+    # A mask of a GEMM's own results runs as it is.
     masks = {node: source for node, source in local.kept.items() if source in calls}
     for node in local.block.region:
         if local.kept.get(node) in masks:

@@ -86,7 +86,7 @@ class RowRules:
         if base in ("constant_pad_nd", "repeat"):
             return self._padded(node, base, first, arguments)
         if base in ("mm", "addmm", "bmm"):
-            return self._product(node, base, arguments)
+            return self._gemm(node, base, arguments)
         self._refuse(node, "is none of which moepass knows that it leaves rows apart")
 
     # ---------------------------------------------------------------------------------------------------- operations
@@ -242,8 +242,8 @@ class RowRules:
                 self._refuse(node, "adds rows")
         return self._expanded(node, layout)
 
-    def _product(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
-        """A product of rows and a matrix that is the same for all of them, or of features of the same row."""
+    def _gemm(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
+        """A GEMM of rows and a matrix that is the same for all of them, or of features of the same row."""
         names = {"addmm": ("mat1", "mat2"), "mm": ("self", "mat2"), "bmm": ("self", "mat2")}[base]
         left, right = (arguments[name] for name in names)
         batch = 1 if base == "bmm" else 0
@@ -288,7 +288,7 @@ class RowRules:
         return named(self._copies.get(node, node))
 
     def _refuse(self, node: Node, what: str) -> NoReturn:
-        raise NotThisForm(f"between its products {self._named(node)} {what}; {_CHANGE}")
+        raise NotThisForm(f"between its GEMMs {self._named(node)} {what}; {_CHANGE}")
 
 
 def acts_by_element(node: Node) -> bool:

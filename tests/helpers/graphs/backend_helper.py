@@ -76,14 +76,14 @@ class BatchedBlock(Experts):
         flat = ids.reshape(-1)
         rows = x[torch.arange(flat.shape[0]) // ids.shape[1]]
 
-        def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def gemm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return torch.bmm(rows.unsqueeze(1), self.matrix(weight[flat])).squeeze(1)
 
-        up = product(rows, self.up)
+        up = gemm(rows, self.up)
         if self.bias:
             up = up + self.up_bias[flat]
-        hidden = self.activate(up, product(rows, self.gate) if self.split else None)
-        out = product(hidden, self.down)
+        hidden = self.activate(up, gemm(rows, self.gate) if self.split else None)
+        out = gemm(hidden, self.down)
         if self.bias:
             out = out + self.down_bias[flat]
         return out.view(x.shape[0], ids.shape[1], -1).sum(1)
@@ -100,17 +100,17 @@ class GroupedBlock(Experts):
         counts = torch.histc(owners.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         ends = counts.cumsum(0).to(torch.int32)
 
-        def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def gemm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if rows.dtype == torch.bfloat16:
                 return torch._grouped_mm(rows, self.matrix(weight), ends)
             result: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, self.matrix(weight), ends)
             return result
 
-        up = product(rows, self.up)
+        up = gemm(rows, self.up)
         if self.bias:
             up = up + self.up_bias[owners]
-        hidden = self.activate(up, product(rows, self.gate) if self.split else None)
-        out = product(hidden, self.down)
+        hidden = self.activate(up, gemm(rows, self.gate) if self.split else None)
+        out = gemm(hidden, self.down)
         if self.bias:
             out = out + self.down_bias[owners]
         back = torch.empty_like(order)

@@ -63,7 +63,7 @@ def test_records_of_every_form(form: str, dtype: torch.dtype, kind: str, offload
         assert block.dtype == str(dtype).removeprefix("torch.")
         assert block.weight_bytes == EXPERTS * HIDDEN * WIDTH * (3 if gated else 2) * dtype.itemsize
         assert block.bank == (layer if offloaded else None)
-        assert len(block.products) == (3 if KINDS[kind].get("split") else 2)
+        assert len(block.gemms) == (3 if KINDS[kind].get("split") else 2)
         assert block.name.endswith(f"blocks.{layer}")
 
 
@@ -123,13 +123,13 @@ def test_weights_that_the_graph_computes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
-def test_a_single_product_is_refused(offloaded: bool) -> None:
+def test_a_single_gemm_is_refused(offloaded: bool) -> None:
     class OnlyUp(BatchedBlock):
         def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             return torch.bmm(x[:, None], self.matrix(self.up[ids[:, 0]]))[:, 0]
 
     reasons = _reasons(OnlyUp(), tokens(), torch.zeros(6, 2, dtype=torch.int64), offloaded=offloaded)
-    assert "a product by expert without a partner" in reasons[0]
+    assert "an expert GEMM without a partner" in reasons[0]
     if offloaded:
         assert any("`up` is read outside a recognised MoE block" in reason for reason in reasons)
 
@@ -265,7 +265,7 @@ def test_a_bank_in_files_cannot_be_read_in_a_branch(tmp_path: Path) -> None:
 
 
 class KeysAndValuesGiven(nn.Module):
-    """Attention over keys and values that are arguments: two products by batched tensors, but no experts."""
+    """Attention over keys and values that are arguments: two GEMMs by batched tensors, but no experts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ def test_attention_costs_its_pairs(name: str) -> None:
     assert node_cost(attention(name, 4, 4, False, value_dim=8)).flops == 3 * formulas.score_flops(16, 4, 16, 8)
 
 
-def test_a_grouped_product_costs_its_rows_and_reads_the_experts_that_they_hit() -> None:
+def test_a_grouped_gemm_costs_its_rows_and_reads_the_experts_that_they_hit() -> None:
     rows, weights = zeros(40, 16, dtype=torch.bfloat16), zeros(8, 16, 32, dtype=torch.bfloat16)
     offsets = zeros(8, dtype=torch.int32)
     found = node_cost(run(aten._grouped_mm.default, rows, weights, offsets))
@@ -115,7 +115,7 @@ def test_a_grouped_product_costs_its_rows_and_reads_the_experts_that_they_hit() 
     assert found.memory_bytes == pytest.approx(expected)
 
 
-def test_the_fallback_of_transformers_is_a_grouped_product() -> None:
+def test_the_fallback_of_transformers_is_a_grouped_gemm() -> None:
     import transformers.integrations.moe
 
     assert transformers.integrations.moe is not None
@@ -124,7 +124,7 @@ def test_the_fallback_of_transformers_is_a_grouped_product() -> None:
     assert node_cost(node).flops == 2 * 40 * 16 * 32
 
 
-def test_grouped_products_of_other_forms() -> None:
+def test_grouped_gemms_of_other_forms() -> None:
     offsets = zeros(2, dtype=torch.int32)
     of_columns = (zeros(2, 5, 16), zeros(16, 14), zeros(5, 14))
     of_inner = (zeros(5, 16), zeros(16, 7), zeros(2, 5, 7))

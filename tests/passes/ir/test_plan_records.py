@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from moepass.models.errors import InputError, MoepassError
 from moepass.passes.ir.bank_format import BankFormat
+from moepass.passes.ir.cost import Cost
 from moepass.passes.ir.plan import (
     BANK_TENSOR,
     PLAN_SCHEMA,
     BankSpec,
-    Cost,
     Dispatch,
     MoEBlock,
     Plan,
@@ -35,6 +35,7 @@ from moepass.passes.ir.plan import (
     prefetch,
     release,
 )
+from moepass.passes.ir.segment import Lowering, NotLowered, Segment, SegmentUse
 
 NAMES = st.text(max_size=12)
 COUNTS = st.integers(0, 2**53)
@@ -72,7 +73,17 @@ PLANS = st.builds(
         st.builds(SlotStay, NAMES, COUNTS, COUNTS, MAYBE, st.lists(NAMES, max_size=2).map(tuple)), max_size=3
     ).map(tuple),
     steps=st.lists(st.builds(Step, NAMES, NAMES, MAYBE, MAYBE, COSTS), max_size=3).map(tuple),
-    distinct_segments=COUNTS,
+    segments=st.lists(
+        st.builds(
+            Segment, NAMES, NAMES, st.lists(NAMES, max_size=2).map(tuple),
+            st.lists(st.builds(SegmentUse, NAMES, st.lists(NAMES, max_size=2).map(tuple)), max_size=2).map(tuple),
+            COSTS,
+            st.none() | st.builds(
+                Lowering, NAMES, st.none() | st.builds(NotLowered, NAMES, NAMES, NAMES, NAMES)
+            ),
+        ),
+        max_size=2,
+    ).map(tuple),
     cost=COSTS,
     sizes=st.lists(st.tuples(NAMES, COUNTS), max_size=3).map(tuple),
     uncosted=st.lists(NAMES, max_size=3).map(tuple),
@@ -130,6 +141,7 @@ def test_a_real_plan_survives_json_and_is_complete() -> None:
     plan = _real_plan()
     assert Plan.from_json(plan.to_json()) == plan
     assert len(plan.blocks) == len(plan.banks) == len(plan.slot_stays) == 3
+    assert plan.distinct_segments == len(json.loads(plan.to_json())["segments"]) > 0
     assert plan.bank(1) is plan.banks[1]
     with pytest.raises(KeyError, match=r"bank 7 is not in this plan, which has \[0, 1, 2\]"):
         plan.bank(7)

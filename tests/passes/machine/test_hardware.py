@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from error_fields import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -286,22 +287,22 @@ def test_an_emulated_link_takes_no_less_than_its_bytes_nor_than_the_true_copies(
     fast = with_emulated_link(_plain(H100), 1e15)
     assert times.pull_seconds(fast, BANK_BYTES) == pytest.approx(times.pull_seconds(_plain(H100), BANK_BYTES))
     assert slow.sources()["peer.emulated_bytes_per_s"] == "emulated: link emulated"
-    with pytest.raises(InputError, match="the emulated link has 0 bytes/s"):
+    with refused(InputError, name="bytes_per_s", value=0):
         with_emulated_link(H100, 0)
 
 
 def test_what_a_machine_does_not_have() -> None:
-    with pytest.raises(InputError, match=r"profile '8xl40s-48g' has no peer link \(it has host\)"):
+    with refused(InputError, name="peer", expected=["host"]):
         times.gather_seconds(load_hardware("8xl40s"), BANK_BYTES, "peer")
-    with pytest.raises(InputError, match="has no disk link"):
+    with refused(InputError, name="disk"):
         times.gather_seconds(H100, BANK_BYTES, "disk")
-    with pytest.raises(InputError, match="home is 'cloud'; it must be one of device, disk, host, hybrid, peer"):
+    with refused(InputError, name="home", value="cloud"):
         times.gather_seconds(H100, BANK_BYTES, "cloud")
-    with pytest.raises(InputError, match="transport is 'push'"):
+    with refused(InputError, name="transport", value="push"):
         times.gather_seconds(H100, BANK_BYTES, "peer", "push")
-    with pytest.raises(InputError, match="has no fp8 rate; it has bf16, fp16"):
+    with refused(InputError, name="dtype", value="fp8", expected=("bf16", "fp32", "fp16")):
         times.gemm_seconds(load_hardware("a100-80g"), "fp8", 1, 1, 1)
-    with pytest.raises(InputError, match="dtype 'int3' is unknown; it must be one of "):
+    with refused(InputError, name="dtype", value="int3"):
         times.gemm_seconds(H100, "int3", 1, 1, 1)
 
 
@@ -404,7 +405,7 @@ def test_a_user_s_table_counts_and_scales_with_the_ranks() -> None:
     again = with_collectives(hardware, Collectives(2, {"p2p": table}))
     assert again.collectives is not None
     assert set(again.collectives.seconds) == {"all_reduce", "p2p"}
-    with pytest.raises(InputError, match="the table is for 4 ranks, that of profile '8xh100-80g' for 2"):
+    with refused(InputError, name="ranks", value=4, expected=2):
         with_collectives(hardware, Collectives(4, {"p2p": table}))
 
 
@@ -415,11 +416,9 @@ def test_more_bytes_take_longer(kind: str) -> None:
 
 
 def test_unknown_collectives() -> None:
-    with pytest.raises(
-        InputError, match="'alltoall' is no collective; they are all_gather, all_reduce, all_to_all, bank"
-    ):
+    with refused(InputError, name="collective", value="alltoall", expected=tuple(COLLECTIVES)):
         times.collective_seconds(H100, "alltoall", 1)
-    with pytest.raises(InputError, match="has 0 ranks"):
+    with refused(InputError, name="ranks", value=0):
         times.collective_seconds(H100, "p2p", 1, ranks=0)
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import moepass.passes.blocks.lower_complete_experts  # noqa: F401  registers the operator
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
 from moepass.passes.graph.nodes import graph_inputs
@@ -266,14 +266,14 @@ def test_functions_are_called_the_same_on_all_ranks() -> None:
 
 
 def _digests_of_experts(factor_of: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """By rank, those of the blocks that it takes; rank r multiplies between products by `factor_of(r)`, read off."""
+    """By rank, those of the blocks that it takes; rank r multiplies between GEMMs by `factor_of(r)`, read off."""
 
     class Experts(EP_FORMS["all_to_all"]):  # type: ignore[misc]
         def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             ends = counts.cumsum(0, dtype=torch.int32)
-            gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+            gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
             factor = torch.arange(factor_of(self.placement.rank)).sum().item()
-            return grouped_product(nn.functional.silu(gate) * up * factor, self.down_proj.transpose(1, 2), ends)
+            return grouped_gemm(nn.functional.silu(gate) * up * factor, self.down_proj.transpose(1, 2), ends)
 
     monkeypatch.setitem(EP_FORMS, "all_to_all", Experts)
     found = []

@@ -500,8 +500,8 @@ def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
     config = StackConfig(layers=1, dtype=torch.bfloat16)
     one = capture(config, "all_reduce", 0, 2, 12)
     changed = copy_graph_module(one.module)
-    product = [node for node in changed.graph.nodes if node.target is torch.ops.aten._grouped_mm.default][-1]
-    masked = next(iter(product.users))
+    gemm = [node for node in changed.graph.nodes if node.target is torch.ops.aten._grouped_mm.default][-1]
+    masked = next(iter(gemm.users))
     with changed.graph.inserting_after(masked):
         wide = changed.graph.call_function(torch.ops.aten._to_copy.default, (masked,), {"dtype": torch.float32})
     wide.meta["val"] = fake_value(masked).to(torch.float32)

@@ -15,7 +15,7 @@ from test_hidden_thresholds import CONFIG, refusal
 from torch.nn import functional as F
 
 from moepass.models.reference.expert_parallel import AllGatherExperts, AllReduceExperts, AllToAllExperts, ShardedExperts
-from moepass.models.reference.grouped_experts import count_per_expert, grouped_product, sort_by_expert, undo_order
+from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, undo_order
 
 T = torch.Tensor
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)
@@ -271,9 +271,9 @@ class ConstantsInside(AllReduceExperts):
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
         scale = torch.tensor([0.5, 1.0] * (gate.shape[1] // 2))
-        return grouped_product(F.silu(gate) * up * scale, self.down_proj.transpose(1, 2), ends)
+        return grouped_gemm(F.silu(gate) * up * scale, self.down_proj.transpose(1, 2), ends)
 
 
 def test_constants_of_the_activation_function_are_taken() -> None:

@@ -110,7 +110,7 @@ def test_real_ranks_pull_the_one_bank_of_each_layer(form: str, order: str, slots
 
 
 class Overlapped(nn.Module):
-    """Both halves' up products, then both halves' down products, as engines write it that overlap two micro-batches."""
+    """Both halves' up GEMMs, then both halves' down GEMMs, as engines write it that overlap two micro-batches."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -129,16 +129,16 @@ class Overlapped(nn.Module):
                 ends.append(counts.cumsum(0).to(torch.int32))
                 rows.append(half[orders[-1] // TOP_K])
             rows = [
-                block.activate(self._product(block, block.up, *of), None) for of in zip(rows, owners, ends, strict=True)
+                block.activate(self._gemm(block, block.up, *of), None) for of in zip(rows, owners, ends, strict=True)
             ]
-            rows = [self._product(block, block.down, *of) for of in zip(rows, owners, ends, strict=True)]
+            rows = [self._gemm(block, block.down, *of) for of in zip(rows, owners, ends, strict=True)]
             placed = [of[torch.argsort(order)] for of, order in zip(rows, orders, strict=True)]
             halves = [
                 half + of.view(len(half), TOP_K, -1).sum(1).tanh() for half, of in zip(halves, placed, strict=True)
             ]
         return torch.cat(halves)
 
-    def _product(self, block: Any, weight: Any, rows: torch.Tensor, owners: Any, ends: Any) -> torch.Tensor:
+    def _gemm(self, block: Any, weight: Any, rows: torch.Tensor, owners: Any, ends: Any) -> torch.Tensor:
         if self.form == "batched_mm":
             return torch.bmm(rows.unsqueeze(1), block.matrix(weight[owners])).squeeze(1)
         result: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, block.matrix(weight), ends)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
-from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
@@ -117,9 +117,9 @@ class PairedActivation(ShardedExperts):
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        both = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends)
+        both = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends)
         both = both.view(rows.shape[0], 2, self.down_proj.shape[2])
-        return grouped_product(F.silu(both[:, 0]) * both[:, 1], self.down_proj.transpose(1, 2), ends)
+        return grouped_gemm(F.silu(both[:, 0]) * both[:, 1], self.down_proj.transpose(1, 2), ends)
 
 
 class PairedAllToAll(PairedActivation, AllToAllExperts):
@@ -131,13 +131,13 @@ class PairedAllReduce(PairedActivation, AllReduceExperts):
 
 
 class NormedActivation(ShardedExperts):
-    """Mixes features between its products, and rows never."""
+    """Mixes features between its GEMMs, and rows never."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
         inner = F.rms_norm(F.silu(gate) * up, gate.shape[-1:])
-        return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+        return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
 
 class NormedAllToAll(NormedActivation, AllToAllExperts):
@@ -153,9 +153,9 @@ class MixesRows(AllToAllExperts):
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
         inner = F.silu(gate) * up
-        return grouped_product(inner - inner.mean(0), self.down_proj.transpose(1, 2), ends)
+        return grouped_gemm(inner - inner.mean(0), self.down_proj.transpose(1, 2), ends)
 
 
 TAKEN = [OwnSizesExperts, PairedAllToAll, PairedAllReduce, NormedAllToAll, NormedAllReduce, *EP_FORMS.values()]
@@ -188,9 +188,9 @@ def test_static_and_dynamic_captures_come_to_the_same_decision(
 class MaskedByConstants(AllToAllExperts):
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
         inner = (F.silu(gate) * up).masked_fill(torch.arange(gate.shape[1]) >= 20, 0.0)
-        return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+        return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
 
 @pytest.mark.parametrize("experts", [PairedAllToAll, PairedAllReduce, NormedAllToAll, MaskedByConstants])
@@ -258,7 +258,7 @@ def test_a_multiple_of_the_tokens_that_no_run_reaches_is_a_constant(monkeypatch:
 
 
 class _ByFeature(AllToAllExperts):
-    """Leaves out features from the 40th on, between the products and the way back."""
+    """Leaves out features from the 40th on, between the GEMMs and the way back."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         rows = super()._run_arrived(rows, arriving)
@@ -279,13 +279,13 @@ class CutFeatures(_ByFeature):
 
 
 class MaskedInside(AllToAllExperts):
-    """Masks features of what lies between the products by what arrives, as if it were rows of other experts."""
+    """Masks features of what lies between the GEMMs by what arrives, as if it were rows of other experts."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
         inner = (F.silu(gate) * up).masked_fill(torch.arange(gate.shape[1]) >= 20 + counts.sum(), 0.0)
-        return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+        return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -323,10 +323,10 @@ def test_a_proof_that_would_take_too_much_memory_is_refused_with_the_bytes(monke
 class LongActivation(AllReduceExperts):
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
         for _ in range(350):
             gate = gate * 0.999
-        return grouped_product(gate * up, self.down_proj.transpose(1, 2), ends)
+        return grouped_gemm(gate * up, self.down_proj.transpose(1, 2), ends)
 
 
 def test_a_long_activation_function_is_copied_without_recursion(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows, gather_rows, sum_over_ranks
 from moepass.models.reference.expert_parallel import EP_FORMS, AllGatherExperts, AllReduceExperts, AllToAllExperts
-from moepass.models.reference.grouped_experts import count_per_expert, grouped_product, sort_by_expert, weighted_sum
+from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, weighted_sum
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.graph.collectives import collectives_of, communications_of, group_names
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
@@ -120,7 +120,7 @@ def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monk
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
 @pytest.mark.parametrize("rank", range(3))
 def test_a_rank_without_experts_refuses_what_the_others_refuse(form: str, rank: int) -> None:
-    """Two experts on three ranks: rank 0 holds none, so its graph has exchanges and no product."""
+    """Two experts on three ranks: rank 0 holds none, so its graph has exchanges and no GEMM."""
     plan = _plan(capture(dataclasses.replace(CONFIG, experts=2, top_k=1), form, rank, 3, 12))
     (refusal,) = plan.refusals
     check_readable(plan.refusals)
@@ -145,12 +145,12 @@ def test_a_sum_of_what_a_rank_has_is_none_of_zeros() -> None:
     assert not plan.refusals
 
 
-class ConvertedProducts(nn.Module):
+class ConvertedGemms(nn.Module):
     def forward(self, rows: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         up, down = (each.bfloat16().transpose(1, 2) for each in weights)
-        gate, up_rows = grouped_product(rows.bfloat16(), up, ends).chunk(2, dim=-1)
-        return grouped_product(F.silu(gate) * up_rows, down, ends).to(rows.dtype)
+        gate, up_rows = grouped_gemm(rows.bfloat16(), up, ends).chunk(2, dim=-1)
+        return grouped_gemm(F.silu(gate) * up_rows, down, ends).to(rows.dtype)
 
 
 class Converted(AllToAllExperts):
@@ -158,21 +158,21 @@ class Converted(AllToAllExperts):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.inner = ConvertedProducts()
+        self.inner = ConvertedGemms()
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.inner(rows, counts, self.gate_up_proj, self.down_proj)
         return result
 
 
-def test_a_refused_product_speaks_for_its_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_gemm_speaks_for_its_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way there, the way back and the counts: none of them is told of as one without experts."""
     monkeypatch.setitem(EP_FORMS, "all_to_all", Converted)
     plan = _plan(capture(CONFIG, "all_to_all", 0, 2, 12))
     check_readable(plan.refusals)
     (crossing,) = [refusal for refusal in plan.refusals if refusal.crosses_ranks]
     assert "the weights are computed in the graph" in crossing.reason
-    assert not any("no product by expert" in refusal.reason for refusal in plan.refusals)
+    assert not any("no expert GEMM" in refusal.reason for refusal in plan.refusals)
 
 
 def _with_other_way_back(target: Any, arguments: Callable[..., tuple[Any, ...]]) -> Captured:

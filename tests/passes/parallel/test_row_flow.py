@@ -16,12 +16,12 @@ from test_rank_pairs import _banks, _eliminate
 from torch.nn import functional as F
 
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.ir.plan import Plan
 from moepass.passes.parallel.local_form.row_layout import Layout, broadcast, features, reshaped, rows_first
 
-# Of what the products before it give for gate and up, on a rank.
+# Of what the GEMMs before it give for gate and up, on a rank.
 Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 CONFIG = StackConfig(layers=1, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
@@ -33,9 +33,9 @@ def _captured(
     class Experts(EP_FORMS[form]):  # type: ignore[misc]
         def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             ends = counts.cumsum(0, dtype=torch.int32)
-            gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+            gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
             inner = activation(self.placement.rank, gate, up)
-            return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+            return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, form, Experts)
@@ -101,7 +101,7 @@ def _with_random_numbers(rank: int, gate: torch.Tensor, up: torch.Tensor) -> tor
     return F.silu(gate) * up + torch.rand_like(gate)
 
 
-def _with_products_of_rows(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _with_gemms_of_rows(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up + (gate @ gate.t()) @ up
 
 
@@ -135,7 +135,7 @@ MIXING: dict[str, tuple[Activation, str]] = {
     "a number of rows that is counted": (_by_number_of_truths, "sum"),
     "rows in another order beyond some feature": (_turned_far_out, "flip"),
     "random numbers": (_with_random_numbers, "rand"),
-    "products of rows": (_with_products_of_rows, "mm"),
+    "GEMMs of rows": (_with_gemms_of_rows, "mm"),
     "other rows": (_shifted, "roll"),
     "sums over everything": (_flattened, "cumsum"),
     "an operator that nobody knows": (_unknown, "some_activation"),
@@ -167,17 +167,17 @@ def test_a_wide_activation_is_not_judged_by_a_narrow_one() -> None:
 
 
 def test_what_only_some_features_read_is_proved_too() -> None:
-    """A product that counts its rows wrongly, and that only the last features of many read."""
+    """A GEMM that counts its rows wrongly, and that only the last features of many read."""
     config = dataclasses.replace(CONFIG, width=256)
 
     class Experts(EP_FORMS["all_to_all"]):  # type: ignore[misc]
         def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             ends = counts.cumsum(0, dtype=torch.int32)
             weights = self.gate_up_proj.transpose(1, 2)
-            right = F.silu(grouped_product(rows, weights, ends)[:, :256])
-            wrong = grouped_product(rows, weights, counts.flip(0).cumsum(0, dtype=torch.int32))[:, :256]
+            right = F.silu(grouped_gemm(rows, weights, ends)[:, :256])
+            wrong = grouped_gemm(rows, weights, counts.flip(0).cumsum(0, dtype=torch.int32))[:, :256]
             inner = torch.where(torch.arange(256) < 200, right, wrong)
-            return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+            return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, "all_to_all", Experts)
@@ -372,8 +372,8 @@ def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
     class Experts(EP_FORMS["all_gather"]):  # type: ignore[misc]
         def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             ends = counts.cumsum(0, dtype=torch.int32)
-            inner = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends)[:, :16].relu()
-            return grouped_product(inner / rows.abs().amax(), self.down_proj.transpose(1, 2), ends)
+            inner = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends)[:, :16].relu()
+            return grouped_gemm(inner / rows.abs().amax(), self.down_proj.transpose(1, 2), ends)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, "all_gather", Experts)
@@ -457,7 +457,7 @@ def _check_rows_alone(form: str, names: list[str]) -> None:
 
 def _check_rows_meet(form: str, before: list[str], across: str, after: list[str]) -> None:
     steps = [*(BY_ROW[name] for name in before), ACROSS[across], *(BY_ROW[name] for name in after)]
-    assert "between its products" in _refusal(form, _program(steps))
+    assert "between its GEMMs" in _refusal(form, _program(steps))
 
 
 @FEW

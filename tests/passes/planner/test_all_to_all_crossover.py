@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.passes.ir.bank_format import BankFormat
-from moepass.passes.ir.plan import BankSpec, Cost, MoEBlock, Plan, TensorSpec
+from moepass.passes.ir.cost import Cost
+from moepass.passes.ir.plan import BankSpec, MoEBlock, Plan, TensorSpec
 from moepass.passes.machine.hardware import Hardware, with_emulated_link
 from moepass.passes.machine.times import collective_seconds, gather_seconds, memory_seconds
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS, CrossoverEstimate, exchange_seconds
@@ -34,7 +35,7 @@ def _plan(form: str = "all_to_all", tokens: int | str = "s0", hint: int = 4096) 
         gated=True,
         dtype="bfloat16",
         weight_bytes=BANK_BYTES,
-        products=("up", "down"),
+        gemms=("up", "down"),
         bank=0,
         parallel=form,
         cost=Cost(expert_flops, str(BANK_BYTES)),

@@ -67,7 +67,7 @@ LAYOUTS = {
     is_given=st.booleans(),
     is_held_back=st.booleans(),
 )
-def test_every_product_is_right(
+def test_every_gemm_is_right(
     rows: int, inner: int, out: int, layout: str, has_gaps: bool, is_given: bool, is_held_back: bool
 ) -> None:
     left = drawn(rows, 2 * inner)[:, :inner] if has_gaps else drawn(rows, inner)
@@ -128,7 +128,7 @@ def test_onednn_meets_few_numbers_of_rows(held_back: bool) -> None:
 def test_experts_use_it(held_back: bool) -> None:
     """Rows of no expert are zeros with either library."""
     left, weights = drawn(40, 512), drawn(3, 512, 512)
-    loop = lower_experts.product_loop(left, weights)
+    loop = lower_experts.gemm_loop(left, weights)
     ends = torch.tensor([10, 12, 30])
     with _Calls() as calls:
         (found,) = loop([left, weights, ends])

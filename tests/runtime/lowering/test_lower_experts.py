@@ -17,12 +17,13 @@ import moepass
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.blocks.sink_token_gather import is_lookup, with_lookup
 from moepass.passes.graph.nodes import is_call
-from moepass.passes.segments.expert_program import NotByExpertError, Product, RowWork, read_program
+from moepass.passes.ir.segment import NotLowered
+from moepass.passes.segments.expert_program import GroupedGemm, NotByExpertError, RowWork, read_program
 from moepass.runtime.lowering import lower_experts
 from moepass.runtime.lowering.lower_segments import LOWERINGS, compile_with_inductor, decompositions
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 16
-product = torch.ops.transformers.grouped_mm_fallback
+gemm = torch.ops.transformers.grouped_mm_fallback
 
 Inputs = tuple[torch.Tensor, ...]
 
@@ -30,35 +31,35 @@ Inputs = tuple[torch.Tensor, ...]
 def gated(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
     """Fused gate and up projections, with a bias for each expert."""
     ids, up, up_bias, down, down_bias = weights
-    gate, value = (product(table[chosen], up.transpose(1, 2), ends) + up_bias[ids]).chunk(2, dim=-1)
-    return (product(F.silu(gate) * value, down.transpose(1, 2), ends) + down_bias[ids],)
+    gate, value = (gemm(table[chosen], up.transpose(1, 2), ends) + up_bias[ids]).chunk(2, dim=-1)
+    return (gemm(F.silu(gate) * value, down.transpose(1, 2), ends) + down_bias[ids],)
 
 
 def split(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
-    """Two products of the same rows, and the activations as a second output."""
+    """Two GEMMs of the same rows, and the activations as a second output."""
     _, up, _, down, _ = weights
     rows = table[chosen]
-    gate, value = product(rows, up[:, :WIDTH].transpose(1, 2), ends), product(rows, up[:, WIDTH:].transpose(1, 2), ends)
+    gate, value = gemm(rows, up[:, :WIDTH].transpose(1, 2), ends), gemm(rows, up[:, WIDTH:].transpose(1, 2), ends)
     between = F.gelu(gate) * value.clamp(max=1.5)
-    return product(between, down.transpose(1, 2), ends), between
+    return gemm(between, down.transpose(1, 2), ends), between
 
 
 def plain(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
-    """Rows that come in as rows, and no activation function: two products in a row."""
+    """Rows that come in as rows, and no activation function: two GEMMs in a row."""
     _, up, _, down, _ = weights
-    return (product(product(table, up[:, :WIDTH].transpose(1, 2), ends), down.transpose(1, 2), ends),)
+    return (gemm(gemm(table, up[:, :WIDTH].transpose(1, 2), ends), down.transpose(1, 2), ends),)
 
 
 def viewed(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
-    """Row work on views with gaps: halves of a bias, a part of a weight, half a product that a product reads too.
+    """Row work on views with gaps: halves of a bias, a part of a weight, half a GEMM that a GEMM reads too.
 
     An input is an output as well.
     """
     ids, up, up_bias, down, _ = weights
-    gate, value = product(table[chosen], up.transpose(1, 2), ends).chunk(2, dim=-1)
+    gate, value = gemm(table[chosen], up.transpose(1, 2), ends).chunk(2, dim=-1)
     biased = gate + up_bias[:, :WIDTH][ids] + up[:, ::2, 0][ids]
-    straight = product(value, down.transpose(1, 2), ends)
-    return product(F.silu(biased) * value, down.transpose(1, 2), ends) + straight, ids
+    straight = gemm(value, down.transpose(1, 2), ends)
+    return gemm(F.silu(biased) * value, down.transpose(1, 2), ends) + straight, ids
 
 
 FORMS: dict[str, Callable[..., Inputs]] = {"gated": gated, "split": split, "plain": plain, "viewed": viewed}
@@ -93,7 +94,7 @@ def segment_of(function: Callable[..., Inputs], *example: torch.Tensor) -> Graph
 def lowered(form: str) -> tuple[GraphModule, Callable[[list[torch.Tensor]], Inputs]]:
     segment = segment_of(FORMS[form], *inputs_for([3, 4, 6, 7], 0, form))
     found = lower_experts.lower_experts(segment, compile_with_inductor)
-    assert found is not None
+    assert isinstance(found, lower_experts.ExpertLoop)
     return segment, found
 
 
@@ -119,66 +120,81 @@ def test_no_rows_of_no_tokens_are_compiled_as_a_whole(form: str) -> None:
     table, *others = inputs_for([0] * EXPERTS, 0, form)
     inputs = (table[:0], *others)
     segment = segment_of(FORMS[form], *inputs)
-    assert lower_experts.lower_experts(segment, compile_with_inductor) is None
-    outputs = LOWERINGS["inductor"](segment)(*inputs)
+    lowered = LOWERINGS["inductor"](segment)
+    refusal = lowered.lowering.refusal
+    assert refusal is not None
+    assert (lowered.lowering.how, refusal.wanted, refusal.reason) == ("inductor", "expert_loop", "it has no rows")
+    outputs = lowered(*inputs)
     assert [output.shape for output in outputs] == [output.shape for output in segment(*inputs)]
 
 
 def test_a_program_keeps_its_parts_apart() -> None:
     steps = read_program(segment_of(split, *inputs_for([3, 4, 6, 7], 0, "split"))).steps
-    assert [type(step) for step in steps] == [RowWork, Product, Product, RowWork, Product]
+    assert [type(step) for step in steps] == [RowWork, GroupedGemm, GroupedGemm, RowWork, GroupedGemm]
 
 
 def _mixes_rows(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
-    return (product(product(rows, up, ends).cumsum(0), down, ends),)
+    return (gemm(gemm(rows, up, ends).cumsum(0), down, ends),)
 
 
 def _mean_of_rows(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
-    between = product(rows, up, ends)
-    return (product(between - between.mean(0, keepdim=True), down, ends),)
+    between = gemm(rows, up, ends)
+    return (gemm(between - between.mean(0, keepdim=True), down, ends),)
 
 
 def _rows_as_columns(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
-    return (product(product(rows, up, ends) + rows.sum(1)[:WIDTH], down, ends),)
+    return (gemm(gemm(rows, up, ends) + rows.sum(1)[:WIDTH], down, ends),)
 
 
 def _other_groups(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
-    return (product(product(rows, up, ends), down, ends + 0),)
+    return (gemm(gemm(rows, up, ends), down, ends + 0),)
+
+
+def _computed_offsets(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    ends = ends + 0
+    return (gemm(gemm(rows, up, ends), down, ends),)
+
+
+def _more_than_a_gemm(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
+    rows, up, down = rows.bfloat16(), up.bfloat16(), down.bfloat16()
+    return (torch._grouped_mm(torch._grouped_mm(rows, up, ends), down, ends, out_dtype=torch.bfloat16),)
 
 
 def _computed_weights(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
-    return (product(product(rows, up * 2, ends), down, ends),)
+    return (gemm(gemm(rows, up * 2, ends), down, ends),)
 
 
 def _shows_weights(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
-    return product(product(rows, up, ends), down, ends), up.transpose(1, 2)
+    return gemm(gemm(rows, up, ends), down, ends), up.transpose(1, 2)
 
 
 def _half_of_the_rows(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
-    return (product(product(rows, up, ends), down, ends)[2:],)
+    return (gemm(gemm(rows, up, ends), down, ends)[2:],)
 
 
 def _transposed(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
-    return (product(product(rows, up, ends), down, ends).t(),)
+    return (gemm(gemm(rows, up, ends), down, ends).t(),)
 
 
 def _two_results(rows: torch.Tensor, ends: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Inputs:
-    mantissa, exponent = torch.frexp(product(rows, up, ends))
-    return (product(mantissa * exponent, down, ends),)
+    mantissa, exponent = torch.frexp(gemm(rows, up, ends))
+    return (gemm(mantissa * exponent, down, ends),)
 
 
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (_mixes_rows, "rows may depend on each other in cumsum"),
-        (_mean_of_rows, "rows may depend on each other in mean"),
-        (_rows_as_columns, "rows may depend on each other in"),
-        (_other_groups, "group rows in different ways"),
-        (_computed_weights, "it computes mul"),
-        (_shows_weights, "is not one dense row for each pair"),
-        (_half_of_the_rows, "rows may depend on each other in slice"),
-        (_two_results, "rows may depend on each other in frexp"),
-        (_transposed, "rows may depend on each other in permute"),
+        (_mixes_rows, "rows may depend on each other in `aten.cumsum.default`"),
+        (_mean_of_rows, "rows may depend on each other in `aten.mean.dim`"),
+        (_rows_as_columns, "rows may depend on each other in `aten.sum.dim_IntList`"),
+        (_other_groups, "group rows by different offsets"),
+        (_computed_offsets, "it computes where each expert's rows end (`aten.add.Tensor`)"),
+        (_computed_weights, "it computes `aten.mul.Tensor`, which all rows read"),
+        (_shows_weights, "its output `aten.permute.default` is not one dense row for each pair"),
+        (_half_of_the_rows, "rows may depend on each other in `aten.slice.Tensor`"),
+        (_two_results, "rows may depend on each other in `aten.frexp.Tensor`"),
+        (_transposed, "rows may depend on each other in `aten.permute.default`"),
+        (_more_than_a_gemm, "does more than multiply rows by the weights of their experts"),
     ],
 )
 def test_what_is_no_work_on_single_rows_is_compiled_as_a_whole(function: Callable[..., Inputs], reason: str) -> None:
@@ -187,9 +203,14 @@ def test_what_is_no_work_on_single_rows_is_compiled_as_a_whole(function: Callabl
     ends = torch.tensor([4, 4, 9, WIDTH + 3], dtype=torch.int32)
     up, down = torch.randn(EXPERTS, HIDDEN, WIDTH), torch.randn(EXPERTS, WIDTH, HIDDEN)
     segment = segment_of(function, rows, ends, up, down)
-    with pytest.raises(NotByExpertError, match=reason):
+    with pytest.raises(NotByExpertError) as raised:
         read_program(segment)
-    assert lower_experts.lower_experts(segment, compile_with_inductor) is None
+    refusal = lower_experts.lower_experts(segment, compile_with_inductor)
+    assert isinstance(refusal, NotLowered)
+    assert reason in refusal.reason
+    assert refusal.wanted == "expert_loop"
+    assert refusal.node == raised.value.node.name
+    assert raised.value.node.graph is segment.graph
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -208,21 +229,21 @@ def test_segments_hand_on_no_rows_but_the_outputs_of_experts(streaming: bool, no
 def test_a_lookup_that_others_read_stays_where_it_is() -> None:
     def keeps_rows(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
         rows = table[chosen]
-        return (rows + 1, product(rows, weights[1].transpose(1, 2), ends))
+        return (rows + 1, gemm(rows, weights[1].transpose(1, 2), ends))
 
     inputs = inputs_for([3, 4, 6, 7], 0, "gated")
     for function, is_moved in ((keeps_rows, False), (gated, True)):
         graph = segment_of(function, *inputs).graph
-        (first, *_) = (node for node in graph.nodes if is_call(node, product.default))
+        (first, *_) = (node for node in graph.nodes if is_call(node, gemm.default))
         assert (with_lookup(first) is not first) == (is_moved and is_lookup(first.prev))
         assert is_lookup(first.args[0]) == is_moved
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
-def test_a_loop_of_one_product(rows: int) -> None:
-    """What is timed to learn what products by expert take on a CPU."""
+def test_a_loop_of_one_gemm(rows: int) -> None:
+    """What is timed to learn what grouped GEMMs take on a CPU."""
     left, weights = torch.randn(EXPERTS * rows, HIDDEN), torch.randn(EXPERTS, WIDTH, HIDDEN)
-    loop = lower_experts.product_loop(left, weights)
+    loop = lower_experts.grouped_gemm_loop(left, weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower_experts, "CHUNK_ROWS", 4)
         (found,) = loop([left, weights, torch.arange(1, EXPERTS + 1) * rows])

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
-from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import build_stack
 from moepass.passes.ir.plan import LocalisedBlock
 from moepass.passes.parallel import eliminate_expert_parallelism as eliminate_expert_parallelism
@@ -138,9 +138,9 @@ def _with_own_activation(form: str, what: str) -> type[ShardedExperts]:
     class Experts(EP_FORMS[form]):  # type: ignore[misc]
         def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             ends = counts.cumsum(0, dtype=torch.int32)
-            gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+            gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
             active = _activate(what, self.placement.rank, gate) * up
-            return grouped_product(active, self.down_proj.transpose(1, 2), ends)
+            return grouped_gemm(active, self.down_proj.transpose(1, 2), ends)
 
     return Experts
 

@@ -162,7 +162,7 @@ def test_the_exchanged_form_is_compiled_before_a_run_needs_it(lower: str) -> Non
     assert run_ranks(2, _compilations_by_step, lower, timeout=280) == [[1, 1, 1]] * 2
 
 
-def _exchanged_segments(form: str) -> list[int | None]:
+def _exchanged_segments(form: str) -> list[int]:
     found = []
     for layers in (2, 4):
         torch._dynamo.reset()
@@ -174,7 +174,8 @@ def _exchanged_segments(form: str) -> list[int | None]:
         forms = compilations[0].executor.forms
         assert forms is not None
         assert forms.exchanged_runs == 1
-        found.append(forms.exchanged_segments)
+        assert forms.exchanged_segments is not None
+        found.append(len(forms.exchanged_segments))
     return found
 
 

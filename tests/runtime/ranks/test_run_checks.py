@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
-from moepass.models.reference.grouped_experts import grouped_product
+from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.ir.plan import LocalisedBlock
 from moepass.passes.parallel.proposals import Proposal, RefusedBlock
@@ -40,10 +40,10 @@ def _own_experts() -> type[ShardedExperts]:
 
         def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             ends = counts.cumsum(0, dtype=torch.int32)
-            gate, up = grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+            gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
             active = (3 * torch.tanh(gate) if self.kind == TANH else F.silu(gate)) * up
             active = active.cumsum(0) if self.kind == MIXES_ROWS else active
-            return grouped_product(active, self.down_proj.transpose(1, 2), ends)
+            return grouped_gemm(active, self.down_proj.transpose(1, 2), ends)
 
     return Experts
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_fields import refused
 from tiny_checkpoint import save_tiny_checkpoint
 from torch import nn
 
@@ -184,7 +185,7 @@ def test_max_text_tokens_cuts_the_text_and_not_the_template(checkpoint: Path) ->
 
 
 def test_batch_size_below_one(scorer: Scorer) -> None:
-    with pytest.raises(InputError, match="batch_size is 0; it must be 1 or more"):
+    with refused(InputError, name="batch_size", value=0):
         list(scorer.score(TEXTS, ["yes"], batch_size=0))
 
 

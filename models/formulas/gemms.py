@@ -1,4 +1,4 @@
-"""Matrix products. Rows, inner and columns are the three sizes of `[rows, inner] @ [inner, columns]`."""
+"""GEMMs: rows, inner and columns are the three sizes of `[rows, inner] @ [inner, columns]`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from moepass.models.formulas.sizes import Size
 
 
 def gemm_flops(rows: Size, inner: Size, columns: Size, count: Size = 1) -> Size:
-    """FLOPs of `count` products of one shape."""
+    """FLOPs of `count` GEMMs of one shape."""
     return 2 * count * rows * inner * columns
 
 
 def gemm_bytes(rows: Size, inner: Size, columns: Size, element_bytes: int, count: Size = 1) -> Size:
-    """Bytes that `count` products move: both operands read, the result written."""
+    """Bytes that `count` GEMMs move: both operands read, the result written."""
     return count * (rows * inner + inner * columns + rows * columns) * element_bytes
 
 
 def grouped_gemm_flops(rows: Size, inner: Size, columns: Size) -> Size:
-    """FLOPs of a product in which each row meets the matrix of its own expert; `rows` are those of all experts."""
+    """FLOPs of a grouped GEMM: each row meets the matrix of its own expert; `rows` are those of all experts."""
     return gemm_flops(rows, inner, columns)
 
 
 def grouped_gemm_bytes(rows: Size, inner: Size, columns: Size, experts: Size, element_bytes: int) -> Size:
-    """Bytes that a grouped product moves: rows read, the matrices of `experts` experts read, the result written."""
+    """Bytes that a grouped GEMM moves: rows read, the matrices of `experts` experts read, the result written."""
     return (rows * inner + experts * inner * columns + rows * columns) * element_bytes
 
 

@@ -1,0 +1,174 @@
+"""The GEMMs of a graph that read expert weights: which they are, and where their weights enter.
+
+grouped_mm    aten._grouped_mm, or transformers' fallback operator: rows sorted by expert
+batched_mm    aten.bmm over weights that were selected for each row
+dense_bmm     aten.bmm over the weights of all experts: every expert computes every row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.graph.nodes import fake_value, is_call, is_view, module_path, view_source
+from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, source_line
+from moepass.passes.ir.plan import BANK_TENSOR, Refusal, gather
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGemm:
+    """One GEMM with expert weights: `weights` is where they enter, [experts, ., .]."""
+
+    node: Node
+    form: str
+    key: Node
+    weights: Node
+    activations: Node
+    inner: int
+    outer: int
+
+    @property
+    def experts(self) -> int:
+        return int(fake_value(self.weights).shape[0])
+
+
+def expert_gemms(graph: Graph) -> tuple[list[ExpertGemm], list[Refusal]]:
+    gemms: list[ExpertGemm] = []
+    refusals: list[Refusal] = []
+    outcome: ExpertGemm | Refusal | None
+    for node in graph.nodes:
+        if is_grouped_gemm(node):
+            outcome = _grouped_gemm(node)
+        elif is_call(node, aten.bmm.default):
+            outcome = _batched_gemm(node)
+        else:
+            continue
+        if isinstance(outcome, Refusal):
+            refusals.append(outcome)
+        elif outcome is not None:
+            gemms.append(outcome)
+    return gemms, refusals
+
+
+def is_grouped_gemm(node: Node) -> bool:
+    """True for `rows[ends[e - 1]:ends[e]] @ weights[e]` for every e, in either of the forms that torch captures."""
+    # The fallback operator exists only once transformers was imported, so it is recognised by name.
+    return is_call(node, aten._grouped_mm.default) or (
+        node.op == "call_function" and str(node.target) == "transformers.grouped_mm_fallback.default"
+    )
+
+
+def _grouped_gemm(node: Node) -> ExpertGemm | Refusal:
+    arguments = {**dict(zip(("input", "weight", "offs"), node.args, strict=False)), **node.kwargs}
+    activations, weight, offsets = arguments.get("input"), arguments.get("weight"), arguments.get("offs")
+    if not isinstance(weight, Node) or not isinstance(activations, Node):
+        return refused(node, "the grouped GEMM has no weight operand: it needs rows, weights and offsets")
+    if not isinstance(offsets, Node):
+        return refused(node, "a grouped GEMM without offsets does not say which rows belong to which expert: pass offs")
+    source = _weight_source(weight)
+    if not _is_expert_weight(source):
+        return _foreign_weight(node, source)
+    shape = fake_value(weight).shape
+    return ExpertGemm(node, "grouped_mm", offsets, source, activations, int(shape[1]), int(shape[2]))
+
+
+def _batched_gemm(node: Node) -> ExpertGemm | Refusal | None:
+    for operand, other in (node.args, tuple(reversed(node.args))):
+        assert isinstance(operand, Node)
+        assert isinstance(other, Node)
+        selected = _weight_source(operand)
+        if is_call(selected, aten.index.Tensor):
+            weights, indices = selected.args[0], selected.args[1]
+            if isinstance(weights, Node) and isinstance(indices, (list, tuple)) and len(indices) == 1:
+                source = _weight_source(weights)
+                ids = indices[0]
+                if isinstance(ids, Node) and _is_expert_weight(source):
+                    inner, outer = _batched_widths(node, operand)
+                    return ExpertGemm(node, "batched_mm", view_source(ids), source, other, inner, outer)
+        elif _is_expert_weight(selected) and fake_value(operand).shape[0] == fake_value(selected).shape[0]:
+            if selected.op == "placeholder" and _is_expert_weight(_weight_source(other)):
+                continue  # two inputs of one kind, as in attention over given queries and keys: neither is a weight
+            inner, outer = _batched_widths(node, operand)
+            return ExpertGemm(node, "dense_bmm", node, selected, other, inner, outer)
+    return None
+
+
+def _batched_widths(node: Node, weight: Node) -> tuple[int, int]:
+    """(inner, outer) width of the GEMM; the weight may stand on either side."""
+    shape = fake_value(weight).shape
+    if node.args[1] is weight:
+        return int(shape[1]), int(shape[2])
+    return int(shape[2]), int(shape[1])
+
+
+def _weight_source(node: Node) -> Node:
+    """Where a weight enters: behind all views, but an element of a gather is a tensor of its own."""
+    while gather_of(node) is None and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_expert_weight(node: Node) -> bool:
+    """Where expert weights enter a graph: as a tensor of a bank, or as an input [experts, ., .]."""
+    value = fake_value(node)
+    if not isinstance(value, torch.Tensor) or value.dim() != 3 or not value.is_floating_point():
+        return False
+    if is_call(node, BANK_TENSOR) or gather_of(node) is not None:
+        return True
+    # A weight has a fixed shape, and nobody passes it from call to call.
+    is_weight = node.op == "placeholder" and not node.meta.get(ARGUMENT_KEY, False)
+    return is_weight and all(isinstance(size, int) for size in value.shape)
+
+
+def _foreign_weight(node: Node, source: Node) -> Refusal:
+    found = describe_node(source)
+    return refused(
+        node,
+        f"the weights are computed in the graph (by {found}), so they are not a bank that can be moved; keep "
+        "parameters [experts, ., .] in the type in which the GEMM reads them",
+    )
+
+
+def gather_of(node: Node) -> Node | None:
+    """The gather that `node` is a tensor of: blocks that pass eliminate_expert_parallelism took have one already."""
+    return node.args[0] if is_call(node, operator.getitem) and is_call(node.args[0], gather) else None  # type: ignore[return-value]
+
+
+def top_k(up: ExpertGemm) -> int | None:
+    """Rows of the GEMM per row of the tokens that were gathered for it, where that is a number."""
+    if up.form == "dense_bmm":
+        return None
+    rows = fake_value(up.activations).shape[0]
+    node = up.activations
+    while True:
+        if is_call(node, aten.expand.default):
+            # repeat_interleave, taken apart: every token's row, k times.
+            before, after = fake_value(node.args[0]).shape, fake_value(node).shape  # type: ignore[arg-type]
+            ones = [new for old, new in zip(before, after, strict=False) if isinstance(old, int) and old == 1]
+            copies = [new for new in ones if isinstance(new, int) and 1 < new <= up.experts]
+            if len(before) == len(after) and len(copies) == 1:
+                return copies[0]
+        if is_view(node) or is_call(node, aten._to_copy.default, aten.masked_fill.Scalar, aten.clone.default):
+            node = node.all_input_nodes[0]
+            continue
+        if is_call(node, aten.index.Tensor, aten.index_select.default, aten.repeat_interleave.self_int):
+            tokens = fake_value(node.args[0]).shape[0]  # type: ignore[arg-type]
+            return next((k for k in range(1, up.experts + 1) if _always_equal(rows, tokens * k)), None)
+        return None
+
+
+def _always_equal(left: object, right: object) -> bool:
+    """Equality of two sizes as expressions, without adding a guard."""
+    left_expression = left.node.expr if isinstance(left, torch.SymInt) else left
+    right_expression = right.node.expr if isinstance(right, torch.SymInt) else right
+    return bool(left_expression == right_expression)
+
+
+def refused(node: Node, reason: str, where: str | None = None) -> Refusal:
+    where = module_path(node) if where is None else where
+    return Refusal(node.name, reason, where, source_line=source_line(node))

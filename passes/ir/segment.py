@@ -1,0 +1,87 @@
+"""The segments of a graph: what each computes, which calls share it, and how it was lowered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from moepass.passes.ir.cost import Cost
+
+EMBEDDING, ATTENTION, ROUTER, EXPERTS, DENSE, HEAD = "embedding", "attention", "router", "experts", "dense", "head"
+# Of a segment with none of these parts: norms, sums, permutations, comparisons.
+ELEMENTWISE = "elementwise"
+# Of a segment with several of the parts that most of its time may go to.
+MIXED = "mixed"
+# On a node of a segment: which of the parts it belongs to.
+PART_KEY = "moepass_part"
+EAGER, INDUCTOR, EXPERT_LOOP = "eager", "inductor", "expert_loop"
+_HEAVY = (ATTENTION, EXPERTS, DENSE, HEAD)
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentUse:
+    """One call of a segment. `layers` are the modules in which it begins and ends, `blocks` the MoE blocks whose expert
+    GEMMs it runs, by name."""
+
+    layers: str = ""
+    blocks: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class NotLowered:
+    """Why a segment was not lowered as wanted: the node that stands in the way, and the model's line it came from."""
+
+    wanted: str
+    node: str
+    reason: str
+    source_line: str = ""
+
+    def __str__(self) -> str:
+        line = f" ({self.source_line})" if self.source_line else ""
+        return f"not lowered as {self.wanted}{line}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """How a segment runs.
+
+    `how` is `inductor`, `eager` (the captured operators, one by one), or `expert_loop` (expert by expert, the GEMMs by
+    a library and the rest by Inductor). `refusal` is None where that is what was wanted.
+    """
+
+    how: str
+    refusal: NotLowered | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Nodes between two scheduling points, compiled once for all calls that compute the same.
+
+    `name` is that of its module in the top-level graph. `parts` are what it computes, in host order, each once:
+
+        embedding    lookups in the table of token embeddings
+        attention    scores and values, and the projections before and after them; also other products of activations
+                     with activations
+        router       the GEMM that scores experts, and the choice among them
+        experts      GEMMs with expert weights
+        head         the GEMM whose result is the graph's output, as that to the vocabulary
+        dense        every other GEMM with weights: MLPs, shared experts; convolutions
+
+    `role` is its only part that takes long, `mixed` where it has several, `elementwise` where it has no part at all.
+    `cost` is that of one call, in the graph's sizes. `lowering` is None in a plan that was not compiled.
+    """
+
+    name: str
+    role: str = ELEMENTWISE
+    parts: tuple[str, ...] = ()
+    uses: tuple[SegmentUse, ...] = ()
+    cost: Cost | None = None
+    lowering: Lowering | None = None
+
+
+def role_of(parts: Sequence[str]) -> str:
+    """One word for `parts`."""
+    heavy = [part for part in parts if part in _HEAVY]
+    if heavy:
+        return heavy[0] if len(heavy) == 1 else MIXED
+    return next((part for part in (ROUTER, EMBEDDING) if part in parts), ELEMENTWISE)
