@@ -252,7 +252,7 @@ def test_a_size_that_comes_out_of_a_tensor(lower: str, offloaded: bool) -> None:
     assert len(compilations[0].plan.blocks) == 2
 
 
-@pytest.mark.parametrize("disabled", [{"schedule", "verify"}, {"plan", "schedule", "verify"}])
+@pytest.mark.parametrize("disabled", [{"schedule", "verify"}, {"plan", "schedule", "verify", "predict"}])
 def test_a_gather_that_nobody_scheduled_is_an_error(disabled: set[str]) -> None:
     captured = streamed(Stack(depth=1), tokens())
     with refused(PlanError, name="disable", value=sorted(disabled)):
