@@ -244,7 +244,9 @@ def test_explain_as_json_from_a_config_alone(checkpoint: Path, tmp_path: Path) -
     assert explained["workload"] == {"batch": 1, "seq": 64, "tokens": 64}
     (plan,) = explained["compiler"]["explanation"]["plans"]
     assert plan["strategy"] == "asyncep"
-    assert explained["compiler"]["explanation"]["expert_bytes"] == sum(bank["nbytes"] for bank in plan["banks"])
+    assert explained["compiler"]["explanation"]["expert_bytes"] == sum(
+        bank["format"]["home_bytes"] for bank in plan["banks"]
+    )
     assert [block["by_analogy"] for block in explained["blocks"]] == [False, True]
     assert explained["schedule"]["slots"] <= 3
 
