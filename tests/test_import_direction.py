@@ -75,9 +75,10 @@ ROOMS = {
         "": ("profiles", "explaining"),
     },
 }
-# The version, errors, limits and the private parts of torch.
+# The version, errors, homes, limits and the private parts of torch.
 EVERYWHERE = {
-    *("moepass.__version__", "moepass.models.errors", "moepass.models.limits", "moepass.runtime.torch_private"),
+    *("moepass.__version__", "moepass.models.errors", "moepass.models.homes", "moepass.models.limits"),
+    "moepass.runtime.torch_private",
 }
 
 # What touches processes, files, memory or the clock is no business of code that maps graphs to graphs.

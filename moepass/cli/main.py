@@ -27,6 +27,7 @@ from moepass.cli.streams import (
     process_streams,
 )
 from moepass.models.errors import InputError, MoepassError, OptionError
+from moepass.models.homes import HOMES
 from moepass.models.limits import (
     MOST_THREADS,
     check_limit,
@@ -53,14 +54,6 @@ class _Format(str, enum.Enum):
     json = "json"
     html = "html"
     trace = "trace"
-
-
-class _Home(str, enum.Enum):
-    device = "device"
-    peer = "peer"
-    host = "host"
-    hybrid = "hybrid"
-    disk = "disk"
 
 
 class _Dtype(str, enum.Enum):
@@ -231,8 +224,12 @@ def explain(
         typer.Option(min=1, metavar="N", help="Devices, in place of the number in --hardware.", show_default=False),
     ] = None,
     home: Annotated[
-        _Home | None,
-        typer.Option(help="Where the experts rest.", show_default="the fastest of peer, hybrid and host that fits"),
+        str | None,
+        typer.Option(
+            metavar=f"[{'|'.join(HOMES)}]",
+            help="Where the experts rest.",
+            show_default="the fastest of peer, hybrid and host that fits",
+        ),
     ] = None,
     dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights.", show_default="that of the config")] = None,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts of one rank and step.")] = 16,
@@ -281,7 +278,7 @@ def explain(
             model,
             hardware=hardware,
             ranks=ranks,
-            home=home.value if home else None,
+            home=home,
             dtype=dtype.value if dtype else None,
             batch=batch,
             seq=seq,

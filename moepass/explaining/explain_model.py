@@ -38,6 +38,7 @@ from moepass.models.checkpoint.checkpoint_folders import meta_model_of
 from moepass.models.errors import CheckpointError, InputError, MoepassError
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
+from moepass.models.homes import home_named
 from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.cut_configs import cut_config
@@ -54,7 +55,6 @@ DEFAULT_HARDWARE = "8xh100-80g"
 DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096
 # [Empirical] What is left to the allocator, the kernels' workspaces and the driver, as vLLM's default has it.
 DEFAULT_MEMORY_SHARE = 0.9
-HOMES = ("device", "peer", "host", "hybrid", "disk")
 # A home that is slower by no more than this part, and simpler, is preferred.
 _NO_MATTER = 0.01
 # What the compiler finds does not depend on the number of tokens, but some families are captured token by token.
@@ -99,8 +99,8 @@ def explain(
     """
     _check_numbers(batch, seq, tokens, slots, ranks)
     batch, seq = (1, tokens) if tokens is not None else (batch, seq)
-    if home is not None and home not in HOMES:
-        raise InputError(f"home is {home!r}; it must be one of {', '.join(HOMES)}")
+    if home is not None:
+        home_named(home)
     if dtype is not None:
         dtype = short_dtype(dtype)
     found = explained_model(model, dtype)

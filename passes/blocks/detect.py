@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.models.homes import home_named
 from moepass.passes.graph.nodes import fake_value, graphs_within, is_call, is_view, module_path, positions, view_source
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, place_of, source_line
 from moepass.passes.ir.plan import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name, gather
@@ -390,9 +391,9 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
     refusals = []
     for _, node in sorted(reads.items()):
         read = bank_arguments(node)
-        if len(read.expert_bounds) > 2 or read.home == "disk":
-            ranks = len(read.expert_bounds) - 1
-            place = "rests in files" if read.home == "disk" else f"lies in shards on {ranks} ranks"
+        is_in_files = home_named(read.home).is_in_files
+        if len(read.expert_bounds) > 2 or is_in_files:
+            place = "rests in files" if is_in_files else f"lies in shards on {len(read.expert_bounds) - 1} ranks"
             raise PlanError(
                 f"bank {read.bank_name} {place} and is read inside a "
                 "branch or loop of the graph, where nothing can complete it: keep these experts out of torch.cond and "

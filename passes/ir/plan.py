@@ -25,6 +25,7 @@ import torch
 
 from moepass.models.errors import MoepassError
 from moepass.models.formulas.text import evaluate_text
+from moepass.models.homes import home_named
 
 PLAN_SCHEMA = "moepass.plan/1"
 # As many of a digest as fit a signed integer of 64 bits.
@@ -52,7 +53,7 @@ def _read_bank_tensor(
     expert_bounds: Sequence[int] = (),
     bank_bytes: int = 0,
 ) -> torch.Tensor:
-    if home == "disk":
+    if home_named(home).is_in_files:
         raise MoepassError(
             f"bank {bank_name} rests in files, which this graph cannot read: compile with backend='asyncep', or call "
             "the model uncompiled"

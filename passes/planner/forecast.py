@@ -16,11 +16,12 @@ from moepass.models.formulas.communication import background_bytes
 from moepass.models.formulas.layers import flops_per_token, model_flops
 from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
+from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.machine.hardware import without_emulation
 from moepass.passes.machine.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds, texts_of
-from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
+from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS
 from moepass.passes.planner.phases import LayerPhase, streamed_stages
 from moepass.passes.planner.schedule_search import FoundSchedule, search_schedule
@@ -38,8 +39,6 @@ from moepass.passes.planner.strategies import (
 from moepass.passes.planner.verdict import ranking, reason
 
 MOST_SLOTS = 4
-# Shards that home hybrid stages on the device, ahead of the pulls.
-STAGES = 2
 # Relative: what differs by less takes the same time. A bank less that stays may cost the memory its copy takes.
 _ROUNDING = 1e-3
 # Of the threshold and its rate; a few are enough.
@@ -240,9 +239,10 @@ def _bank(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
     """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
     dense, activations = resident_bytes(setting.architecture, setting.dtype), activations_bytes(setting)
-    shards = banks_bytes(setting) / setting.ranks if home == "peer" else 0.0
+    record = home_named(home)
+    shards = banks_bytes(setting) / setting.ranks if record.is_on_device else 0.0
     largest = max(_bank(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
-    stages = STAGES * largest / setting.ranks if home == "hybrid" else 0.0
+    stages = record.staging_buffers * largest / setting.ranks
     return DeviceMemory(dense + shards, stages, activations)
 
 
@@ -311,10 +311,9 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
     on_host = conditions is not None and conditions.computes_on_host
     nbytes, transfer = _bank(setting, setting.architecture.typical_moe_layer, home)
     true = without_emulation(setting.hardware)
-    copying = gather_seconds(true, nbytes, home)
-    if home == "hybrid" and on_host:
-        # The processor that computes makes both copies; devices have engines for each.
-        copying = gather_seconds(true, nbytes, "peer") + gather_seconds(true, nbytes / setting.ranks, "host")
+    copies = link_seconds(true, nbytes, home)
+    # A processor that computes makes one copy after the other; devices have an engine for each link.
+    copying = sum(copies) if on_host else max((0.0, *copies))
     copied_part = min(1.0, copying / transfer) if transfer else 0.0
     return Machine(copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part, host_runs_ahead=not on_host)
 

@@ -25,6 +25,7 @@ from moepass.models.formulas.memory import (
     model_kv_bytes,
     resident_bytes,
 )
+from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture, Layer
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import LayerSeconds, Split, Texts, activation_dtype, head_seconds, layer_seconds
@@ -82,7 +83,8 @@ class Setting:
 
 def homes_of(setting: Setting) -> tuple[str, ...]:
     """Where experts may rest on this machine, the simplest first."""
-    return ("peer", "hybrid", "host") if setting.ranks > 1 else ("host",)
+    candidates = [home for home in HOMES.values() if home.is_candidate]
+    return tuple(home.name for home in candidates if setting.ranks > 1 or not home.is_spread)
 
 
 def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:

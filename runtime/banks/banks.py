@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 
 from moepass.models.errors import InputError
+from moepass.models.homes import home_named
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, shard_layout
 from moepass.runtime.system.forking import renew_after_fork
@@ -41,7 +42,7 @@ class Bank:
     @property
     def home_bytes(self) -> int:
         """Bytes at rest."""
-        return self.spec.nbytes if self.spec.home == "disk" else self.shard.numel()
+        return self.spec.nbytes if home_named(self.spec.home).is_in_files else self.shard.numel()
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The bank's tensors in `memory`, which holds the complete bank."""

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
 from moepass.models.formulas import bank_bytes, resident_bytes
+from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset, preset_names
 from moepass.passes.machine.hardware import Conditions, Figure, Hardware, with_emulated_link, with_ranks
 from moepass.passes.machine.layer_times import Texts, head_seconds, layer_seconds
 from moepass.passes.machine.times import gather_seconds
 from moepass.passes.planner.forecast import (
-    STAGES,
     Forecast,
     crossover_tokens,
     curve_point,
@@ -119,7 +119,7 @@ def test_memory_adds_up_for_every_home(home: str) -> None:
     stay = len(made.schedule.resident) * bank
     shards = banks_bytes(setting) / 8 if home == "peer" else 0
     assert made.memory.resident_bytes == dense + shards + stay
-    staged = STAGES * bank / 8 if home == "hybrid" else 0
+    staged = HOMES["hybrid"].staging_buffers * bank / 8 if home == "hybrid" else 0
     assert made.memory.slot_bytes == made.schedule.slots * bank + staged
     assert made.memory.activation_bytes == activations_bytes(setting)
     memory = made.memory
