@@ -6,7 +6,7 @@ A new home is one record here and one in `runtime/homes/registry`, which says ho
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from moepass.models.errors import InputError, one_of
 
@@ -17,6 +17,9 @@ PULL, COLLECTIVE = "pull", "collective"
 BankPart = Literal["all", "own", "others"]
 # Links of a hardware profile: between devices, between host memory and device, from a disk.
 LinkName = Literal["peer", "host", "disk"]
+LINKS: tuple[LinkName, ...] = get_args(LinkName)
+# Of the compute device, of the host, or none.
+RestingPlace = Literal["device", "host", "files"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,46 +36,49 @@ class HomeRecord:
 
     name              as in `offload_experts(home=...)`
     banks_there       what banks do there, as the rest of a sentence
+    rests_in          whose memory the banks take
     travel            the links over which a bank comes into a slot, all at the same time; none: it stays on the device
     devices           kinds of devices that can compute from it so far
     is_spread         each of N ranks keeps 1/N of every bank
     transports        what can move shards between ranks, the default first
-    is_on_device      a rank's shards take memory of the compute device
-    is_in_files       nothing of a bank is in memory
     staging_buffers   buffers on the compute device before the slots, each as large as one shard, by default
     is_candidate      `explain` tries it without being asked
     """
 
     name: str
     banks_there: str
+    rests_in: RestingPlace
     travel: tuple[LinkUse, ...]
     devices: tuple[str, ...] = ("cpu",)
     is_spread: bool = False
     transports: tuple[str, ...] = ()
-    is_on_device: bool = False
-    is_in_files: bool = False
     staging_buffers: int = 0
     is_candidate: bool = False
+
+    @property
+    def is_in_files(self) -> bool:
+        return self.rests_in == "files"
 
 
 # In the order in which `explain` tries them: the simplest first.
 HOMES: dict[str, HomeRecord] = {
     record.name: record
     for record in (
-        HomeRecord("device", "stay on the compute device", travel=(), devices=("cpu", "cuda")),
+        HomeRecord("device", "stay on the compute device", "device", travel=(), devices=("cpu", "cuda")),
         HomeRecord(
             "peer",
             "lie in shards on all ranks",
+            "device",
             (LinkUse("peer", "others"),),
             devices=("cpu", "cuda"),
             is_spread=True,
             transports=(PULL, COLLECTIVE),
-            is_on_device=True,
             is_candidate=True,
         ),
         HomeRecord(
             "hybrid",
             "lie in shards in host memory, staged on all ranks",
+            "host",
             (LinkUse("peer", "others"), LinkUse("host", "own")),
             is_spread=True,
             transports=(PULL,),
@@ -82,12 +88,13 @@ HOMES: dict[str, HomeRecord] = {
         HomeRecord(
             "host",
             "rest in host memory",
+            "host",
             (LinkUse("host", "all"),),
             # On device meta a model is planned and not run.
             devices=("cpu", "cuda", "meta"),
             is_candidate=True,
         ),
-        HomeRecord("disk", "rest in files", (LinkUse("disk", "all"),), is_in_files=True),
+        HomeRecord("disk", "rest in files", "files", (LinkUse("disk", "all"),)),
     )
 }
 

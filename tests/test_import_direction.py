@@ -21,7 +21,8 @@ MOST_FILES = 15
 # in EVERYWHERE, or import whatever they like and are imported by other folders alone.
 _BANKS = ("transfer", "system")
 _HOMES = ("banks", "ranks", *_BANKS)
-_OFFLOAD = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
+_PACKERS = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
+_OFFLOAD = ("homes/registry", *_PACKERS)
 _EXECUTE = ("lowering", *_OFFLOAD)
 _GRAPH = ("graph", "ir")
 ROOMS = {
@@ -60,6 +61,7 @@ ROOMS = {
         "homes": _HOMES,
         "homes/hybrid": ("homes", *_HOMES),
         "homes/disk": ("homes", *_HOMES),
+        "homes/registry": _PACKERS,
         "offload": _OFFLOAD,
         "kernels": ("system",),
         "lowering": ("kernels", "system"),

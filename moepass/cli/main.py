@@ -228,7 +228,7 @@ def explain(
         typer.Option(
             metavar=f"[{'|'.join(HOMES)}]",
             help="Where the experts rest.",
-            show_default="the fastest of peer, hybrid and host that fits",
+            show_default=f"the fastest of {', '.join(home.name for home in HOMES.values() if home.is_candidate)}",
         ),
     ] = None,
     dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights.", show_default="that of the config")] = None,

@@ -174,7 +174,9 @@ def explain(
         assumptions=tuple(assumptions),
         sources=_sources(found, machine),
         compiler=compiler,
-        how_to_run=how_to_run(strategy, schedule, _checkpoint(model), best.cost(best.chosen).fits, setting.dtype),
+        how_to_run=how_to_run(
+            strategy, schedule, _checkpoint(model), best.cost(best.chosen).fits, setting.dtype, machine.device_kind
+        ),
     )
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 from moepass.models.errors import InputError, one_of
 from moepass.models.formulas.communication import part_bytes
 from moepass.models.formulas.memory import element_bytes
 from moepass.models.formulas.products import gemm_bytes, gemm_flops
-from moepass.models.homes import COLLECTIVE, PULL, LinkName, LinkUse, home_named
+from moepass.models.homes import COLLECTIVE, LINKS, PULL, LinkName, LinkUse, home_named
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.machine.hardware import COLLECTIVES, Figure, Hardware, TransferLink
 
@@ -62,7 +62,7 @@ def pull_seconds(hardware: Hardware, bank_bytes: float, *, copies_own_shard: boo
     """
     ranks = hardware.ranks
     if copies_own_shard is None:
-        copies_own_shard = hardware.conditions is None or not hardware.conditions.computes_on_host
+        copies_own_shard = hardware.device_kind != "cpu"
     own = bank_bytes / ranks
     local = _local_copy_seconds(hardware, own) if copies_own_shard else 0.0
     if ranks == 1:
@@ -106,7 +106,7 @@ def _use_seconds(hardware: Hardware, bank_bytes: float, use: LinkUse) -> float:
 def _link(hardware: Hardware, name: LinkName) -> TransferLink:
     link: TransferLink | None = getattr(hardware, name)
     if link is None:
-        known = [other for other in get_args(LinkName) if getattr(hardware, other) is not None]
+        known = [other for other in LINKS if getattr(hardware, other) is not None]
         raise InputError(
             f"profile {hardware.name!r} has no {name} link (it has {one_of(known) or 'none'}); choose another home, or "
             f"add `{name}` to a profile of your own"

@@ -240,7 +240,7 @@ def resting_memory(setting: Setting, home: str) -> DeviceMemory:
     """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
     dense, activations = resident_bytes(setting.architecture, setting.dtype), activations_bytes(setting)
     record = home_named(home)
-    shards = banks_bytes(setting) / setting.ranks if record.is_on_device else 0.0
+    shards = banks_bytes(setting) / setting.ranks if record.is_spread and record.rests_in == "device" else 0.0
     largest = max(_bank(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
     stages = record.staging_buffers * largest / setting.ranks
     return DeviceMemory(dense + shards, stages, activations)
@@ -307,8 +307,7 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
     passes = sum(count * (seconds.mixing_passes + seconds.mlp_passes) for count, seconds in kinds)
     overlap = setting.hardware.overlap
     slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
-    conditions = setting.hardware.conditions
-    on_host = conditions is not None and conditions.computes_on_host
+    on_host = setting.hardware.device_kind == "cpu"
     nbytes, transfer = _bank(setting, setting.architecture.typical_moe_layer, home)
     true = without_emulation(setting.hardware)
     copies = link_seconds(true, nbytes, home)

@@ -41,7 +41,8 @@ class BankedParameter(nn.Module):
         self.layout: tuple[Any, ...] = (
             index, tensor.name, tensor.offset_bytes, list(tensor.shape), tensor.torch_dtype, store.device,
         )  # fmt: skip
-        if spec.expert_bounds:
+        # Else they are the operator's defaults.
+        if spec.home != "host" or spec.expert_bounds:
             self.layout += (spec.home, list(spec.expert_bounds), spec.nbytes)
         self.slots = store.slots
         # A shard without an address does not say which bank it is of, so the code of such a bank is its own.

@@ -161,7 +161,7 @@ def test_an_exception_in_a_segment_names_the_layer_and_the_ring_goes_on(number: 
     model = Stack("dense_bmm", depth=4)
     with torch.no_grad():
         expected = model(tokens())
-    moepass.offload_experts(model, link="emulate:1e7")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:1e7"))
     compiled, executor = _first_run(model, tokens())
     repair = _break_segment(executor, number)
     with (
@@ -204,7 +204,7 @@ def test_an_interrupt_leaves_the_ring_usable() -> None:
     model = Stack("dense_bmm", depth=3)
     with torch.no_grad():
         expected = model(tokens())
-    moepass.offload_experts(model, link="emulate:1e7")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:1e7"))
     compiled, executor = _first_run(model, tokens())
     ring = executor.ring
     assert ring is not None
@@ -239,7 +239,7 @@ def test_threads_that_call_one_compiled_model_get_their_own_results(threads: int
     inputs = [tokens(seed=seed) for seed in range(threads)]
     with torch.no_grad():
         expected = [model(x) for x in inputs]
-    moepass.offload_experts(model, link="emulate:2e8")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:2e8"))
     compiled, _ = _first_run(model, inputs[0])
     right: list[bool] = []
     barrier = threading.Barrier(threads)
@@ -341,7 +341,7 @@ def test_a_refused_run_that_is_caught_does_not_disturb_the_outer_one() -> None:
 
     with torch.no_grad(), _calling(model, lambda: calls[0]()):
         expected = model(tokens())
-        moepass.offload_experts(model, link="emulate:5e7")
+        moepass.offload_experts(model, home=moepass.Host(link="emulate:5e7"))
         compiled, _ = _first_run(model, tokens())
         calls[0] = inner
         for _ in range(3):
@@ -353,7 +353,7 @@ def test_a_signal_handler_that_calls_the_model_is_refused_or_comes_between_runs(
     model = Stack("dense_bmm", depth=4)
     with torch.no_grad():
         expected = model(tokens())
-    moepass.offload_experts(model, link="emulate:2e7")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:2e7"))
     compiled, _ = _first_run(model, tokens())
     refused: list[moepass.InputError] = []
 
@@ -452,7 +452,7 @@ def test_transfers_overlap_with_computation() -> None:
     for layer in range(4):
         model.linears[layer] = nn.Sequential(model.linears[layer], Slow())
     nbytes = 4 * 32 * 64 * 3 * 4
-    moepass.offload_experts(model, link=f"emulate:{nbytes / 0.06}")
+    moepass.offload_experts(model, home=moepass.Host(link=f"emulate:{nbytes / 0.06}"))
     compiled, _ = _first_run(model, tokens(), debug=False)
     with torch.no_grad():
         started = time.perf_counter()

@@ -27,7 +27,7 @@ def test_a_forked_child_runs_exactly(runs: int) -> None:
     """After one run nothing is copied ahead; after more, copies are under way or done while the child is made."""
     model = Stack("dense_bmm", depth=3)
     expected = model(tokens())
-    moepass.offload_experts(model, link="emulate:5e6")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:5e6"))
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
     for _ in range(runs):
         compiled(tokens())
@@ -42,7 +42,7 @@ def test_a_forked_child_runs_exactly(runs: int) -> None:
 def test_a_child_that_is_forked_while_another_thread_runs_the_model() -> None:
     model = Stack("dense_bmm", depth=3)
     expected = model(tokens())
-    moepass.offload_experts(model, link="emulate:1e6")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:1e6"))
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
     compiled(tokens())
     right: list[bool] = []
