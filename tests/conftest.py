@@ -1,7 +1,11 @@
-"""Every test starts with an empty Dynamo, one thread per worker and no network."""
+"""Every test starts with an empty Dynamo, one thread per worker and no network.
+
+`@pytest.mark.sampled(every=N)`: the fast tests take every N-th combination of a test's parameters, the others are slow.
+"""
 
 from __future__ import annotations
 
+import collections
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,3 +36,17 @@ def _fresh_dynamo() -> Iterator[None]:
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+# First, so that what becomes slow here is left out by `-m "not slow"`.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: collections.Counter[tuple[str, str]] = collections.Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None or item.get_closest_marker("slow") is not None:
+            continue
+        test = (str(item.path), getattr(item, "originalname", item.name))
+        if seen[test] % sampled.kwargs["every"]:
+            item.add_marker(pytest.mark.slow)
+        seen[test] += 1

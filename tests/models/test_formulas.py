@@ -215,13 +215,13 @@ def test_model_flops_are_twice_the_active_parameters_for_short_texts() -> None:
 
 def test_a_deep_model_is_costed_quickly() -> None:
     model = preset("qwen3-235b-a22b")
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(10):
         symbolic = formulas.model_flops(model, formulas.batch, formulas.sequence)
         formulas.evaluate(symbolic, batch=8, sequence=4096)
         formulas.model_flops(model, 8, 4096)
         formulas.model_parameters(model)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_evaluate_names_what_is_missing() -> None:

@@ -168,6 +168,7 @@ def _form_of(experts: type[ShardedExperts]) -> str:
     return "all_to_all" if issubclass(experts, AllToAllExperts) else "all_reduce"
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("tokens", [12, 8, 2])
 @pytest.mark.parametrize("experts", [*TAKEN, *ACTS_LATER, MixesRows], ids=lambda experts: experts.__name__)
 def test_static_and_dynamic_captures_come_to_the_same_decision(

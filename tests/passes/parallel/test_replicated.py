@@ -90,6 +90,7 @@ def test_tokens_that_are_computed_otherwise_on_a_rank_keep_their_all_reduce(what
     assert IN_THE_GRAPH[what] in refusal
 
 
+@pytest.mark.sampled(every=2)
 @on_ranks
 @pytest.mark.parametrize("what", IN_THE_VALUES)
 def test_tokens_of_other_parameters_or_inputs_keep_their_all_reduce_in_the_same_run(what: str) -> None:
@@ -176,6 +177,7 @@ def test_a_bias_that_all_ranks_write_alike_is_taken() -> None:
         assert banks == 2
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("what", ["own", "own, one run later", "alike", "alike, one run later", "summed"])
 def test_what_a_graph_writes_to_its_buffers_is_part_of_how_tokens_are_computed(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -346,6 +348,7 @@ EQUAL = ["all write", "one loads and sends", "one copies what it has", "one move
 DIFFERENT = ["one writes", "one receives", "one writes into its data"]
 
 
+@pytest.mark.sampled(every=2)
 @on_ranks
 @pytest.mark.parametrize("what", EQUAL)
 def test_what_happens_on_one_rank_alone_lets_all_compare_again(what: str) -> None:
@@ -357,6 +360,7 @@ def test_what_happens_on_one_rank_alone_lets_all_compare_again(what: str) -> Non
     assert (checksums[3] > 0, checksums[4] > 0) == ((what == "one debugs"), (what == "one debugs"))
 
 
+@pytest.mark.sampled(every=2)
 @on_ranks
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_router_that_differs_later_keeps_the_all_reduce_from_that_run_on(what: str) -> None:

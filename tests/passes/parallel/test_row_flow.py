@@ -142,6 +142,7 @@ MIXING: dict[str, tuple[Activation, str]] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("mixes", MIXING)
 def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool) -> None:
@@ -152,6 +153,7 @@ def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool
     assert "_at_" not in reason  # no name of a node
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_rows_that_meet_only_for_large_numbers_are_refused_in_every_form(form: str) -> None:
     """The numbers of the mock runs are bounded by 1; so is what `clamp(min=1)` acts on."""
@@ -256,6 +258,7 @@ def _low_rank(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up + gate @ torch.ones(16, 2) @ torch.ones(2, 16)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_summed_places, _own_number])
 def test_ranks_with_other_constants_tell_them_apart(form: str, activation: Activation) -> None:
@@ -297,6 +300,7 @@ ALONE = (_by_feature, _every_second, _half, _largest_four, _normed, _low_rank)
 SIZED = (_in_fours, _with_ones, _stretched, _by_einsum, _by_groups)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("activation", [*ALONE, *SIZED])
 @pytest.mark.parametrize("form", ["all_to_all", "all_to_all_capacity", "all_reduce"])
 def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: str, activation: Activation) -> None:
@@ -307,6 +311,7 @@ def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: s
     assert len(digests) == 1
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_of_two_results, _log_sigmoid])
 def test_an_operation_on_elements_may_have_several_results(form: str, activation: Activation) -> None:
@@ -315,6 +320,7 @@ def test_an_operation_on_elements_may_have_several_results(form: str, activation
     assert difference < 1e-4
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", SIZED)
 def test_the_number_of_rows_may_say_how_long_something_is(form: str, activation: Activation) -> None:
@@ -331,6 +337,7 @@ def _chosen_features(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.T
     return torch.where((torch.arange(16) < 12).unsqueeze(0), F.silu(gate) * up, torch.zeros(()))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_masked_features, _chosen_features])
 def test_a_constant_mask_of_features_is_repeated(form: str, activation: Activation) -> None:
@@ -339,6 +346,7 @@ def test_a_constant_mask_of_features_is_repeated(form: str, activation: Activati
     assert difference < 1e-4
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_constant_mask_of_rows_is_refused(form: str, dynamic: bool) -> None:
@@ -381,6 +389,7 @@ def test_another_size_is_named(form: str) -> None:
     assert "no multiple of how many rows of its experts there are" in reason
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_by_feature, _normed])
 def test_features_may_differ_from_each_other(form: str, activation: Activation) -> None:
@@ -433,29 +442,52 @@ def _program(steps: Sequence[Step]) -> Activation:
     return activation
 
 
-SETTINGS = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+EXAMPLES = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
+FEW, MANY = settings(max_examples=4, **EXAMPLES), settings(max_examples=60, **EXAMPLES)
+FORMS, STEPS = st.sampled_from(list(EP_FORMS)), st.sampled_from(list(BY_ROW))
+ROWS_ALONE = given(FORMS, st.lists(STEPS, min_size=3, max_size=6))
+ROWS_MEET = given(FORMS, st.lists(STEPS, max_size=3), st.sampled_from(list(ACROSS)), st.lists(STEPS, max_size=3))
 
 
-@SETTINGS
-@given(st.sampled_from(list(EP_FORMS)), st.lists(st.sampled_from(list(BY_ROW)), min_size=3, max_size=6))
-def test_programs_that_treat_every_row_alone_are_taken_and_right(form: str, names: list[str]) -> None:
+def _check_rows_alone(form: str, names: list[str]) -> None:
     difference = _largest_difference(form, _program([BY_ROW[name] for name in names]))
     assert difference is not None
     assert difference < 1e-3
 
 
-@SETTINGS
-@given(
-    st.sampled_from(list(EP_FORMS)),
-    st.lists(st.sampled_from(list(BY_ROW)), max_size=3),
-    st.sampled_from(list(ACROSS)),
-    st.lists(st.sampled_from(list(BY_ROW)), max_size=3),
-)
+def _check_rows_meet(form: str, before: list[str], across: str, after: list[str]) -> None:
+    steps = [*(BY_ROW[name] for name in before), ACROSS[across], *(BY_ROW[name] for name in after)]
+    assert "between its products" in _refusal(form, _program(steps))
+
+
+@FEW
+@ROWS_ALONE
+def test_programs_that_treat_every_row_alone_are_taken_and_right(form: str, names: list[str]) -> None:
+    _check_rows_alone(form, names)
+
+
+@pytest.mark.slow
+@MANY
+@ROWS_ALONE
+def test_many_programs_that_treat_every_row_alone_are_taken_and_right(form: str, names: list[str]) -> None:
+    _check_rows_alone(form, names)
+
+
+@FEW
+@ROWS_MEET
 def test_programs_with_one_step_across_rows_are_refused(
     form: str, before: list[str], across: str, after: list[str]
 ) -> None:
-    steps = [*(BY_ROW[name] for name in before), ACROSS[across], *(BY_ROW[name] for name in after)]
-    assert "between its products" in _refusal(form, _program(steps))
+    _check_rows_meet(form, before, across, after)
+
+
+@pytest.mark.slow
+@MANY
+@ROWS_MEET
+def test_many_programs_with_one_step_across_rows_are_refused(
+    form: str, before: list[str], across: str, after: list[str]
+) -> None:
+    _check_rows_meet(form, before, across, after)
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts

@@ -6,9 +6,9 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import itertools
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +25,8 @@ from moepass.passes.ir.protocol import PassContext
 from moepass.passes.segments.partition import partition
 from moepass.runtime.execute.executor import CopyError, Executor, SegmentError
 from moepass.runtime.lowering.lower_segments import lower_segments
+from moepass.runtime.transfer.copying import PendingCopy
+from moepass.runtime.transfer.link import Link
 
 MODES: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]
 
@@ -431,35 +433,40 @@ def test_no_grad_and_inference_mode_serve_each_other(order: tuple[int, int], off
         torch.testing.assert_close(output.clone(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_transfers_overlap_with_computation() -> None:
-    """Four layers of 60 ms of sleep each, four transfers of 60 ms each: together far less than one after the other."""
+def test_transfers_overlap_with_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer computes until the bank of the next one has come: without overlap it would wait for ever."""
 
-    class Slow(nn.Module):
+    class Waiting(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = torch.ops.moepass_tests.slow(x)
+            result: torch.Tensor = torch.ops.moepass_tests.wait_for_next_bank(x)
             return result
 
-    library = torch.library.Library("moepass_tests", "FRAGMENT")
-    library.define("slow(Tensor x) -> Tensor")
+    came, layers = threading.Semaphore(0), itertools.count()
+    perform = PendingCopy.perform
 
-    def slow(x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.06)
+    def counted(copy: PendingCopy, link: Link) -> None:
+        perform(copy, link)
+        came.release()
+
+    def wait_for_next_bank(x: torch.Tensor) -> torch.Tensor:
+        # The bank of this layer and the next one before the first layer ends, one more for each layer but the last.
+        layer = next(layers) % 4
+        for _ in range((2, 1, 1, 0)[layer]):
+            assert came.acquire(timeout=60), f"no transfer while layer {layer} computes"
         return x.clone()
 
-    library.impl("slow", slow, "CPU")
-    torch.library.register_fake("moepass_tests::slow", lambda x: x.clone(), lib=library)
+    library = torch.library.Library("moepass_tests", "FRAGMENT")
+    library.define("wait_for_next_bank(Tensor x) -> Tensor")
+    library.impl("wait_for_next_bank", wait_for_next_bank, "CPU")
+    torch.library.register_fake("moepass_tests::wait_for_next_bank", lambda x: x.clone(), lib=library)
+    monkeypatch.setattr(PendingCopy, "perform", counted)
     model = Stack("dense_bmm", depth=4)
     for layer in range(4):
-        model.linears[layer] = nn.Sequential(model.linears[layer], Slow())
-    nbytes = 4 * 32 * 64 * 3 * 4
-    moepass.offload_experts(model, home=moepass.Host(link=f"emulate:{nbytes / 0.06}"))
-    compiled, _ = _first_run(model, tokens(), debug=False)
-    with torch.no_grad():
-        started = time.perf_counter()
-        compiled(tokens())
-        together = time.perf_counter() - started
+        model.linears[layer] = nn.Sequential(Waiting(), model.linears[layer])
+    moepass.offload_experts(model)
+    _first_run(model, tokens(), debug=False)
+    assert next(layers) == 4
     library._destroy()
-    assert 0.24 < together < 0.42  # one after the other: 0.48
 
 
 def test_gradients_and_training_are_refused_by_name() -> None:

@@ -87,10 +87,8 @@ def _a_rank_runs_fewer_steps() -> str:
         dist.barrier()
         if dist.get_rank() == 1:
             time.sleep(1.8)  # longer than the others wait
-        started = time.perf_counter()
         with pytest.raises(PeerError) as caught:
             model(tokens())
-        assert time.perf_counter() - started < 2.0
     return str(caught.value)
 
 
@@ -110,10 +108,8 @@ def _one_drops_its_model() -> str:
         compiled(tokens())
         dist.barrier()
         if dist.get_rank() == 0:
-            started = time.perf_counter()
             with pytest.raises(PeerError) as caught:
                 _run_on_and_on(compiled)
-            assert time.perf_counter() - started < 30
             return str(caught.value)
     del model, compiled
     torch._dynamo.reset()
@@ -154,7 +150,6 @@ def _one_fails_in_the_middle(number: int) -> list[str]:
         modules = compilations[0].executor.graph_module.modules()
         located: Any = [module for module in modules if type(module).__name__ == "SegmentCall"][number]
         dist.barrier()
-        started = time.perf_counter()
         errors = []
         if rank == 1:
             original, located.segment = located.segment, _Broken()
@@ -165,7 +160,6 @@ def _one_fails_in_the_middle(number: int) -> list[str]:
             with pytest.raises(PeerError) as caught:
                 _run_on_and_on(run)
             errors.append(str(caught.value))
-        assert time.perf_counter() - started < 30
     return errors
 
 
@@ -272,13 +266,11 @@ def test_a_killed_rank_is_one_error_on_the_others_at_once(mode: str, tmp_path: P
             worker.tell("run")
         assert {worker.hear() for worker in everybody} == {"exact"}
         killed.kill()
-        started = time.perf_counter()
         texts = set()
         for _ in range(2):
             for worker in survivors:
                 worker.tell("run")
             texts |= {worker.hear() for worker in survivors}
-        assert time.perf_counter() - started < 5
         (text,) = texts
         assert text.startswith(
             "rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost"
@@ -318,10 +310,8 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> Non
             assert worker.hear() == "joined"
         time.sleep(moment)  # not to wait for anything: the moment is what is tested
         killed.kill()
-        started = time.perf_counter()
         for worker in (first, last):
             text = worker.hear()
             assert "rank 1" in text or "could not connect to all" in text
             worker.process.join(20)
             assert worker.process.exitcode == 0
-        assert time.perf_counter() - started < 30  # an overloaded machine has taken 25 s

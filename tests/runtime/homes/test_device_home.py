@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -171,10 +170,8 @@ def _exchanges() -> None:
     def refuse(memory: torch.Tensor, group: object) -> None:
         raise RuntimeError("detected allocations from overlapping devices from different ranks")
 
-    started = time.perf_counter()
     with pytest.raises(PeerError, match="a rank did not come to share its GPU's memory"):
         _exchange(_memory(timeout_s=0.5), wait_in_vain)
-    assert time.perf_counter() - started < 20
     assert seen == ["1"]
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
     with pytest.raises(SharedMemoryError, match=r"overlapping devices .*each rank needs a GPU of its own"):

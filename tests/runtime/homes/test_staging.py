@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from emulated_clock import EmulatedClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -438,33 +439,31 @@ def test_a_stage_that_is_overwritten_while_it_is_copied_costs_time_alone(
     assert copy.unstaged_bytes >= 2 * SLICE
 
 
-def test_links_take_their_time_one_thing_after_the_other() -> None:
-    link, never = BusyLink(Link(1000.0)), threading.Event()
-    started = time.perf_counter()
-    threads = [threading.Thread(target=link.moved, args=(50, started, never)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 0.1 <= time.perf_counter() - started < 0.2
+def test_links_take_their_time_one_thing_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = EmulatedClock(monkeypatch)
+    link, never = BusyLink(Link(1000.0)), clock.event()
+    for _ in range(2):  # both ask at the same time
+        link.moved(50, 0.0, never)
+    assert clock.seconds == pytest.approx(0.1)
     assert link.expected_seconds(1000) >= 1.0
     never.set()
-    started = time.perf_counter()
-    link.moved(10_000, started, never)
-    assert time.perf_counter() - started < 1.0
+    link.moved(10_000, clock.seconds, never)
+    assert clock.seconds == pytest.approx(0.1)
 
 
-def test_only_bytes_past_a_stage_take_time_on_the_host_link(small_slices: None) -> None:
+def test_only_bytes_past_a_stage_take_time_on_the_host_link(
+    small_slices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = _Ranks(nbytes=3 * SLICE, host_link=Link(1e9))
     ranks.fill_other(1)
     ranks.stager.reading(1)
     slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
     _wait_until(lambda: ranks.own.copy(1, 0, 3 * SLICE, slot.data_ptr()) is Found.COPIED)
     ranks.transport.host_link = BusyLink(Link(1.0))  # a second for each byte
-    started = time.perf_counter()
+    clock = EmulatedClock(monkeypatch)
     copy = ranks.copy(1, slot)
     copy.perform(Link(3 * SLICE / 0.1))  # for this rank's own shard none
-    assert 0.1 <= time.perf_counter() - started < 0.2
+    assert clock.seconds == pytest.approx(0.1)
     assert copy.unstaged_bytes == 0
 
 

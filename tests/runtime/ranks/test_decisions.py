@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -188,14 +187,12 @@ def _recompiles_alone(form: str, what: str) -> int:
         model = build_stack(SMALL, form)
     finally:
         EP_FORMS[form] = original
-    started = time.perf_counter()
     with torch.no_grad(), moepass.record_compilations() as compilations:
         compiled = compile_whole(model, dynamic=False)
         for step, tokens in enumerate((8, 5, 0, 1) if dist.get_rank() == 0 else (8, 8, 8, 8)):
             hidden = hidden_rows(SMALL, tokens, step)
             expected = model(hidden)
             torch.testing.assert_close(compiled(hidden), expected)
-    assert time.perf_counter() - started < 40  # of the 50 s that a rank may wait
     assert len({len(one.plan.banks) for one in compilations}) == 1
     return len(compilations)
 
@@ -215,7 +212,6 @@ def test_a_rank_that_compiles_again_alone_keeps_what_was_decided(form: str, what
 
 def _all_refuse(counts: list[list[int]]) -> None:
     full = build_stack(SMALL)
-    started = time.perf_counter()
     with torch.no_grad(), _refusing(*BLOCKS), moepass.record_compilations() as compilations:
         compiled = compile_whole(build_stack(SMALL, "all_to_all"))
         for step, tokens in enumerate(counts):
@@ -223,7 +219,6 @@ def _all_refuse(counts: list[list[int]]) -> None:
             torch.testing.assert_close(compiled(hidden), full(hidden))
     assert len(compilations) == (2 if dist.get_rank() == 0 else 1)
     assert not any(compilation.plan.banks for compilation in compilations)
-    assert time.perf_counter() - started < 40
 
 
 @pytest.mark.slow

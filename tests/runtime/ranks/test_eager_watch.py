@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def _compiled(model: nn.Module, timeout_s: float = 30.0, **more: object) -> nn.M
     return compiled
 
 
-def _one_has_many_shapes() -> tuple[str, float]:
+def _one_has_many_shapes() -> str:
     """Rank 1 compiles for a shape of its own in every run, until Dynamo has enough of it."""
     eager_watch.LOOK_SECONDS = 0.0
     full, model = build_stack(SMALL), build_stack(SMALL, "all_to_all")
@@ -37,27 +36,25 @@ def _one_has_many_shapes() -> tuple[str, float]:
         for tokens in shapes[:3]:
             torch.testing.assert_close(compiled(hidden_rows(SMALL, tokens, 0)), full(hidden_rows(SMALL, tokens, 0)))
         dist.barrier()
-        started = time.perf_counter()
         if dist.get_rank() == 1:
             with pytest.raises(PeerError) as caught:
                 compiled(hidden_rows(SMALL, 11, 0))
             # Shapes that were compiled would run on, but the others gave up.
             dist.barrier()
-            return str(caught.value), time.perf_counter() - started
+            return str(caught.value)
         dist.barrier()
         with pytest.raises(PeerError) as caught:
             compiled(hidden_rows(SMALL, 8, 0))
-        return str(caught.value), time.perf_counter() - started
+        return str(caught.value)
 
 
 def test_a_rank_beyond_the_recompile_limit_is_one_error_on_all() -> None:
-    (others, waited), (own, took) = run_ranks(2, _one_has_many_shapes)
+    others, own = run_ranks(2, _one_has_many_shapes)
     assert others == own
     assert "would run it in eager mode, where it waits at an exchange that no other rank joins" in own
     assert "on rank 1" in own
     assert "torch._dynamo.config.recompile_limit=3" in own
     assert "mark_dynamic" in own
-    assert max(waited, took) < 20
 
 
 class _BreaksForOddShapes(nn.Module):
@@ -81,10 +78,8 @@ def _one_breaks_its_graph() -> None:
         compiled = _compiled(model, dynamic=False, timeout_s=3.0)
         torch.testing.assert_close(compiled(hidden_rows(SMALL, 8, 0)), full(hidden_rows(SMALL, 8, 0)))
         dist.barrier()
-        started = time.perf_counter()
         if dist.get_rank() == 1:
             torch.testing.assert_close(compiled(hidden_rows(SMALL, 9, 0)), full(hidden_rows(SMALL, 9, 0)))
-            assert time.perf_counter() - started < 30
         dist.barrier()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,11 +92,9 @@ def test_layers_of_one_name_may_compute_differently(kind: str) -> None:
 @pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
 def test_ranks_that_run_known_layers_in_another_order_are_an_error(kind: str) -> None:
     """Each of the graphs was decided on before: nobody compiles any more when ranks go apart."""
-    started = time.monotonic()
     kinds = [[SILU, kind, SILU], [SILU, kind, kind]]
     for (outcome,), _ in run_ranks(2, _compiled_one_by_one, kinds, 1):
         assert "rank 1 is about to run other layers than rank 0, or the same with other experts" in outcome
-    assert time.monotonic() - started < TIMEOUT_S + 30
 
 
 def _switched_by_a_flag(kinds: Sequence[Sequence[str]], **options: Any) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import time
 
 import pytest
 import torch
+from emulated_clock import EmulatedClock
 
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.transfer import copying
@@ -59,12 +59,13 @@ def test_nothing_is_copied_beyond_the_ends(piece: Piece, message: str) -> None:
     assert int(slot.sum()) == 0
 
 
-def test_an_emulated_link_counts_only_what_crosses_it() -> None:
+def test_an_emulated_link_counts_only_what_crosses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = EmulatedClock(monkeypatch)
     slot = torch.zeros(2000, dtype=torch.uint8)
     far = MemorySource(_bytes(1000, 1), (Piece(0, 0, 1000),))
     near = MemorySource(_bytes(1000, 1), (Piece(0, 1000, 1000),), over_link=False)
     thread = CopyThread(Link(5000.0))
-    for sources, least, most in (([far, near], 0.19, 0.35), ([near], 0.0, 0.1), ([far, far], 0.39, 0.6)):
-        started = time.perf_counter()
+    for sources, seconds in (([far, near], 0.2), ([near], 0.0), ([far, far], 0.4)):
+        started = clock.seconds
         thread.submit(PendingCopy(sources, slot, "layer")).wait()
-        assert least < time.perf_counter() - started < most
+        assert clock.seconds - started == pytest.approx(seconds)
