@@ -37,7 +37,8 @@ from prediction_runs import (
 
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.homes import HOMES
-from moepass.models.sizes.architecture import Architecture, from_config
+from moepass.models.sizes.architecture import Architecture
+from moepass.models.sizes.families import from_config
 from moepass.passes.machine.hardware import Collectives, Hardware, with_collectives, with_emulated_link
 from moepass.passes.machine.layer_times import Texts, layer_seconds
 from moepass.passes.machine.seconds_table import table_of

@@ -70,7 +70,7 @@ def run(model: PreTrainedModel, tokens: int) -> None:
         (compilation,) = compilations
         print(compilation.plan.reason)
         for bank in compilation.plan.banks:
-            print(f"  {bank.name}: {bank.nbytes / 1e6:.2f} MB, experts of the ranks {bank.expert_bounds}")
+            print(f"  {bank.name}: {bank.format.slot_bytes / 1e6:.2f} MB, experts of the ranks {bank.expert_bounds}")
         for refusal in compilation.plan.refusals:
             print(f"  refused {refusal.where}: {refusal.reason}")
         difference = float((logits - expected).abs().max())

@@ -26,6 +26,7 @@ from moepass.passes.machine.hardware import Hardware, with_emulated_link
 from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
 from moepass.runtime.banks.banks import BankStore, find_store
+from moepass.runtime.captures.capture_watch import current_watch
 from moepass.runtime.execute.adoption import (
     adoption,
     agreement_on_blocks,
@@ -71,6 +72,13 @@ def record_compilations() -> Iterator[list[Compilation]]:
         yield compilations
     finally:
         _recorded.reset(token)
+
+
+def note_compilation(executor: Executor) -> None:
+    """Give `executor` to whoever records compilations now."""
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append(Compilation(executor))
 
 
 def asyncep(
@@ -119,7 +127,7 @@ def _compile(
     options: Options,
     before_lowering: Callable[[], None] | None,
     notes: CaptureNotes,
-) -> Executor | _Raises:
+) -> Callable[[list[Any]], Any]:
     _refuse_random(captured)
     store = _store_of(captured)
     groups = process_groups(group_names(captured.graph))
@@ -151,18 +159,17 @@ def _compile(
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
             ring = store.ring(options.debug)
     device = _ring_device(captured)
-    adopt = adoption(result.plan, device, options.adoption(), options.debug)
+    adopt = adoption(result.plan, device, options.adoption())
     eager_watch.watch({bank.group for bank in result.plan.banks if bank.group})
     dispatcher = dispatching(result.plan, captured, options.lower, device, options.adoption())
     check = replica_check(result.plan, captured, options.adoption(), options.debug)
     fallback = None if check is None else CapturedFallback(check, captured, options.lower)
     checks = run_checks(result.plan, captured, groups, options.adoption().timeout_s)
-    executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback, checks)
-    recorded = _recorded.get()
-    if recorded is not None:
-        recorded.append(Compilation(executor))
+    executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback, checks, options.debug)
+    note_compilation(executor)
     _log(result.plan)
-    return executor
+    watch = current_watch()
+    return executor if watch is None else watch.watched(captured, lowered, executor)
 
 
 class _Raises:

@@ -14,7 +14,7 @@ from moepass.passes.machine.hardware import Hardware
 from moepass.profiles.hardware_profiles import load_hardware
 from moepass.runtime.execute.adoption import AdoptionOptions
 from moepass.runtime.lowering.lower_segments import LOWERINGS
-from moepass.runtime.ranks.agreement import LARGEST_EXACT
+from moepass.runtime.ranks.agree import LARGEST_EXACT
 from moepass.runtime.transfer.link import parse_link
 from moepass.runtime.transfer.transports import check_transport
 

@@ -11,6 +11,7 @@ import torch
 from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.utils import register_hook_for_recompile_user_context
+from torch._guards import TracingContext
 
 
 def compiled_code() -> CodeType | None:
@@ -46,10 +47,71 @@ def suppresses_errors() -> bool:
     return bool(torch._dynamo.config.suppress_errors)
 
 
+def is_autocasting() -> bool:
+    """Whether autocast is on for some kind of device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
 def eager_stance() -> str | None:
     """The stance of torch.compiler in which Dynamo runs what is not compiled yet in eager mode; None in others."""
     stance: str = eval_frame._stance.stance
     return stance if stance == "eager_on_recompile" else None
+
+
+def inductor_source(compiled: object) -> str | None:
+    """The Python module that Inductor wrote, where that is all of `compiled`, which runs on a CPU; None elsewhere."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    if not isinstance(compiled, CompiledFxGraph) or set(compiled.device_types) - {"cpu"}:
+        return None
+    parts = (
+        compiled.constants,
+        compiled.frozen_param_names,
+        compiled.torchbind_constants,
+        compiled.opaque_value_type_classes,
+        compiled.inputs_to_check,
+        compiled.extern_libs_key,
+        compiled._wrap_compiled_regions,
+    )
+    return None if any(parts) else compiled.source_code
+
+
+def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
+    """What `inductor_source` gave, as a function of a list of inputs. It runs the text: give it no other.
+
+    What it compiles is taken from Inductor's cache where that has it.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    call: Callable[[list[Any]], Any] = PyCodeCache.load(source).call
+    return call
+
+
+def vector_instructions() -> str:
+    """Those that Inductor compiles for on this machine's CPU."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return str(pick_vec_isa())
+
+
+def expect_vector_instructions(expected: str) -> None:
+    """Spare Inductor its test compilation where `vector_instructions` gave `expected` on this processor before."""
+    from torch._inductor import config, cpu_vec_isa
+
+    if cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
+        return  # it has asked
+    with config.patch({"cpp.vec_isa_ok": True}):
+        found = str(cpu_vec_isa.pick_vec_isa())
+    if found != expected:
+        # A compiler of then or now cannot do what the processor can: let it ask.
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+def traced_files() -> frozenset[str]:
+    """The source files whose code stands in the graph that Dynamo captures at this moment."""
+    traced = TracingContext.get_traced_code() or ()
+    # Names as <string> are of code that others of these files made, or Python itself brings.
+    return frozenset(code.co_filename for code in traced if not code.co_filename.startswith("<"))
 
 
 def _compilation() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Every test starts with an empty Dynamo, one thread per worker and no network.
+"""Every test starts with an empty Dynamo, no stored captures, one thread per worker and no network.
 
 `@pytest.mark.sampled(every=N)`: the fast tests take every N-th combination of a test's parameters, the others are slow.
 """
@@ -9,6 +9,8 @@ import collections
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# No test runs what another one, or an earlier state of the code, has stored.
+os.environ["MOEPASS_CACHE_DIR"] = ""
 
 from collections.abc import Iterator
 

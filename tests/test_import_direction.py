@@ -19,7 +19,7 @@ MOST_FILES = 15
 
 # What the rooms of a folder may import of that folder. Files beside the rooms of `models`, `passes` and `runtime` are
 # in EVERYWHERE, or import whatever they like and are imported by other folders alone.
-_BANKS = ("transfer", "system")
+_BANKS = ("transfer", "kernels", "system")
 _HOMES = ("banks", "ranks", *_BANKS)
 _PACKERS = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
 _OFFLOAD = ("homes/registry", *_PACKERS)
@@ -56,7 +56,7 @@ ROOMS = {
     "runtime": {
         "system": (),
         "ranks": ("system",),
-        "transfer": ("system",),
+        "transfer": ("kernels", "system"),
         "banks": _BANKS,
         "homes": _HOMES,
         "homes/hybrid": ("homes", *_HOMES),
@@ -66,6 +66,7 @@ ROOMS = {
         "kernels": ("system",),
         "lowering": ("kernels", "system"),
         "execute": _EXECUTE,
+        "captures": ("kernels", *_EXECUTE, "execute"),
         "calibrate": ("kernels", *_EXECUTE, "offload", "execute"),
         "integrations": ("kernels", *_EXECUTE, "offload", "execute"),
         "serving": ("execute", "offload", "ranks"),

@@ -9,7 +9,8 @@ import copy
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moepass.models.sizes.architecture import Architecture, from_config
+from moepass.models.sizes.architecture import Architecture
+from moepass.models.sizes.families import from_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,11 +1,13 @@
 """Well-known models by name: their sizes, and a Transformers configuration of those sizes, without any file of theirs.
 
 The numbers and their source stand in `presets.json`. Extra prediction layers (MTP) are left out: a prefill pass does
-not run them.
+not run them. What `families.py` makes of them stands in `preset_sizes.json`, so that sizes do not wait for
+transformers; a test compares both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +15,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moepass.models.errors import InputError, one_of
-from moepass.models.sizes.architecture import Architecture, from_config
+from moepass.models.sizes.architecture import Architecture, Layer
+from moepass.models.sizes.families import from_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 PRESETS_FILE = Path(__file__).with_name("presets.json")
+SIZES_FILE = Path(__file__).with_name("preset_sizes.json")
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of `presets.json`. `sliding_every` n: of n layers in a row the first n - 1 have the window."""
+    """One entry of `presets.json`. `sliding_every` n: of n layers in a row the first n - 1 have the window.
+
+    `quantization` is the published checkpoint's `quantization_config`.
+    """
 
     model_type: str
     layers: int
@@ -41,6 +48,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sliding_every: int = 0
     mla: dict[str, int] = {}
     config: dict[str, bool | int | float | None] = {}
+    quantization: dict[str, str | list[str | int]] = {}
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +60,31 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 @lru_cache(maxsize=1)
 def _file() -> _File:
     return msgspec.json.decode(PRESETS_FILE.read_bytes(), type=_File)
+
+
+class StoredSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of `preset_sizes.json`: each kind of layer once, and the kind of each layer.
+
+    `architecture` is without layers.
+    """
+
+    architecture: Architecture
+    kinds: tuple[Layer, ...]
+    order: tuple[int, ...]
+
+    @staticmethod
+    def of(architecture: Architecture) -> StoredSizes:
+        kinds = tuple(architecture.layer_counts)
+        order = tuple(kinds.index(layer) for layer in architecture.layers)
+        return StoredSizes(dataclasses.replace(architecture, layers=()), kinds, order)
+
+    def whole(self) -> Architecture:
+        return dataclasses.replace(self.architecture, layers=tuple(self.kinds[kind] for kind in self.order))
+
+
+@lru_cache(maxsize=1)
+def _sizes() -> dict[str, StoredSizes]:
+    return msgspec.json.decode(SIZES_FILE.read_bytes(), type=dict[str, StoredSizes])
 
 
 def preset_names() -> tuple[str, ...]:
@@ -66,7 +99,15 @@ def presets_source() -> str:
 
 def preset(name: str, *, layers: int | None = None) -> Architecture:
     """The sizes of a well-known model. `layers` and errors are those of `preset_config`."""
+    _check_name(name)
+    if layers is None:
+        return _sizes()[name].whole()
     return from_config(preset_config(name, layers=layers), name=name, dtype="bf16")
+
+
+def _check_name(name: str) -> None:
+    if name not in _file().models:
+        raise InputError(f"no preset is called {name!r}; there are {one_of(preset_names())}")
 
 
 def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
@@ -79,9 +120,8 @@ def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
     Raises:
         InputError: the name is unknown, or `layers` lies outside what the model has.
     """
-    entry = _file().models.get(name)
-    if entry is None:
-        raise InputError(f"no preset is called {name!r}; there are {one_of(preset_names())}")
+    _check_name(name)
+    entry = _file().models[name]
     if layers is not None and not 1 <= layers <= entry.layers:
         raise InputError(f"layers is {layers}; {name} has 1 to {entry.layers}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -117,6 +157,8 @@ def _values(entry: Preset, layers: int) -> dict[str, Any]:
         kinds = ["sliding_attention"] * (entry.sliding_every - 1) + ["full_attention"]
         values["layer_types"] = [kinds[index % len(kinds)] for index in range(layers)]
         values["sliding_window"] = entry.sliding_window
+    if entry.quantization:
+        values["quantization_config"] = dict(entry.quantization)
     return values
 
 

@@ -14,11 +14,13 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from moepass.backend import Compilation, record_compilations
-from moepass.explaining.compiler_view import explain_model, print_explanation
+from moepass.explaining.capture_model import explain_model
+from moepass.explaining.compiler_view import print_explanation
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_model, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError
 from moepass.runtime.offload.offload import OffloadReport, offload_experts
 from moepass.runtime.serving.scoring import LabelSet, Score, Scorer
+from moepass.stored_compile import StoredModule
 
 HELDOUT_FILE = "heldout.jsonl"
 BATCH_SIZE = 32
@@ -102,7 +104,7 @@ def _streamed_way(lower: str) -> tuple[Way, OffloadReport]:
     report = offload_experts(model, slots=SLOTS)
 
     def compile_module(module: torch.nn.Module) -> Any:
-        return torch.compile(module, backend="asyncep", options={"lower": lower})
+        return StoredModule(module, {"lower": lower}, DEMO)
 
     scorer = Scorer.of(model, load_tokenizer(folder), load_prompt(folder), compile_module)
     return Way(f"asyncep ({lower}), streamed", scorer, report.ring_bytes), report

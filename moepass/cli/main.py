@@ -1,4 +1,4 @@
-"""The command line: `moepass score`, `moepass explain`, `moepass calibrate`, `moepass demo`.
+"""The command line: `moepass score`, `moepass explain`, `moepass calibrate`, `moepass demo`, `moepass cache`.
 
 Nothing heavy is imported before a command runs: `moepass --help` must not wait for torch.
 """
@@ -269,11 +269,13 @@ def explain(
 
     target = check_output(output)
     budget = parse_bytes(memory_budget)
-    check_compiler_cache()
     with Console(stderr=True).status("planning ..."), no_garbage_collection():
+        from moepass.explaining.compiler_part import is_stored
         from moepass.explaining.explain_model import explain as explain_it
         from moepass.explaining.report_text import print_report
 
+        if not is_stored(model, lower.value):
+            check_compiler_cache()
         report = explain_it(
             model,
             hardware=hardware,
@@ -364,3 +366,23 @@ def demo(
 
     if not run_demo(texts, lower.value):
         raise typer.Exit(1)
+
+
+@app.command(epilog="Examples:\n\n**moepass cache --list**\n\n**moepass cache --clear**")
+def cache(
+    list_: Annotated[bool, typer.Option("--list", help="Show what is stored; the default.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove it all.")] = False,
+) -> None:
+    """Show or remove the compiled models that later starts of **score** and **demo** run at once.
+
+    They are kept in the folder that MOEPASS_CACHE_DIR names, by default beside the code that torch's compiler keeps.
+    Where MOEPASS_CACHE_DIR is empty, nothing is stored or used. A model is compiled anew where anything that it depends
+    on has changed: its code or configuration, options, versions, the processor.
+    """
+    if list_ and clear:
+        raise OptionError("--list and --clear exclude each other; give one")
+    check_standard_output()
+    check_compiler_cache()
+    from moepass.cli.cache import clear_cache, list_cache
+
+    (clear_cache if clear else list_cache)()

@@ -33,6 +33,7 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
     from moepass.runtime.offload.offload import check_device, find_expert_modules, offload_experts
     from moepass.runtime.serving.scoring import Forward, Scorer
     from moepass.runtime.transfer.link import parse_link
+    from moepass.stored_compile import StoredModule
 
     folder = resolve_model(model)
     compute_device = check_device(device)
@@ -50,7 +51,7 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
     loaded.to(compute_device)
 
     def compile_module(module: torch.nn.Module) -> Forward:
-        return torch.compile(module, backend="asyncep", options={"lower": lower})
+        return StoredModule(module, {"lower": lower}, model)
 
     return Scorer.of(loaded, tokenizer, prompt, compile_module if compiled else None)
 

@@ -10,6 +10,7 @@ from moepass.models.errors import InputError
 from moepass.passes.machine.hardware import with_ranks
 from moepass.passes.machine.layer_times import texts_of
 from moepass.passes.planner.forecast import Forecast, least_memory_bytes
+from moepass.passes.planner.host_memory import host_memory
 from moepass.passes.planner.strategies import ASYNCEP, RESIDENT, Setting, homes_of
 
 _MOST_RANKS = 64
@@ -38,7 +39,9 @@ def _what_fits(setting: Setting) -> Iterator[str]:
         home = _fitting_home(_with_tokens(setting, fewer))
         yield f"asyncep fits with {fewer} tokens per rank and step (--home {home})"
     if setting.dtype != "fp8" and "fp8" in setting.hardware.flops:
-        home = _fitting_home(dataclasses.replace(setting, dtype="fp8"))
+        stored = setting.architecture.stored
+        as_stored = stored if stored is not None and stored.name == "fp8" else None
+        home = _fitting_home(dataclasses.replace(setting, dtype="fp8", stored=as_stored))
         if home is not None:
             yield f"asyncep fits with --dtype fp8 (--home {home})"
     ranks = 2 * setting.ranks
@@ -60,7 +63,8 @@ def _fitting_home(setting: Setting) -> str | None:
 
 def _fits(setting: Setting, home: str) -> bool:
     try:
-        return least_memory_bytes(setting, home) <= setting.budget_bytes
+        least = least_memory_bytes(setting, home)
+        return least <= setting.budget_bytes and host_memory(setting, home, least).fits is not False
     except InputError:
         return False  # the machine has no such link
 

@@ -6,25 +6,24 @@ what is found, rewritten and refused comes from the plans that the passes make o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-import re
 from typing import Any
 
 from moepass import __version__
 from moepass.explaining.advice import advice
-from moepass.explaining.compiler_view import Explanation, explain_meta_model
+from moepass.explaining.asked import DEFAULT_MEMORY_SHARE, check_numbers, machine_of, memory_budget
+from moepass.explaining.compiler_part import compiler_part
+from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import ExplainedModel, explained_model
+from moepass.explaining.forecasts import best_home, stored_assumption, stored_part
 from moepass.explaining.how_to_run import how_to_run
 from moepass.explaining.report import (
     REPORT_SCHEMA,
     ComparisonRow,
-    CompilerPart,
     CurveRow,
     HardwarePart,
-    HomeTried,
     MemoryCurveRow,
     MemoryPart,
     ModelPart,
@@ -34,31 +33,25 @@ from moepass.explaining.report import (
     StrategyPart,
     WorkloadPart,
 )
-from moepass.models.checkpoint.checkpoint_folders import meta_model_of
-from moepass.models.errors import CheckpointError, InputError, MoepassError
 from moepass.models.formulas.layers import flops_per_token, model_parameters
-from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
 from moepass.models.homes import home_named
-from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
-from moepass.models.sizes.architecture import Architecture, short_dtype
-from moepass.models.sizes.cut_configs import cut_config
-from moepass.passes.machine.hardware import Hardware, with_ranks
+from moepass.models.sizes.architecture import short_dtype
+from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import Texts, texts_of
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.forecast import MOST_SLOTS as USEFUL_SLOTS
 from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast
-from moepass.passes.planner.strategies import ASYNCEP, MICRO_BATCH_TOKENS, RESIDENT, Setting, homes_of
+from moepass.passes.planner.strategies import (
+    ASYNCEP,
+    MICRO_BATCH_TOKENS,
+    RESIDENT,
+    Setting,
+    banks_bytes,
+)
 from moepass.passes.planner.threshold_curve import threshold_curve
-from moepass.profiles.hardware_profiles import load_hardware
 
 DEFAULT_HARDWARE = "8xh100-80g"
 DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096
-# [Empirical] What is left to the allocator, the kernels' workspaces and the driver, as vLLM's default has it.
-DEFAULT_MEMORY_SHARE = 0.9
-# A home that is slower by no more than this part, and simpler, is preferred.
-_NO_MATTER = 0.01
-# What the compiler finds does not depend on the number of tokens, but some families are captured token by token.
-_CAPTURE_BATCH, _CAPTURE_SEQ = 2, 16
 # The curve's points: this many to a doubling of the tokens.
 _POINTS_PER_OCTAVE = 2
 
@@ -97,15 +90,15 @@ def explain(
         InputError: an unknown model, machine, home or dtype, a link or rate that the machine lacks, a number that is
             out of range. CheckpointError: a folder or config that makes no model.
     """
-    _check_numbers(batch, seq, tokens, slots, ranks)
+    check_numbers(batch, seq, tokens, slots, ranks)
     batch, seq = (1, tokens) if tokens is not None else (batch, seq)
     if home is not None:
         home_named(home)
     if dtype is not None:
         dtype = short_dtype(dtype)
     found = explained_model(model, dtype)
-    machine = _machine(hardware, ranks)
-    budget = _budget(machine, memory_budget_bytes)
+    machine = machine_of(hardware, ranks)
+    budget = memory_budget(machine, memory_budget_bytes)
     workload = WorkloadPart(batch, seq, batch * seq)
     assumptions = [
         "routing is even over the experts, and every rank has equally many tokens",
@@ -119,19 +112,24 @@ def explain(
     if found.architecture is None:
         return _without_numbers(found, machine, workload, budget, slots, lower, assumptions)
 
-    setting = Setting(found.architecture, machine, Texts(batch, seq), found.architecture.dtype, budget)
+    architecture = found.architecture
+    # Asked for by name, a checkpoint's own format is computed with as it is stored.
+    as_stored = architecture.stored if architecture.stored and architecture.stored.name == dtype else None
+    setting = Setting(architecture, machine, Texts(batch, seq), architecture.dtype, budget, stored=as_stored)
     most_slots = USEFUL_SLOTS if slots is None else slots
-    best, tried = _best_home(setting, home, most_slots)
+    best, tried = best_home(setting, home, most_slots)
     shown = forecast(setting, "device") if best.chosen == RESIDENT and best.home != "device" else best
-    compiler = _compiler_view(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
+    compiler = compiler_part(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
     if compiler.is_cut:
         assumptions.append(
-            f"captured: {compiler.captured_text} of {len(found.architecture.layers)}, as many as hold every kind of "
+            f"captured: {compiler.captured_text} of {len(architecture.layers)}, as many as hold every kind of "
             "layer; blocks of the others are told by analogy"
         )
+    stored = stored_part(setting, home, most_slots)
+    assumptions += [text for text in [stored_assumption(setting, architecture.unknown_storage)] if text]
     if setting.dtype == "fp8":
         assumptions.append("fp8 is a forecast alone: moepass compiles what is captured, and has no fp8 experts yet")
-    blocks, refusals = explained_blocks(compiler, found.architecture, setting.dtype)
+    blocks, refusals = explained_blocks(compiler, architecture, setting.dtype, as_stored)
     crossover = crossover_tokens(best)
     strategy = StrategyPart(
         chosen=best.chosen,
@@ -146,7 +144,7 @@ def explain(
     return Report(
         schema=REPORT_SCHEMA,
         version=__version__,
-        model=_model_part(found.architecture),
+        model=_model_part(setting),
         hardware=_hardware_part(machine, setting.dtype),
         workload=workload,
         strategy=strategy,
@@ -175,8 +173,15 @@ def explain(
         sources=_sources(found, machine),
         compiler=compiler,
         how_to_run=how_to_run(
-            strategy, schedule, _checkpoint(model), best.cost(best.chosen).fits, setting.dtype, machine.device_kind
+            strategy,
+            schedule,
+            _checkpoint(model),
+            best.cost(best.chosen).fits,
+            setting.dtype,
+            machine.device_kind,
+            architecture.stored,
         ),
+        stored=stored,
     )
 
 
@@ -184,96 +189,6 @@ def _checkpoint(model: Any) -> str | None:
     """The folder that `model` names, if it is one."""
     is_folder = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
     return os.fsdecode(model) if is_folder else None
-
-
-def _check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:
-    """Raises InputError for what is no whole number from 1 on, or beyond what is planned for."""
-    numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InputError(f"{name} is {value!r}; it must be a whole number from 1 on")
-    per_step = batch * seq if tokens is None else tokens
-    what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
-    check_limit(what, per_step, MOST_TOKENS, "share the texts out over several steps")
-    if slots is not None:
-        check_limit("slots", slots, MOST_SLOTS, "a ring of a few slots hides as much as one of many")
-    if ranks is not None:
-        check_limit("ranks", ranks, MOST_RANKS, "no plan is made for more devices than that")
-
-
-def _machine(hardware: str | os.PathLike[str] | Hardware, ranks: int | None) -> Hardware:
-    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    if ranks is None or ranks == machine.ranks:
-        return machine
-    changed = with_ranks(machine, ranks)
-    return dataclasses.replace(changed, name=re.sub(rf"^{machine.ranks}x", f"{ranks}x", machine.name))
-
-
-def _budget(machine: Hardware, wanted: float | None) -> float:
-    most = machine.memory_bytes.value
-    if wanted is None:
-        return DEFAULT_MEMORY_SHARE * most
-    if not 0 < wanted <= most:
-        raise InputError(
-            f"the memory budget is {wanted:.0f} bytes; a device of {machine.name} has {most:.0f}, so it must lie "
-            "between 1 and that"
-        )
-    return wanted
-
-
-def _best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Forecast, list[HomeTried]]:
-    """The forecast of the home with the fastest asyncep that fits, else of that which needs the least memory."""
-    if home is not None:
-        only = forecast(setting, home, most_slots=most_slots)
-        return only, [_tried(only)]
-    peak_flops_per_s(setting.hardware, setting.dtype)  # a dtype without a rate is no matter of the home
-    made: list[Forecast] = []
-    tried: list[HomeTried] = []
-    for candidate in homes_of(setting):
-        try:
-            made.append(forecast(setting, candidate, most_slots=most_slots))
-            tried.append(_tried(made[-1]))
-        except InputError as error:
-            # Other homes may do on this machine; the report says why this one does not.
-            tried.append(HomeTried(candidate, None, None, False, str(error)))
-    if not made:
-        raise InputError(f"no home does on {setting.hardware.name}: {tried[-1].note}")
-    fitting = [one for one in made if one.cost(ASYNCEP).fits]
-    if fitting:
-        enough = (1 + _NO_MATTER) * min(one.cost(ASYNCEP).step_seconds for one in fitting)
-        return next(one for one in fitting if one.cost(ASYNCEP).step_seconds <= enough), tried
-    return min(made, key=lambda one: one.memory.peak_bytes), tried
-
-
-def _tried(made: Forecast) -> HomeTried:
-    cost = made.cost(ASYNCEP)
-    if cost.fits:
-        return HomeTried(made.home, cost.step_seconds, cost.memory_bytes, True, "")
-    over = (cost.memory_bytes - made.setting.budget_bytes) / 1e9
-    return HomeTried(made.home, None, cost.memory_bytes, False, f"needs {over:.1f} GB more than the budget")
-
-
-def _compiler_view(found: ExplainedModel, slots: int, lower: str) -> CompilerPart:
-    """Capture the model, or the telling first layers of it, and plan it with that many slots."""
-    cut = cut_config(found.config, found.architecture) if found.architecture is not None else None
-    chosen = getattr(found.config, "_experts_implementation", None)
-    # The eager loop over experts depends on values, and cannot be captured.
-    form = chosen if chosen in ("grouped_mm", "batched_mm") else "grouped_mm"
-    model = meta_model_of(found.config if cut is None else cut, found.name, form)
-    try:
-        explanation = explain_meta_model(model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
-    except (RuntimeError, NotImplementedError) as error:  # torch's, about shapes that do not fit together, or values
-        if isinstance(error, MoepassError):
-            raise
-        told = " ".join(str(error).split())
-        # Dynamo tells of the call with all of its arguments first, then of what it gave.
-        told = told.partition(": got ")[2] or told
-        told = told.partition(" Hint: ")[0][:300]
-        raise CheckpointError(
-            f"{found.name} cannot be captured, so that its config may not fit together: {told}"
-        ) from error
-    text: Any = (found.config if cut is None else cut).get_text_config()
-    return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation)
 
 
 def _without_numbers(
@@ -286,7 +201,7 @@ def _without_numbers(
     assumptions: list[str],
 ) -> Report:
     """The report on a model without experts, or of a family whose sizes no formula knows: the compiler's view."""
-    compiler = _compiler_view(found, 2 if slots is None else slots, lower)
+    compiler = compiler_part(found, 2 if slots is None else slots, lower)
     explanation = compiler.explanation
     blocks, refusals = explained_blocks(compiler, None, "")
     plan = explanation.plans[0]
@@ -337,10 +252,10 @@ def _parameters(explanation: Explanation, dtype: str) -> int:
 # ---- Parts of the report ---------------------------------------------------------------------------------------------
 
 
-def _model_part(architecture: Architecture) -> ModelPart:
+def _model_part(setting: Setting) -> ModelPart:
+    architecture = setting.architecture
     experts = architecture.typical_moe_layer.experts
     assert experts is not None
-    parameters, other = model_parameters(architecture), resident_bytes(architecture)
     return ModelPart(
         name=architecture.name,
         model_type=architecture.model_type,
@@ -351,9 +266,9 @@ def _model_part(architecture: Architecture) -> ModelPart:
         top_k=experts.top_k,
         moe_intermediate=experts.width,
         dtype=architecture.dtype,
-        parameters=parameters,
-        expert_bytes=parameters * element_bytes(architecture.dtype) - other,
-        other_bytes=other,
+        parameters=model_parameters(architecture),
+        expert_bytes=banks_bytes(setting),
+        other_bytes=setting.dense_bytes,
     )
 
 
@@ -382,7 +297,7 @@ def _saturation_part(made: Forecast) -> SaturationPart:
     assert layer.experts is not None
     reached = made.saturation
     return SaturationPart(
-        gather_bytes=bank_bytes(layer.experts, architecture.hidden, made.setting.dtype),
+        gather_bytes=made.setting.bank(layer.experts).link_bytes,
         gather_seconds=made.transfer_seconds,
         flops_per_token=flops_per_token(layer, architecture.hidden),
         tokens_per_rank=reached.tokens,
@@ -423,6 +338,9 @@ def _memory_part(made: Forecast) -> MemoryPart:
         peak_bytes=memory.peak_bytes,
         budget_bytes=made.setting.budget_bytes,
         fits=made.cost(ASYNCEP).fits,
+        host_bytes=made.host.needed_bytes,
+        host_limit_bytes=made.host.available_bytes,
+        host_fits=made.host.fits,
     )
 
 

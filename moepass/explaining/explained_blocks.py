@@ -5,27 +5,28 @@ from __future__ import annotations
 import re
 
 from moepass.explaining.report import Block, CompilerPart
-from moepass.models.formulas.memory import bank_bytes
+from moepass.models.formulas.stored_weights import bank_sizes
 from moepass.models.sizes.architecture import Architecture
+from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.ir.plan import Plan
 
 _LAYER = re.compile(r"((?:layers?|blocks?|h)\.)(\d+)")
 
 
 def explained_blocks(
-    compiler: CompilerPart, architecture: Architecture | None, dtype: str
+    compiler: CompilerPart, architecture: Architecture | None, dtype: str, stored: WeightFormat | None = None
 ) -> tuple[tuple[Block, ...], tuple[str, ...]]:
     """All blocks of the model in the order of its layers, and why those are refused that are.
 
-    With an `architecture` bank sizes are those of `dtype`; where only its first layers were captured, a block of
-    another layer is named as that of a layer of the same kind.
+    With an `architecture` bank sizes are those of `dtype`, or of banks as they are `stored`; where only its first
+    layers were captured, a block of another layer is named as that of a layer of the same kind.
     """
     captured = [block for plan in compiler.explanation.plans for block in _blocks_of(plan)]
     blocks = captured
     if architecture is not None:
         blocks = [block for layer in range(len(architecture.layers)) for block in _layer(captured, layer, architecture)]
         blocks += [block for block in captured if _layer_of(block.name) is None]
-        blocks = [_sized(block, architecture, dtype) for block in blocks]
+        blocks = [_sized(block, architecture, dtype, stored) for block in blocks]
     refusals = [f"{block.name}: {block.refusal}" for block in blocks if block.refusal is not None]
     if compiler.explanation.stopped:
         refusals.append(f"capture ended early: {compiler.explanation.stopped}")
@@ -77,10 +78,10 @@ def _layer_of(name: str) -> int | None:
     return int(match[2]) if match else None
 
 
-def _sized(block: Block, architecture: Architecture, dtype: str) -> Block:
+def _sized(block: Block, architecture: Architecture, dtype: str, stored: WeightFormat | None) -> Block:
     layer = _layer_of(block.name)
     experts = architecture.layers[layer].experts if layer is not None else None
     if experts is None:
         return block
-    nbytes = bank_bytes(experts, architecture.hidden, dtype)
+    nbytes = bank_sizes(experts, architecture.hidden, dtype, stored).link_bytes
     return Block(block.name, block.form, block.rewritten, block.refusal, nbytes, block.by_analogy)

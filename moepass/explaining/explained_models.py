@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import os
 from collections import Counter
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_config, resolve_model
 from moepass.models.errors import CheckpointError, InputError, one_of
-from moepass.models.sizes.architecture import Architecture, from_config
+from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.config_checks import check_config, check_raw_config
-from moepass.models.sizes.presets import preset_config, preset_names, presets_source
+from moepass.models.sizes.families import from_config
+from moepass.models.sizes.presets import preset, preset_config, preset_names, presets_source
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +32,20 @@ _POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_s
 class ExplainedModel:
     """`architecture` is None where no formula knows the family's sizes; `unknown` then says so.
 
-    `source` is where the sizes come from.
+    `source` is where the sizes come from. `preset` is the name of the preset that was asked for, whose configuration is
+    made when it is needed; empty for anything else, which has been `given`.
     """
 
     name: str
-    config: PreTrainedConfig
+    given: PreTrainedConfig | None
     architecture: Architecture | None
     unknown: str
     source: str
+    preset: str = ""
+
+    @functools.cached_property
+    def config(self) -> PreTrainedConfig:
+        return preset_config(self.preset) if self.given is None else self.given
 
 
 def explained_model(model: Any, dtype: str | None = None) -> ExplainedModel:
@@ -55,7 +63,10 @@ def explained_model(model: Any, dtype: str | None = None) -> ExplainedModel:
 
 def _by_name(text: str, dtype: str | None) -> ExplainedModel:
     if text in preset_names():
-        return _explained(preset_config(text), text, dtype, f"preset: {presets_source()}")
+        sizes = preset(text)
+        if dtype is not None:
+            sizes = dataclasses.replace(sizes, dtype=short_dtype(dtype))
+        return ExplainedModel(text, None, sizes, "", f"preset: {presets_source()}", preset=text)
     try:
         path = resolve_model(text, config_alone=True)
     except CheckpointError:

@@ -6,19 +6,28 @@ import json
 
 from moepass.explaining.report import SchedulePart, StrategyPart
 from moepass.models.homes import HOMES, home_named
+from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.planner.strategies import ASYNCEP, RESIDENT
 
 # A longer list of layers is told by where it stands in the report.
 _MOST_LAYERS_SHOWN = 12
+# What transformers calls the configuration that loads a format dequantised.
+_LOADERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 
 def how_to_run(
-    strategy: StrategyPart, schedule: SchedulePart | None, checkpoint: str | None, fits: bool, dtype: str, device: str
+    strategy: StrategyPart,
+    schedule: SchedulePart | None,
+    checkpoint: str | None,
+    fits: bool,
+    dtype: str,
+    device: str,
+    stored: WeightFormat | None = None,
 ) -> str:
     """Python to run, or in words why there is none. `checkpoint` is the folder of a checkpoint, None for anything else.
 
-    `fits` says whether the chosen strategy keeps to the memory budget. `dtype` is that of the experts,
-    `device` the kind that computes.
+    `fits` says whether the chosen strategy keeps to the memory budget. `dtype` is that of the experts, `device` the
+    kind that computes, `stored` the format of a quantised checkpoint.
     """
     if dtype == "fp8":
         return "moepass runs no fp8 experts yet: --dtype bf16 says what it does with this model today"
@@ -34,11 +43,22 @@ def how_to_run(
         are_few = len(schedule.resident_layers) <= _MOST_LAYERS_SHOWN
         layers = list(schedule.resident_layers) if are_few else "report.schedule.resident_layers"
         words.append(f"resident_layers={layers}")
-    options = ", ".join(words)
-    remark = _remark(strategy.home, device)
+    options, remark = ", ".join(words), _remark(strategy.home, device)
+    if checkpoint is not None and stored is not None:
+        # load_pretrained reads no quantised weights.
+        loading = _load_dequantised(stored, json.dumps(checkpoint))
+        return f"{loading}; moepass.offload_experts(model, {options}); {compiled}{remark}"
     if checkpoint is not None:
         return f"model = moepass.load_pretrained({json.dumps(checkpoint)}, {options}); {compiled}{remark}"
     return f"moepass.offload_experts(model, {options}); {compiled}{remark}"
+
+
+def _load_dequantised(stored: WeightFormat, checkpoint: str) -> str:
+    """Python that loads a checkpoint of that format in the dtype that moepass runs. `checkpoint` is a literal."""
+    return (
+        f"model = transformers.AutoModelForCausalLM.from_pretrained({checkpoint}, "
+        f"quantization_config=transformers.{_LOADERS[stored.name]}(dequantize=True))"
+    )
 
 
 def _remark(home: str, device: str) -> str:

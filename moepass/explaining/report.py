@@ -34,6 +34,28 @@ class ModelPart(_Part, frozen=True):
     other_bytes: int
 
 
+class StoredPart(_Part, frozen=True):
+    """A quantised checkpoint: bytes of its experts and of all else, and a forecast that computes from them.
+
+    A bank travels as it is stored and may take more in a slot, where kernels `computes_in` another dtype. `runs_as` is
+    what the other parts of the report are of: what moepass runs. `asyncep_step_seconds` is None where it does not fit,
+    `fastest_other` where no other strategy does.
+    """
+
+    format: str
+    expert_bytes: int
+    other_bytes: int
+    bank_link_bytes: int
+    bank_slot_bytes: int
+    computes_in: str
+    runs_as: str
+    home: str
+    asyncep_step_seconds: float | None
+    asyncep_memory_bytes: float
+    fastest_other: str | None
+    fastest_other_step_seconds: float | None
+
+
 class HardwarePart(_Part, frozen=True):
     """Of one device: `flops` is the peak rate per second for the model's dtype; links in one direction."""
 
@@ -119,7 +141,11 @@ class SchedulePart(_Part, frozen=True):
 
 
 class MemoryPart(_Part, frozen=True):
-    """Bytes on one device, of the strategy that `schedule` names. Nothing is decoded, so `kv_bytes` is 0."""
+    """Bytes on one device, of the strategy that `schedule` names. Nothing is decoded, so `kv_bytes` is 0.
+
+    `host_bytes` are those of host memory on the machine of all ranks, of `host_limit_bytes` (None: not known); where
+    the machine computes on its CPU, devices included. `host_fits` is None where that is not known.
+    """
 
     strategy: str
     resident_bytes: float
@@ -129,6 +155,9 @@ class MemoryPart(_Part, frozen=True):
     peak_bytes: float
     budget_bytes: float
     fits: bool
+    host_bytes: float = 0.0
+    host_limit_bytes: float | None = None
+    host_fits: bool | None = None
 
 
 class ComparisonRow(_Part, frozen=True):
@@ -174,7 +203,7 @@ class CompilerPart(_Part, frozen=True):
 class Report(_Part, frozen=True):
     """`saturation`, `schedule` and `memory` are None where there is nothing to forecast; `assumptions` says why.
 
-    `schedule` is also None where asyncep does not fit.
+    `schedule` is also None where asyncep does not fit. `stored` is None where the checkpoint is not quantised.
     """
 
     schema: str
@@ -196,6 +225,7 @@ class Report(_Part, frozen=True):
     sources: dict[str, str]
     compiler: CompilerPart
     how_to_run: str = ""
+    stored: StoredPart | None = None
 
     @property
     def verdict(self) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 
 import msgspec
 
 from moepass.explaining.report import Report
-from moepass.explaining.report_text import source_text
-
-_REPORT_MARK, _SOURCES_MARK, _TITLE_MARK = "@@REPORT@@", "@@SOURCES@@", "@@TITLE@@"
+from moepass.explaining.report_text import host_memory_text, source_text, stored_text
 
 
 def report_page(report: Report) -> str:
@@ -17,9 +16,15 @@ def report_page(report: Report) -> str:
     page = (resources.files("moepass.explaining") / "report.html").read_text(encoding="utf-8")
     # What ends a script element in HTML must not stand in it; JSON may write a less-than sign as an escape.
     json = msgspec.json.encode(report).decode().replace("<", "\\u003c")
-    title = f"{report.model.name} on {report.hardware.name}"
-    page = page.replace(_TITLE_MARK, _escaped(title)).replace(_SOURCES_MARK, _escaped(source_text(report)))
-    return page.replace(_REPORT_MARK, json)
+    texts = {
+        "@@TITLE@@": f"{report.model.name} on {report.hardware.name}",
+        "@@CHECKPOINT@@": stored_text(report) if report.stored is not None else "",
+        "@@HOST_MEMORY@@": host_memory_text(report) if report.memory is not None else "",
+        "@@SOURCES@@": source_text(report),
+    }
+    # In one pass: what a name holds is no mark.
+    made = {mark: _escaped(text) for mark, text in texts.items()} | {"@@REPORT@@": json}
+    return re.sub("|".join(made), lambda match: made[match[0]], page)
 
 
 def _escaped(text: str) -> str:

@@ -85,6 +85,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
             f"{_seconds(schedule.exposed_seconds)} ({share:.1%}) for experts; no order of "
             f"copies gives less than {_seconds(schedule.least_step_seconds)}; MFU {schedule.mfu:.1%}",
         )
+    if report.stored is not None:
+        yield "checkpoint", stored_text(report)
     tried = [
         f"{one.home} {_seconds(one.step_seconds) if one.step_seconds is not None else one.note}"
         for one in strategy.homes_tried
@@ -101,6 +103,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
             f"{_bytes(memory.budget_bytes)} per device = {_bytes(memory.resident_bytes)} resident{stay} + "
             f"{_bytes(memory.slot_bytes)} for slots{slots} + {_bytes(memory.activation_bytes)} activations",
         )
+        if memory.host_bytes:
+            yield "", host_memory_text(report)
     else:
         explanation = report.compiler.explanation
         yield (
@@ -118,6 +122,45 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
             yield "", f"by memory: {_threshold_by_memory(report.memory_curve)}"
         if strategy.crossover_tokens is not None:
             yield "", f"asyncep overtakes AllToAll (dp_ep) at {strategy.crossover_tokens} tokens"
+
+
+def stored_text(report: Report) -> str:
+    """A quantised checkpoint, what moepass runs of it, and the forecast in its own format."""
+    stored, model = report.stored, report.model
+    assert stored is not None
+    text = f"{stored.format}: {_bytes(stored.expert_bytes)} of experts, {_bytes(stored.other_bytes)} else"
+    if stored.runs_as == stored.format:
+        return text + ", which all numbers here are of"
+    text += (
+        f"; moepass runs it dequantised to {stored.runs_as}: {_bytes(model.expert_bytes)} and "
+        f"{_bytes(model.other_bytes)}, as all strategies here"
+    )
+    asyncep = (
+        f"asyncep would take {_seconds(stored.asyncep_step_seconds)} (home {stored.home}, "
+        f"{_bytes(stored.asyncep_memory_bytes)} per device)"
+        if stored.asyncep_step_seconds is not None
+        else f"asyncep would not fit ({_bytes(stored.asyncep_memory_bytes)} per device)"
+    )
+    other = (
+        f"{stored.fastest_other}, the fastest other, {_seconds(stored.fastest_other_step_seconds)}"
+        if stored.fastest_other is not None
+        else "no other strategy would fit"
+    )
+    slot = f"{_bytes(stored.bank_link_bytes)} travel"
+    if stored.bank_slot_bytes != stored.bank_link_bytes:
+        slot += f" and become {_bytes(stored.bank_slot_bytes)} in a slot"
+    return f"{text}. In {stored.format}, a forecast alone: {asyncep}, {other}; of a bank {slot}"
+
+
+def host_memory_text(report: Report) -> str:
+    """Host memory of the machine, beside what it has."""
+    memory = report.memory
+    assert memory is not None
+    if memory.host_fits is None:
+        return f"host memory of the machine: {_bytes(memory.host_bytes)} (the profile does not say how much it has)"
+    assert memory.host_limit_bytes is not None
+    verb = "fits" if memory.host_fits else "does not fit"
+    return f"host memory of the machine {verb}: {_bytes(memory.host_bytes)} of {_bytes(memory.host_limit_bytes)}"
 
 
 def _threshold_by_memory(curve: Sequence[MemoryCurveRow]) -> str:

@@ -173,7 +173,7 @@ def _drop_outdated_tables(base: dict[str, Any], over: dict[str, Any]) -> None:
 
 # What stands in a profile where the extended one may have nothing: a number alone is a figure there too.
 _FIGURES = {
-    "": ("memory_bytes", "memory_bytes_per_s", "collective_latency_seconds", "processors"),
+    "": ("memory_bytes", "memory_bytes_per_s", "host_memory_bytes", "collective_latency_seconds", "processors"),
     **dict.fromkeys((*LINKS, "local"), ("bytes_per_s", "latency_seconds", "emulated_bytes_per_s")),
 }
 

@@ -31,6 +31,7 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.models.homes import home_named
 from moepass.passes.graph.nodes import fake_value, graphs_within, is_call, is_view, module_path, positions, view_source
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, place_of, source_line
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 
@@ -392,8 +393,9 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
     for _, node in sorted(reads.items()):
         read = bank_arguments(node)
         is_in_files = home_named(read.home).is_in_files
-        if len(read.expert_bounds) > 2 or is_in_files:
+        if len(read.expert_bounds) > 2 or is_in_files or read.decoder:
             place = "rests in files" if is_in_files else f"lies in shards on {len(read.expert_bounds) - 1} ranks"
+            place = f"rests encoded for decoder {read.decoder!r}" if read.decoder else place
             raise PlanError(
                 f"bank {read.bank_name} {place} and is read inside a "
                 "branch or loop of the graph, where nothing can complete it: keep these experts out of torch.cond and "
@@ -440,13 +442,27 @@ class BankTensorArguments:
     device: torch.device
     home: str = "host"
     expert_bounds: tuple[int, ...] = ()
-    bank_bytes: int = 0
+    format_bytes: tuple[int, ...] = ()
+    decoder: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the shard holds the complete bank as it is in a slot."""
+        return not self.expert_bounds and not self.decoder
+
+    @property
+    def format(self) -> BankFormat:
+        # A shard that is the complete bank has its size.
+        if not self.format_bytes:
+            return BankFormat.plain(int(fake_value(self.shard).numel()))
+        home_bytes, link_bytes, slot_bytes = self.format_bytes
+        return BankFormat(home_bytes, link_bytes, slot_bytes, self.decoder)
 
 
 def bank_arguments(node: Node) -> BankTensorArguments:
     names = [field.name for field in dataclasses.fields(BankTensorArguments)]
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    for name in ("shape", "expert_bounds"):
+    for name in ("shape", "expert_bounds", "format_bytes"):
         arguments[name] = tuple(arguments.get(name, ()))  # type: ignore[arg-type]
     return BankTensorArguments(**arguments)  # type: ignore[arg-type]
 
@@ -467,8 +483,7 @@ def _bank_specs(graphs: list[Graph]) -> list[BankSpec]:
             bank,
             reads[bank].bank_name,
             reads[bank].home,
-            # A shard that is the complete bank has its size.
-            reads[bank].bank_bytes or int(fake_value(reads[bank].shard).numel()),
+            reads[bank].format,
             tuple(spec for _, spec in sorted(tensors[bank].items())),
             reads[bank].expert_bounds,
         )

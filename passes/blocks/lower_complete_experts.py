@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, module_path, readers
 from moepass.passes.graph.source_lines import source_line
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, Plan, Refusal, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import pack_layout
@@ -47,6 +48,19 @@ def _fake_complete_experts(
 torch.library.register_fake("moepass::complete_experts", _fake_complete_experts, lib=_library)
 
 COMPLETE_EXPERTS = torch.ops.moepass.complete_experts.default
+
+
+def complete_bank(name: str, parts: Sequence[torch.Tensor], expert_bounds: Sequence[int], group_name: str) -> BankSpec:
+    """The bank that `parts`, each [own experts, ...], are this rank's part of, whether in a graph or not.
+
+    Its tensors are called by their places: ranks must agree on the names.
+    """
+    layout = pack_layout(
+        (f"tensor_{place}", (expert_bounds[-1], *(int(size) for size in part.shape[1:])), part.dtype)
+        for place, part in enumerate(parts)
+    )
+    plain = BankFormat.plain(layout.nbytes)
+    return BankSpec(0, name, "peer", plain, layout.tensors, tuple(expert_bounds), group_name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +90,8 @@ class Completion:
         return module_path(self.node) or self.node.name
 
     def bank(self, index: int) -> BankSpec:
-        """Its tensors are called by their places: ranks must agree on the names."""
-        layout = pack_layout(
-            (f"tensor_{place}", tuple(int(size) for size in value.shape), value.dtype)
-            for place, value in enumerate(fake_value(self.node))
-        )
-        return BankSpec(index, self.where, "peer", layout.nbytes, layout.tensors, self.bounds, self.group_name)
+        parts = [fake_value(part) for part in self.parts]
+        return dataclasses.replace(complete_bank(self.where, parts, self.bounds, self.group_name), index=index)
 
     def write_gather(self, bank: int) -> None:
         """Make the node a gather of `bank`; what reads its tensors goes on doing so."""

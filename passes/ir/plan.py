@@ -4,11 +4,12 @@ A bank passes through three forms of graph:
 
     captured    moepass::bank_tensor   one tensor of a bank, where the model reads it (synchronous)
     canonical   gather                 the complete bank of a block, once per block (synchronous)
-    scheduled   prefetch, acquire, release   what the executor runs; each carries the event that it waits for
+    scheduled   prefetch, decode, acquire, release   what the executor runs; each carries the event that it waits for
 
 `bank_tensor` is a real operator, because Dynamo and AOT trace through it. Its `shard` is the complete bank, or, where
-`expert_bounds` says so, this rank's part of a bank of `bank_bytes`, which only the executor can complete. Of a bank
-with home `disk` nothing is in memory, and `shard` only says which bank it is. The other operations only ever stand in
+`expert_bounds` says so, this rank's part of it, which only the executor can complete; `format_bytes` and `decoder` are
+the `BankFormat` of the bank where that is not told by the shard. Of a bank with home `disk` nothing is in memory, and
+`shard` only says which bank it is. The other operations only ever stand in
 graphs that nothing traces again, so they are plain functions; the executor replaces them by methods of its ring.
 """
 
@@ -26,15 +27,17 @@ import torch
 from moepass.models.errors import MoepassError
 from moepass.models.formulas.text import evaluate_text
 from moepass.models.homes import home_named
+from moepass.passes.ir.bank_format import BankFormat
 
-PLAN_SCHEMA = "moepass.plan/1"
+PLAN_SCHEMA = "moepass.plan/2"
 # As many of a digest as fit a signed integer of 64 bits.
 _DIGEST_BYTES = 7
 
 _library = torch.library.Library("moepass", "DEF")
 _library.define(
     "bank_tensor(Tensor shard, int store, int bank, str bank_name, int index, str tensor_name, int offset_bytes, "
-    "int[] shape, ScalarType dtype, Device device, str home='host', int[] expert_bounds=[], int bank_bytes=0) -> Tensor"
+    "int[] shape, ScalarType dtype, Device device, str home='host', int[] expert_bounds=[], int[] format_bytes=[], "
+    "str decoder='') -> Tensor"
 )
 
 
@@ -51,7 +54,8 @@ def _read_bank_tensor(
     device: torch.device,
     home: str = "host",
     expert_bounds: Sequence[int] = (),
-    bank_bytes: int = 0,
+    format_bytes: Sequence[int] = (),
+    decoder: str = "",
 ) -> torch.Tensor:
     if home_named(home).is_in_files:
         raise MoepassError(
@@ -62,6 +66,11 @@ def _read_bank_tensor(
         raise MoepassError(
             f"bank {bank_name} lies in shards on {len(expert_bounds) - 1} ranks, and this graph sees one of them: "
             "compile with backend='asyncep', or call the model uncompiled"
+        )
+    if decoder:
+        raise MoepassError(
+            f"bank {bank_name} rests encoded, and decoder {decoder!r} is not in this graph: compile with "
+            "backend='asyncep', or call the model uncompiled"
         )
     nbytes = math.prod(shape) * dtype.itemsize
     return shard.narrow(0, offset_bytes, nbytes).to(device, copy=True).view(dtype).view(list(shape))
@@ -80,7 +89,8 @@ def _fake_bank_tensor(
     device: torch.device,
     home: str = "host",
     expert_bounds: Sequence[int] = (),
-    bank_bytes: int = 0,
+    format_bytes: Sequence[int] = (),
+    decoder: str = "",
 ) -> torch.Tensor:
     return shard.new_empty(list(shape), dtype=dtype, device=device)
 
@@ -101,15 +111,28 @@ def gather(shards: Sequence[torch.Tensor], *, bank: int) -> tuple[torch.Tensor, 
 
 
 def prefetch(shards: Sequence[torch.Tensor], *, bank: int, slot: int, after: Any) -> Any:
-    """Start to fill `slot` with `bank` once the event `after` (a release, or None for a fresh slot) has happened.
+    """Start to copy `bank` once the event `after` (a release, or None for a fresh slot) has happened: into `slot`, or,
+    where its format has a decoder, into the staging buffer.
 
-    Gives the event "the slot is full".
+    Gives the event "the copy is done".
     """
     _not_executable("prefetch")
 
 
+def decode(copied: Any, *, bank: int, slot: int) -> Any:
+    """Fill `slot` with what the matching prefetch brought into the staging buffer, on the side of the copies.
+
+    Stands right behind that prefetch: the staging buffer belongs to one bank at a time. Gives the event "the slot is
+    full".
+    """
+    _not_executable("decode")
+
+
 def acquire(filled: Any, *, bank: int, slot: int) -> tuple[torch.Tensor, ...]:
-    """Wait for the event `filled` of the matching prefetch; gives the bank's tensors, views of the slot."""
+    """Wait for the event `filled` of the matching decode, or prefetch where the format has no decoder.
+
+    Gives the bank's tensors, views of the slot.
+    """
     _not_executable("acquire")
 
 
@@ -118,7 +141,7 @@ def release(tensors: Any, *, bank: int, slot: int) -> Any:
     _not_executable("release")
 
 
-SLOT_OPS = (prefetch, acquire, release)
+SLOT_OPS = (prefetch, decode, acquire, release)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -152,7 +175,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class BankSpec:
-    """All expert weights of one MoE layer, packed: `nbytes` in one buffer, `tensors` are views of it.
+    """All expert weights of one MoE layer, packed into one buffer; `tensors` are views of it, as it is in a slot.
 
     Rank r's shard holds the experts [expert_bounds[r], expert_bounds[r + 1]) of every tensor; without bounds there is
     one shard, the complete bank. Where this rank's shard consists of parameters of the graph itself, `group` is the
@@ -162,7 +185,7 @@ class BankSpec:
     index: int
     name: str
     home: str
-    nbytes: int
+    format: BankFormat
     tensors: tuple[TensorSpec, ...]
     expert_bounds: tuple[int, ...] = ()
     group: str = ""
@@ -270,7 +293,7 @@ class SlotStay:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One line of the schedule, in host order: `op` is prefetch, acquire, release or segment, which has a cost."""
+    """One line of the schedule, in host order: `op` is the name of a slot operation, or segment, which has a cost."""
 
     op: str
     name: str
@@ -373,11 +396,17 @@ class Plan:
         raise KeyError(f"bank {index} is not in this plan, which has {[spec.index for spec in self.banks]}")
 
     @property
+    def staging_bytes(self) -> int:
+        """Bytes of the ring's staging buffer: the largest encoded bank on its way; 0 where none is encoded."""
+        formats = [self.bank(stay.bank).format for stay in self.slot_stays]
+        return max((found.link_bytes for found in formats if found.is_encoded), default=0)
+
+    @property
     def device_bank_bytes(self) -> int:
         """Bytes that streamed banks occupy on the compute device: the ring, whatever the depth."""
-        return self.slots * self.slot_bytes
+        return self.slots * self.slot_bytes + self.staging_bytes
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that one run of the graph moves into slots."""
-        return sum(self.bank(stay.bank).nbytes for stay in self.slot_stays)
+        """Bytes that one run of the graph copies from the homes of its banks."""
+        return sum(self.bank(stay.bank).format.link_bytes for stay in self.slot_stays)

@@ -49,7 +49,7 @@ BANDWIDTH_EFFICIENCY = 0.82
 
 
 # Figures that are bytes, or something per second.
-_RATES = ("flops.", "memory_bytes", "peer.", "host.", "disk.", "local.")
+_RATES = ("flops.", "memory_bytes", "host_memory_bytes", "peer.", "host.", "disk.", "local.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +150,7 @@ class Hardware:
 
     flops                 peak FLOP/s by dtype: bf16, fp8, fp16, fp32
     memory_bytes          of the device; memory_bytes_per_s counts bytes read and bytes written
+    host_memory_bytes     of the machine that holds all ranks, not per device; None: not known
     peer, host, disk      links into the device from another device, from host memory, from files; None: there is none
     local                 copies inside the device's memory; None: at the rate of its memory
     collective_latency_seconds   that a step of a collective takes before its first byte, where it has no table
@@ -169,6 +170,7 @@ class Hardware:
     overlap: Overlap
     collective_latency_seconds: Figure
     processors: Figure | None = None
+    host_memory_bytes: Figure | None = None
     peer: TransferLink | None = None
     host: TransferLink | None = None
     disk: TransferLink | None = None
@@ -200,8 +202,10 @@ class Hardware:
         named |= {
             f"efficiency.{name}": getattr(self.efficiency, name) for name in ("dense_gemm", "irregular", "bandwidth")
         }
-        if self.processors is not None:
-            named["processors"] = self.processors
+        for name in ("processors", "host_memory_bytes"):
+            stated: Figure | None = getattr(self, name)
+            if stated is not None:
+                named[name] = stated
         for name in (*LINKS, "local"):
             link: TransferLink | None = getattr(self, name)
             if link is not None:

@@ -8,6 +8,7 @@ the least steep place of the table, and not faster than in proportion.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -15,8 +16,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_SECONDS, check_limit
+
+Array = npt.NDArray[np.float64]
 
 # Where a number comes from:
 #   measured     read off this machine, such as the size of its memory
@@ -77,14 +83,17 @@ class SecondsTable:
         names = [axis.name for axis in self.axes]
         if sorted(sizes) != sorted(names):
             raise TypeError(f"sizes are given for {sorted(sizes)}; the table goes by {names}")
-        inside: list[float] = []
+        values = self._log_seconds
         beyond = 0.0
         for axis, slope, logs in zip(self.axes, self._slopes_below, self._log_points, strict=True):
             position = math.log(sizes[axis.name])
-            clamped = min(max(position, logs[0]), logs[-1])
-            beyond += (position - clamped) * (slope if position < clamped else 1.0)
-            inside.append(clamped)
-        return math.exp(self._interpolate(inside) + beyond)
+            inside = min(max(position, logs[0]), logs[-1])
+            beyond += (position - inside) * (slope if position < inside else 1.0)
+            upper = bisect.bisect_right(logs, inside, hi=len(logs) - 1)
+            lower = max(0, upper - 1)
+            part = (inside - logs[lower]) / (logs[upper] - logs[lower]) if lower < upper else 0.0
+            values = values[lower] * (1.0 - part) + values[upper] * part
+        return math.exp(float(values) + beyond)
 
     def points(self) -> Iterator[tuple[dict[str, float], float]]:
         """The size for each axis, and the seconds, of every point."""
@@ -92,46 +101,25 @@ class SecondsTable:
         for point, seconds in zip(sizes, self.seconds, strict=True):
             yield {axis.name: size for axis, size in zip(self.axes, point, strict=True)}, seconds
 
-    def _interpolate(self, position: Sequence[float]) -> float:
-        weights = [(0, 1.0)]
-        for logs, at in zip(self._log_points, position, strict=True):
-            index = _interval(logs, at)
-            if len(logs) == 1:
-                corners = [(0, 1.0)]
-            else:
-                part = (at - logs[index]) / (logs[index + 1] - logs[index])
-                corners = [(index, 1.0 - part), (index + 1, part)]
-            weights = [
-                (flat * len(logs) + corner, weight * share)
-                for flat, weight in weights
-                for corner, share in corners
-                if share
-            ]
-        return sum(self._log_seconds[flat] * weight for flat, weight in weights)
-
     @functools.cached_property
     def _log_points(self) -> list[list[float]]:
         return [[math.log(point) for point in axis.points] for axis in self.axes]
 
     @functools.cached_property
-    def _log_seconds(self) -> list[float]:
-        return [math.log(value) for value in self.seconds]
+    def _log_seconds(self) -> Array:
+        return np.log(self.seconds).reshape([len(axis.points) for axis in self.axes])
 
     @functools.cached_property
     def _slopes_below(self) -> list[float]:
         """For each axis, by which power of a size below its first point seconds fall."""
-        lengths = [len(axis.points) for axis in self.axes]
-        slopes = []
-        for number, logs in enumerate(self._log_points):
-            if len(logs) == 1:
-                slopes.append(1.0)
-                continue
-            steepness = min(
-                (self._log_seconds[line[1]] - self._log_seconds[line[0]]) / (logs[1] - logs[0])
-                for line in _lines(lengths, number)
+        return [
+            float(
+                np.clip(np.diff(self._log_seconds.take([0, 1], axis), axis=axis).min() / (logs[1] - logs[0]), 0.0, 1.0)
             )
-            slopes.append(min(max(steepness, 0.0), 1.0))
-        return slopes
+            if len(logs) > 1
+            else 1.0
+            for axis, logs in enumerate(self._log_points)
+        ]
 
 
 def without_dips(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
@@ -140,21 +128,17 @@ def without_dips(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[floa
     `lengths` are the numbers of points of its axes. Neighbours in the wrong order are noise and become their mean (of
     logarithms), axis by axis, until none is left.
     """
-    logs = [math.log(value) for value in seconds]
+    logs: Array = np.log(seconds).reshape(lengths)
     for _ in range(_SWEEPS):
-        before = list(logs)
+        before = logs
         for axis in range(len(lengths)):
-            for line in _lines(lengths, axis):
-                for flat, value in zip(line, _isotonic([logs[flat] for flat in line]), strict=True):
-                    logs[flat] = value
-        if logs == before:
+            logs = np.apply_along_axis(_isotonic, axis, logs)
+        if np.array_equal(logs, before):
             break
     # What rounding, or the end of the sweeps, has left.
     for axis in range(len(lengths)):
-        for line in _lines(lengths, axis):
-            for flat, value in zip(line, itertools.accumulate((logs[flat] for flat in line), max), strict=True):
-                logs[flat] = value
-    return tuple(math.exp(value) for value in logs)
+        logs = np.maximum.accumulate(logs, axis)
+    return tuple(np.exp(logs).ravel().tolist())
 
 
 # Enough for noise: each sweep leaves a table less wrong than before.
@@ -179,30 +163,16 @@ def table_of(
     )
 
 
-def _isotonic(values: Sequence[float]) -> list[float]:
+def _isotonic(values: Array) -> list[float]:
     """The nearest sequence (least squares) that does not fall: pools of neighbours that are in the wrong order."""
     pools: list[tuple[float, int]] = []
-    for value in values:
+    for value in values.tolist():
         mean, size = value, 1
         while pools and pools[-1][0] > mean:
             other, count = pools.pop()
             mean, size = (mean * size + other * count) / (size + count), size + count
         pools.append((mean, size))
     return [mean for mean, size in pools for _ in range(size)]
-
-
-def _lines(lengths: Sequence[int], axis: int) -> Iterator[list[int]]:
-    """Places in a flat table along `axis`, one list for each combination of the other axes' points."""
-    stride = math.prod(lengths[axis + 1 :])
-    for block in range(math.prod(lengths[:axis])):
-        for offset in range(stride):
-            start = block * stride * lengths[axis] + offset
-            yield [start + step * stride for step in range(lengths[axis])]
-
-
-def _interval(logs: Sequence[float], at: float) -> int:
-    """The index of the last point that is not above `at`, and has one behind it."""
-    return max(0, sum(point <= at for point in logs[:-1]) - 1)
 
 
 def _is_positive(value: float) -> bool:

@@ -35,6 +35,7 @@ from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, m
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan, dtype_name, gather
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import pack_layout
@@ -196,7 +197,9 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
         role = f"weight_{weights.index(node)}" if node in weights else f"bias_{number - len(set(weights))}"
         tensors.append((role, (block.experts, *(int(size) for size in value.shape[1:])), value.dtype))
     layout = pack_layout(tensors)
-    return BankSpec(index, block.name, "peer", layout.nbytes, layout.tensors, block.bounds, block.group_name)
+    return BankSpec(
+        index, block.name, "peer", BankFormat.plain(layout.nbytes), layout.tensors, block.bounds, block.group_name
+    )
 
 
 def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> tuple[Node, dict[Node, Node]]:

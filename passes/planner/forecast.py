@@ -14,7 +14,6 @@ import dataclasses
 
 from moepass.models.formulas.communication import background_bytes
 from moepass.models.formulas.layers import flops_per_token, model_flops
-from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
 from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import Layer
@@ -23,6 +22,7 @@ from moepass.passes.machine.hardware import without_emulation
 from moepass.passes.machine.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds, texts_of
 from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS
+from moepass.passes.planner.host_memory import HostMemory, host_memory
 from moepass.passes.planner.phases import LayerPhase, streamed_stages
 from moepass.passes.planner.schedule_search import FoundSchedule, search_schedule
 from moepass.passes.planner.simulate import Machine, Simulation, simulate_stages
@@ -61,7 +61,8 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """`schedule` and `simulation` are those of asyncep, and None where not even one slot fits; `memory` with them.
+    """`schedule` and `simulation` are those of asyncep, and None where not even one slot fits; `memory` with them,
+    and `host`, the host memory of the machine.
 
     `saturation` is that of the typical layer with experts at the rate that it reaches there, `at_peak` that at the
     peak rate.
@@ -76,6 +77,7 @@ class Forecast:
     schedule: FoundSchedule | None
     simulation: Simulation | None
     memory: DeviceMemory
+    host: HostMemory
     saturation: Saturation
     at_peak: Saturation
     comparison: tuple[StrategyCost, ...]
@@ -106,16 +108,17 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     """
     architecture, hardware = setting.architecture, setting.hardware
     layer = architecture.typical_moe_layer
-    nbytes, transfer = _bank(setting, layer, home)
+    _, transfer = _bank(setting, layer, home)
     stages = model_stages(setting, home)
     schedule, simulation, memory = _asyncep(setting, home, stages, most_slots)
+    host = host_memory(setting, home, memory.peak_bytes)
     streamed = StrategyCost(
         ASYNCEP,
         simulation.step_seconds if simulation else float("inf"),
         0.0,
         memory.peak_bytes,
-        simulation is not None and memory.peak_bytes <= setting.budget_bytes,
-        float(background_bytes(home, nbytes, setting.ranks)),
+        simulation is not None and memory.peak_bytes <= setting.budget_bytes and host.fits is not False,
+        float(background_bytes(home, _link_bytes(setting, layer), setting.ranks)),
     )
     comparison = (*compare_strategies(setting), streamed, resident_cost(setting))
     chosen, runner_up = ranking(comparison, setting.ranks)
@@ -129,6 +132,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         schedule=schedule,
         simulation=simulation,
         memory=memory,
+        host=host,
         saturation=threshold(setting, layer, transfer, gamma),
         at_peak=_saturation(setting, layer, transfer, peak, gamma),
         comparison=comparison,
@@ -229,19 +233,24 @@ def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:
 
 
 def _bank(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
-    """Bytes of a layer's bank, and the seconds that it takes into a slot."""
+    """Bytes of a layer's bank in a slot, and the seconds that it takes to get there."""
     if layer.experts is None:
         return 0, 0.0
-    nbytes = bank_bytes(layer.experts, setting.architecture.hidden, setting.dtype)
-    return nbytes, gather_seconds(setting.hardware, nbytes, home)
+    sizes = setting.bank(layer.experts)
+    return sizes.slot_bytes, gather_seconds(setting.hardware, sizes.link_bytes, home)
+
+
+def _link_bytes(setting: Setting, layer: Layer) -> int:
+    """Bytes of a layer's bank on its way into a slot."""
+    return setting.bank(layer.experts).link_bytes if layer.experts is not None else 0
 
 
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
     """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
-    dense, activations = resident_bytes(setting.architecture, setting.dtype), activations_bytes(setting)
+    dense, activations = setting.dense_bytes, activations_bytes(setting)
     record = home_named(home)
     shards = banks_bytes(setting) / setting.ranks if record.is_spread and record.rests_in == "device" else 0.0
-    largest = max(_bank(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
+    largest = max(_link_bytes(setting, layer) for layer in setting.architecture.layer_counts)
     stages = record.staging_buffers * largest / setting.ranks
     return DeviceMemory(dense + shards, stages, activations)
 
@@ -308,7 +317,8 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
     overlap = setting.hardware.overlap
     slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
     on_host = setting.hardware.device_kind == "cpu"
-    nbytes, transfer = _bank(setting, setting.architecture.typical_moe_layer, home)
+    layer = setting.architecture.typical_moe_layer
+    nbytes, (_, transfer) = _link_bytes(setting, layer), _bank(setting, layer, home)
     true = without_emulation(setting.hardware)
     copies = link_seconds(true, nbytes, home)
     # A processor that computes makes one copy after the other; devices have an engine for each link.

@@ -34,7 +34,8 @@ class LayerPhase:
 class TimedStep:
     """One step of a schedule, in host order: `op` as in `Step`.
 
-    `seconds` is the compute time of a segment, or the transfer time of a prefetch. `nbytes` are those of the bank.
+    `seconds` is the compute time of a segment, or the transfer time of a prefetch. `nbytes` are those of the bank in a
+    slot.
     """
 
     op: str
@@ -61,11 +62,13 @@ def plan_steps(
         if step.op == "segment":
             steps.append(TimedStep("segment", step.name, next(remaining)))
             continue
+        if step.op == "decode":
+            continue  # a part of the transfer, which is not timed by itself
         assert step.bank is not None
         assert step.slot is not None
         bank = plan.bank(step.bank)
         seconds = transfer_seconds[step.bank] if step.op == "prefetch" else 0.0
-        steps.append(TimedStep(step.op, bank.name, seconds, step.slot, bank.nbytes))
+        steps.append(TimedStep(step.op, bank.name, seconds, step.slot, bank.format.slot_bytes))
     return tuple(steps)
 
 

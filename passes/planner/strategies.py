@@ -17,16 +17,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from moepass.models.formulas.communication import STRATEGIES, communication_bytes
-from moepass.models.formulas.memory import (
-    activation_bytes,
-    bank_bytes,
-    element_bytes,
-    kv_bytes,
-    model_kv_bytes,
-    resident_bytes,
-)
+from moepass.models.formulas.memory import activation_bytes, element_bytes, kv_bytes, model_kv_bytes
+from moepass.models.formulas.stored_weights import BankSizes, bank_sizes, dense_bytes
 from moepass.models.homes import HOMES
-from moepass.models.sizes.architecture import Architecture, Layer
+from moepass.models.sizes.architecture import Architecture, Experts, Layer
+from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import LayerSeconds, Split, Texts, activation_dtype, head_seconds, layer_seconds
 from moepass.passes.machine.times import collective_seconds, token_exchange_seconds
@@ -59,6 +54,8 @@ class StrategyCost:
 class Setting:
     """What is compared: one model on one machine. `budget_bytes` of memory may be used on each device.
 
+    `dtype` is what products are computed in. With `stored` weights rest and travel as a checkpoint stores them, and
+    every strategy computes from that; None: they rest in `dtype`.
     `engine_tokens` are those of a micro-batch of every strategy but asyncep; None: only pipelines have micro-batches.
     """
 
@@ -68,10 +65,19 @@ class Setting:
     dtype: str
     budget_bytes: float
     engine_tokens: int | None = None
+    stored: WeightFormat | None = None
 
     @property
     def ranks(self) -> int:
         return self.hardware.ranks
+
+    @property
+    def dense_bytes(self) -> int:
+        """Weights without the banks."""
+        return dense_bytes(self.architecture, self.dtype, self.stored)
+
+    def bank(self, experts: Experts) -> BankSizes:
+        return bank_sizes(experts, self.architecture.hidden, self.dtype, self.stored)
 
     def row_bytes(self, tokens: float) -> float:
         """Hidden states of that many tokens."""
@@ -99,7 +105,7 @@ def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:
 def resident_cost(setting: Setting) -> StrategyCost:
     """All experts of all layers on every device: no exchange at all, where that much memory is there."""
     seconds = _over_layers(setting, lambda layer: _layer(setting, layer).total) + _head(setting)
-    weights = resident_bytes(setting.architecture, setting.dtype) + banks_bytes(setting)
+    weights = setting.dense_bytes + banks_bytes(setting)
     memory = weights + activations_bytes(setting)
     return StrategyCost(RESIDENT, seconds, 0.0, memory, memory <= setting.budget_bytes)
 
@@ -258,11 +264,10 @@ def _micro_batched(setting: Setting, name: str) -> float:
 
 
 def banks_bytes(setting: Setting) -> int:
-    """Bytes of all experts of all layers."""
-    architecture = setting.architecture
+    """Bytes of all experts of all layers, where they rest."""
     return sum(
-        count * bank_bytes(layer.experts, architecture.hidden, setting.dtype)
-        for layer, count in architecture.layer_counts.items()
+        count * setting.bank(layer.experts).home_bytes
+        for layer, count in setting.architecture.layer_counts.items()
         if layer.experts is not None
     )
 
@@ -280,7 +285,7 @@ def activations_bytes(setting: Setting, tokens: float | None = None) -> float:
 def _memory(setting: Setting, name: str) -> float:
     """Weights, the activations of the tokens that a device has, and keys and values of chunks where there are any."""
     ranks, tokens = setting.ranks, setting.texts.tokens
-    dense, banks = resident_bytes(setting.architecture, setting.dtype), banks_bytes(setting)
+    dense, banks = setting.dense_bytes, banks_bytes(setting)
     parts = _parts(setting)
     kept = max(part.batch * (part.prefix + part.sequence) for part in parts)
     kept_bytes = float(model_kv_bytes(setting.architecture, 1, kept, activation_dtype(setting.dtype)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from moepass.models.formulas.memory import bank_bytes
 from moepass.passes.planner.forecast import Forecast, resting_memory, threshold
 
 _SLOTS = 2
@@ -30,7 +29,7 @@ def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
     architecture = setting.architecture
     layer, count = architecture.typical_moe_layer, len(architecture.moe_layers)
     assert layer.experts is not None
-    nbytes = bank_bytes(layer.experts, architecture.hidden, setting.dtype)
+    nbytes = setting.bank(layer.experts).slot_bytes
     resting, gamma = resting_memory(setting, planned.home).peak_bytes, planned.saturation.values["gamma"]
     points = []
     for resident in sorted({round(step * count / (_MOST_POINTS - 1)) for step in range(_MOST_POINTS)}):

@@ -69,7 +69,7 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
             _reason(len(stays), used, {plan.bank(stay.bank).home for stay in stays}), module.graph, plan, context
         ),
         slots=used,
-        slot_bytes=max(plan.bank(stay.bank).nbytes for stay in stays),
+        slot_bytes=max(plan.bank(stay.bank).format.slot_bytes for stay in stays),
         slot_stays=tuple(slot_stays),
     )
     return PassResult(module, decided, matches=tuple(stay.block for stay in slot_stays), refusals=refusals)

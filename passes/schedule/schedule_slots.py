@@ -1,4 +1,4 @@
-"""Split every gather into prefetch, acquire and release, in the order that the plan decided.
+"""Split every gather into prefetch, decode where there is one, acquire and release, in the order that the plan decided.
 
 Contract
     in    canonical graph and a plan with slot_stays, one per gather in the order in which they are first read
@@ -11,6 +11,7 @@ Pseudo-code
         that follow it
         release right after the last reader
         prefetch right after the release of the slot's previous content; at the start of the graph for a fresh slot
+        decode right after the prefetch, where the bank's format has a decoder
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.sink_token_gather import with_lookup
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
-from moepass.passes.ir.plan import Plan, acquire, prefetch, release
+from moepass.passes.ir.plan import Plan, acquire, decode, prefetch, release
 from moepass.passes.ir.protocol import PassContext, PassError, PassResult, graph_pass
 from moepass.passes.schedule.assign_slots import Lifetime, lifetimes
 
@@ -40,6 +41,8 @@ def schedule(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
         after = None if planned.after is None else releases[planned.after]
         position = start if after is None else after
         filled = _insert_prefetch(scheduled, stay, planned.slot, after, position)
+        if plan.bank(planned.bank).format.is_encoded:
+            filled = _insert_decode(scheduled, stay, planned.slot, filled)
         if after is None:
             # Fresh slots fill in the order in which their banks are needed.
             start = filled
@@ -61,6 +64,14 @@ def _insert_prefetch(module: GraphModule, stay: Lifetime, slot: int, after: Node
     assert position is not None, "a gather has at least its shard as an input"
     with graph.inserting_after(position):
         node = graph.call_function(prefetch, (stay.gather.args[0],), {"bank": stay.bank, "slot": slot, "after": after})
+    node.meta["moepass_block"] = stay.block
+    return node
+
+
+def _insert_decode(module: GraphModule, stay: Lifetime, slot: int, copied: Node) -> Node:
+    graph = module.graph
+    with graph.inserting_after(copied):
+        node = graph.call_function(decode, (copied,), {"bank": stay.bank, "slot": slot})
     node.meta["moepass_block"] = stay.block
     return node
 

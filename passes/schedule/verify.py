@@ -5,27 +5,30 @@ Contract
     out   the same graph, untouched; ScheduleError names the rule that it breaks and the node that breaks it
 
 What is proved. Three actors run at once: the host issues nodes in graph order, the compute stream runs what the host
-issued in that order, and the copy stream runs the copies in the order of their prefetches. Host order orders neither
-copies against computation nor the other way round; only events do. So the happens-before graph has an edge for
+issued in that order, and the copy stream runs copies and decodes in the order in which they were issued. Host order
+orders neither these against computation nor the other way round; only events do. So the happens-before graph has an
+edge for
 
     compute order     between successive nodes on the compute stream
-    copy order        between successive copies
+    copy order        between successive copies and decodes
     an event          from a release to the copy of the prefetch that names it in `after`,
-                      and from a copy to the acquire that takes it
+                      and from a copy, or the decode of an encoded bank, to the acquire that takes it
 
-and a rule holds only if a path proves it.
+and a rule holds only if a path proves it. The copy of an encoded bank goes into the staging buffer, of which there is
+one, and its decode into the slot.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import networkx
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import is_call, positions, readers
-from moepass.passes.ir.plan import Plan, acquire, gather, prefetch, release
+from moepass.passes.ir.plan import SLOT_OPS, Plan, acquire, decode, gather, prefetch, release
 from moepass.passes.ir.protocol import PassContext, PassError, PassResult, graph_pass
 
 
@@ -53,6 +56,7 @@ class ScheduleFacts:
     plan: Plan
     place: dict[Node, int]
     prefetches: tuple[Node, ...]
+    decodes: tuple[Node, ...]
     acquires: tuple[Node, ...]
     releases: tuple[Node, ...]
     order: networkx.DiGraph
@@ -60,8 +64,17 @@ class ScheduleFacts:
     def happens_before(self, earlier: object, later: object) -> bool:
         return earlier in self.order and later in self.order and networkx.has_path(self.order, earlier, later)
 
+    def decodes_of(self, copied: Node) -> list[Node]:
+        return [node for node in self.decodes if node.args[0] is copied]
+
     def acquires_of(self, filled: Node) -> list[Node]:
-        return [node for node in self.acquires if node.args[0] is filled]
+        """What takes the prefetch `filled`, or a decode of it."""
+        return [node for node in self.acquires if node.args[0] in (filled, *self.decodes_of(filled))]
+
+    def slot_writes(self, filled: Node) -> list[SideWork]:
+        """What writes into the slot of the prefetch `filled`."""
+        decodes = self.decodes_of(filled)
+        return [side_work(node) for node in decodes] if decodes else [side_work(filled)]
 
     def releases_of(self, tensors: Node) -> list[Node]:
         return [node for node in self.releases if node.args[0] is tensors]
@@ -103,39 +116,43 @@ def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
         plan=plan,
         place=positions(graph),
         prefetches=tuple(node for node in nodes if is_call(node, prefetch)),
+        decodes=tuple(node for node in nodes if is_call(node, decode)),
         acquires=tuple(node for node in nodes if is_call(node, acquire)),
         releases=tuple(node for node in nodes if is_call(node, release)),
         order=_happens_before(nodes),
     )
 
 
-def copy_of(filled: Node) -> tuple[str, Node]:
-    """The copy on the copy stream that the prefetch `filled` starts."""
-    return ("copy", filled)
+# What a prefetch or a decode starts on the copy stream.
+SideWork = tuple[str, Node]
+
+
+def side_work(node: Node) -> SideWork:
+    return ("on the copy stream", node)
 
 
 def _happens_before(nodes: list[Node]) -> networkx.DiGraph:
     order = networkx.DiGraph()
     last_compute: Node | None = None
-    last_copy: tuple[str, Node] | None = None
+    last_work: SideWork | None = None
     for node in nodes:
-        if is_call(node, prefetch):
-            copy = copy_of(node)
-            order.add_node(copy)
-            if last_copy is not None:
-                order.add_edge(last_copy, copy)
-            last_copy = copy
+        if is_call(node, prefetch, decode):
+            work = side_work(node)
+            order.add_node(work)
+            if last_work is not None:
+                order.add_edge(last_work, work)
+            last_work = work
             after = node.kwargs.get("after")
             if isinstance(after, Node) and after in order:
                 # The event is recorded where the release stands; to wait for one not yet recorded is no wait at all.
-                order.add_edge(after, copy)
+                order.add_edge(after, work)
             continue
         order.add_node(node)
         if last_compute is not None:
             order.add_edge(last_compute, node)
         last_compute = node
-        if is_call(node, acquire) and isinstance(node.args[0], Node) and copy_of(node.args[0]) in order:
-            order.add_edge(copy_of(node.args[0]), node)
+        if is_call(node, acquire) and isinstance(node.args[0], Node) and side_work(node.args[0]) in order:
+            order.add_edge(side_work(node.args[0]), node)
     return order
 
 
@@ -155,17 +172,40 @@ def _paired(facts: ScheduleFacts) -> Iterator[str]:
             if len(releases) != 1:
                 yield f"{tensors.name} has {len(releases)} releases"
     for tensors in facts.acquires:
-        if tensors.args[0] not in facts.prefetches:
+        if tensors.args[0] not in (*facts.prefetches, *facts.decodes):
             yield f"{tensors.name} takes no prefetch"
+    for decoded in facts.decodes:
+        if decoded.args[0] not in facts.prefetches:
+            yield f"{decoded.name} decodes no copy"
     for done in facts.releases:
         if done.args[0] not in facts.acquires:
             yield f"{done.name} releases no acquire"
 
 
+def _decoded(facts: ScheduleFacts) -> Iterator[str]:
+    formats = {spec.index: spec.format for spec in facts.plan.banks}
+    operations = [node for node in facts.graph.nodes if is_call(node, *SLOT_OPS)]
+    following = dict(itertools.pairwise(operations))
+    for filled in facts.prefetches:
+        bank, decodes = filled.kwargs["bank"], facts.decodes_of(filled)
+        found = formats.get(bank)  # type: ignore[arg-type]
+        expected = int(found is not None and found.is_encoded)
+        if len(decodes) != expected:
+            rests = f"rests encoded ({found.decoder})" if found is not None and expected else "needs none"
+            yield f"{filled.name} has {len(decodes)} decodes, and bank {bank} {rests}"
+        for decoded in decodes:
+            if following.get(filled) is not decoded:
+                # Whatever stands between may bring another bank into the staging buffer.
+                yield f"{decoded.name} does not stand right behind {filled.name}, whose copy it decodes"
+            for tensors in facts.acquires:
+                if tensors.args[0] is filled:
+                    yield f"{tensors.name} takes {filled.name}, which is not decoded yet, in place of {decoded.name}"
+
+
 def _same_bank_and_slot(facts: ScheduleFacts) -> Iterator[str]:
     for filled in facts.prefetches:
         for tensors in facts.acquires_of(filled):
-            for node in (tensors, *facts.releases_of(tensors)):
+            for node in (*facts.decodes_of(filled), tensors, *facts.releases_of(tensors)):
                 for what in ("bank", "slot"):
                     if node.kwargs.get(what) != filled.kwargs.get(what):
                         yield (
@@ -194,8 +234,9 @@ def _follows_plan(facts: ScheduleFacts) -> Iterator[str]:
 def _read_after_write(facts: ScheduleFacts) -> Iterator[str]:
     for filled in facts.prefetches:
         for tensors in facts.acquires_of(filled):
-            if not facts.happens_before(copy_of(filled), tensors):
-                yield f"{tensors.name} stands before {filled.name}, so that it waits for nothing"
+            for write in facts.slot_writes(filled):
+                if not facts.happens_before(write, tensors):
+                    yield f"{tensors.name} stands before {write[1].name}, so that it waits for nothing"
             for reader in facts.compute_readers(tensors):
                 # Another acquire may happen to come late enough; the reader has its tensors from this one.
                 if not facts.happens_before(tensors, reader):
@@ -217,7 +258,7 @@ def _write_after_read(facts: ScheduleFacts) -> Iterator[str]:
             yield f"{later.name} waits for {after.name}, which stands behind it, so that it waits for nothing"
         for tensors in facts.acquires_of(earlier):
             for reader in [tensors, *facts.compute_readers(tensors)]:
-                if not facts.happens_before(reader, copy_of(later)):
+                if not all(facts.happens_before(reader, write) for write in facts.slot_writes(later)):
                     yield f"{later.name} may overwrite slot {later.kwargs['slot']} while {reader.name} reads it"
 
 
@@ -251,7 +292,7 @@ def _fits_ring(facts: ScheduleFacts) -> Iterator[str]:
         slot, bank = filled.kwargs["slot"], filled.kwargs["bank"]
         if not isinstance(slot, int) or not 0 <= slot < facts.plan.slots:
             yield f"{filled.name} fills slot {slot}, the ring has slots 0 to {facts.plan.slots - 1}"
-        nbytes = next((spec.nbytes for spec in facts.plan.banks if spec.index == bank), None)
+        nbytes = next((spec.format.slot_bytes for spec in facts.plan.banks if spec.index == bank), None)
         if nbytes is None:
             yield f"{filled.name} fetches bank {bank}, which the plan does not know"
         elif nbytes > facts.plan.slot_bytes:
@@ -278,6 +319,7 @@ def _stays_inside(facts: ScheduleFacts) -> Iterator[str]:
 RULES: dict[str, Rule] = {
     "all_scheduled": Rule("no synchronous gather is left", _no_gather_left),
     "one_acquire_one_release": Rule("every prefetch has exactly one acquire and one release", _paired),
+    "decoded_behind_copy": Rule("an encoded bank is decoded once, right behind its copy, and no other is", _decoded),
     "same_bank_and_slot": Rule("a stay keeps its bank and its slot", _same_bank_and_slot),
     "follows_plan": Rule("the graph holds exactly the stays of the plan", _follows_plan),
     "fits_ring": Rule("a bank goes into a slot that exists and is large enough", _fits_ring),

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
 from moepass.passes.ir.plan import BANK_TENSOR, TensorSpec
-from moepass.runtime.banks.banks import BankStore, has_address
+from moepass.runtime.banks.banks import BankStore
 
 # The class of a module with banked parameters, by the names of these; an attribute of the module's own class, so that
 # it lives as long as that.
@@ -42,11 +42,10 @@ class BankedParameter(nn.Module):
             index, tensor.name, tensor.offset_bytes, list(tensor.shape), tensor.torch_dtype, store.device,
         )  # fmt: skip
         # Else they are the operator's defaults.
-        if spec.home != "host" or spec.expert_bounds:
-            self.layout += (spec.home, list(spec.expert_bounds), spec.nbytes)
+        if spec.home != "host" or spec.expert_bounds or spec.format.is_encoded:
+            sizes = [spec.format.home_bytes, spec.format.link_bytes, spec.format.slot_bytes]
+            self.layout += (spec.home, list(spec.expert_bounds), sizes, spec.format.decoder)
         self.slots = store.slots
-        # A shard without an address does not say which bank it is of, so the code of such a bank is its own.
-        self.guarded_bank = None if has_address(self.shard) else (store.number, bank, spec.name)
 
     @property
     def spec(self) -> TensorSpec:
@@ -65,7 +64,7 @@ class BankedParameter(nn.Module):
         if torch.compiler.is_compiling():
             # The comparison is for its guard: the plan depends on the slots.
             assert self.slots >= 1
-            store, bank, name = self.guarded_bank or self.moepass_bank()
+            store, bank, name = self.moepass_bank()
             read: torch.Tensor = BANK_TENSOR(self.shard, store, bank, name, *self.layout)
             return read
         if self.training and torch.is_grad_enabled():
@@ -93,6 +92,11 @@ class BankedParameter(nn.Module):
             raise InputError(
                 f"the experts of {bank.spec.name} lie in shards on {len(bank.spec.expert_bounds) - 1} ranks, and this "
                 "rank has only its part of them: take or load a state_dict before offload_experts, or use home='host'"
+            )
+        if bank.spec.format.is_encoded:
+            raise InputError(
+                f"the experts of {bank.spec.name} rest encoded ({bank.spec.format.decoder}): take or load a state_dict "
+                "before offload_experts"
             )
         with torch.inference_mode(False):
             return self.spec.view(bank.shard)

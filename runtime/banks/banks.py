@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,14 @@ import torch
 
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, shard_layout
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.banks.identity import BankKeeper, register_bank
+from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
-from moepass.runtime.transfer.ring import Ring, make_ring
+from moepass.runtime.transfer.ring import Ring
 
 logger = logging.getLogger("moepass")
 
@@ -42,7 +43,7 @@ class Bank:
     @property
     def home_bytes(self) -> int:
         """Bytes at rest."""
-        return self.spec.nbytes if home_named(self.spec.home).is_in_files else self.shard.numel()
+        return self.spec.format.home_bytes if home_named(self.spec.home).is_in_files else self.shard.numel()
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The bank's tensors in `memory`, which holds the complete bank."""
@@ -54,18 +55,32 @@ def describe_bank(
 ) -> BankSpec:
     """The bank that complete `tensors`, each [experts, ...], are packed into."""
     layout = pack_layout((key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items())
-    return BankSpec(index, name, home, layout.nbytes, layout.tensors, expert_bounds)
+    return BankSpec(index, name, home, BankFormat.plain(layout.nbytes), layout.tensors, expert_bounds)
 
 
-def pack_bank(index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool) -> Bank:
-    """Pack `tensors`, each [experts, ...], into one buffer in host memory; pinned where a CUDA device will read it."""
+def pack_bank(
+    index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool, decoder: str = ""
+) -> Bank:
+    """Pack `tensors`, each [experts, ...], into one buffer in host memory; pinned where a CUDA device will read it.
+
+    With `decoder` it rests in the format of that name. Raises InputError where there is none, or it cannot hold them.
+    """
     spec = describe_bank(index, name, tensors, home=home)
     bank_device = next(iter(tensors.values())).device
     home_device = bank_device if bank_device.type == "meta" else torch.device("cpu")
     with torch.inference_mode(False):  # inference tensors have no version counter, which tells of changes in place
-        shard = torch.empty(spec.nbytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
-    write_parts(spec, 0, list(tensors.values()), shard)
+        shard = torch.empty(spec.format.slot_bytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
+        write_parts(spec, 0, list(tensors.values()), shard)
+        if decoder:
+            shard, spec = _encoded(spec, shard, decoder, pin)
     return Bank(spec, shard)
+
+
+def _encoded(spec: BankSpec, plain: torch.Tensor, decoder: str, pin: bool) -> tuple[torch.Tensor, BankSpec]:
+    codec = codec_of(decoder)
+    shard = codec.encode(plain)
+    found = BankFormat(shard.numel(), codec.link_bytes(shard.numel()), plain.numel(), decoder)
+    return (shard.pin_memory() if pin else shard), dataclasses.replace(spec, format=found)
 
 
 def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
@@ -76,11 +91,9 @@ def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard:
 
 _store_numbers = itertools.count()
 _stores: weakref.WeakValueDictionary[int, BankStore] = weakref.WeakValueDictionary()
-# The number of the store and the index of the bank whose shard lies at an address, for banks of stores that are alive.
-_banks_at: dict[int, tuple[int, int]] = {}
 
 
-class BankStore:
+class BankStore(BankKeeper):
     """The banks of one offloaded model, and the ring that they stream through.
 
     The ring is made by the first compiled graph that needs it and shared by all graphs of the model, so that its memory
@@ -90,20 +103,15 @@ class BankStore:
     """
 
     def __init__(self, device: torch.device, slots: int, link: Link, home: Home) -> None:
+        super().__init__(device)
         self.number = next(_store_numbers)
-        self.device = device
         self.slots = slots
         self.link = link
         self.home = home
         self.banks: list[Bank] = []
-        self._ring: Ring | None = None
-        self._lock = threading.RLock()
         self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
         self._has_warned = False
-        self._addresses: list[int] = []
         _stores[self.number] = self
-        weakref.finalize(self, _forget_banks, self.number, self._addresses)
-        renew_after_fork(self)
 
     def __reduce__(self) -> NoReturn:
         # Reached by copy.deepcopy, copy.copy and pickle.
@@ -112,15 +120,13 @@ class BankStore:
             "copy or save the model before offload_experts"
         )
 
-    def after_fork(self) -> None:
-        self._lock = threading.RLock()
-
     def add(self, bank: Bank) -> None:
         """Take `bank`, whose index is the number of banks so far; compiled graphs then know it by its shard."""
         self.banks.append(bank)
-        if has_address(bank.shard):
-            self._addresses.append(bank.shard.data_ptr())
-            _banks_at[bank.shard.data_ptr()] = (self.number, len(self.banks) - 1)
+        register_bank(self, bank.spec, [bank.shard])
+
+    def specs(self) -> Sequence[BankSpec]:
+        return [bank.spec for bank in self.banks]
 
     @property
     def home_bytes(self) -> int:
@@ -128,14 +134,9 @@ class BankStore:
         return sum(bank.home_bytes for bank in self.banks)
 
     @property
-    def ring_slots(self) -> int:
-        """Slots of the ring: as many as were asked for, but no more than there are banks."""
-        return min(self.slots, len(self.banks))
-
-    @property
     def ring_bytes(self) -> int:
-        """Bytes that the ring takes on the compute device: its slots times the largest bank."""
-        return self.ring_slots * self.slot_bytes
+        """Bytes that the ring takes on the compute device: its slots times the largest bank, and a staging buffer."""
+        return self.ring_slots * self.slot_bytes + self.staging_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -143,22 +144,10 @@ class BankStore:
         held = sum(value.nbytes for value in self._eager[1]) if self._eager is not None else 0
         return held + (0 if self._ring is None else self._ring.device_bytes)
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot: those of the largest bank."""
-        return max((bank.spec.nbytes for bank in self.banks), default=0)
-
     def ring(self, debug: bool = False) -> Ring:
         """The ring of the model, for a compiled graph. What eager mode held until now is let go."""
         self.forget_gathered()
-        with self._lock:
-            if self._ring is None:
-                self._ring = make_ring(self.ring_slots, self.slot_bytes, self.device, self.link, home=self.home)
-            # Banks may have come since it was made.
-            self._ring.reserve(self.ring_slots, self.slot_bytes)
-            # Once asked for, poisoning stays on: the graphs of a model share the ring.
-            self._ring.debug = self._ring.debug or debug
-            return self._ring
+        return super().ring(debug)
 
     def gather_now(self, bank: int) -> tuple[torch.Tensor, ...]:
         """The complete bank on the compute device, in memory of its own: the synchronous gather of eager mode.
@@ -166,6 +155,7 @@ class BankStore:
         Raises PeerError where a rank that holds a part of it is gone, and InputError where somebody wrote into what
         the last call gave.
         """
+        self._owner.check()
         shard = self.banks[bank].shard
         key = None if shard.is_inference() else (bank, shard.data_ptr(), shard._version)
         last = self._eager
@@ -180,7 +170,8 @@ class BankStore:
         self._warn_of_uncompiled_code(bank)
         self._eager = last = None  # before the copy, so that at most one bank is held
         with torch.inference_mode(False):  # what is held serves calls with gradients too
-            tensors = self.banks[bank].views(self._read(bank, 0, self.banks[bank].spec.nbytes))
+            spec = self.banks[bank].spec
+            tensors = self.banks[bank].views(self.read(spec, [shard], 0, spec.format.slot_bytes))
         self._eager = (key, tensors, _sample(tensors))
         return tensors
 
@@ -211,21 +202,6 @@ class BankStore:
             stacklevel=2,
         )
 
-    def read_tensor(self, bank: int, index: int) -> torch.Tensor:
-        """One tensor of a complete bank on the compute device, in memory of its own.
-
-        Raises PeerError where a rank that holds a part of it is gone.
-        """
-        spec = self.banks[bank].spec.tensors[index]
-        memory = self._read(bank, spec.offset_bytes, spec.offset_bytes + spec.nbytes)
-        return memory.view(spec.torch_dtype).view(spec.shape)
-
-    def _read(self, bank: int, start: int, stop: int) -> torch.Tensor:
-        self.home.check()
-        sources = self.home.sources(self.banks[bank].spec, [self.banks[bank].shard])
-        self.home.copying(self.banks[bank].spec)
-        return self.home.transport.read(self.banks[bank].spec, sources, start, stop, self.device)
-
 
 def _is_called_by_compiled_model() -> bool:
     """True in code that Dynamo looked at and left as it is; false in a call of the model that was not compiled."""
@@ -242,31 +218,11 @@ def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([some.contiguous().view(torch.uint8) for some in numbers])
 
 
-def has_address(shard: torch.Tensor) -> bool:
-    """False for shards that are told apart by nothing: those without a byte, and those on meta."""
-    return shard.device.type != "meta" and shard.numel() > 0
-
-
-def _forget_banks(store: int, addresses: list[int]) -> None:
-    for address in addresses:
-        # The memory may belong to another store by now.
-        if _banks_at.get(address, (None,))[0] == store:
-            del _banks_at[address]
-
-
-def find_bank(shard: torch.Tensor) -> tuple[BankStore, int] | None:
-    """The store and the index of the bank that `shard` is the resting part of; None where it is of no living store."""
-    number, bank = _banks_at.get(shard.data_ptr(), (-1, 0)) if has_address(shard) else (-1, 0)
-    store = _stores.get(number)
-    return None if store is None else (store, bank)
-
-
 def find_store(number: int) -> BankStore:
     """The store with that number. Raises KeyError where its model is gone."""
     return _stores[number]
 
 
 __all__ = [
-    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_bank", "find_store", "has_address", "pack_bank",
-    "write_parts",
+    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_store", "pack_bank", "write_parts",
 ]  # fmt: skip

@@ -33,7 +33,14 @@ from moepass.passes.machine.hardware import (
 )
 from moepass.passes.machine.seconds_table import SecondsTable, table_of
 from moepass.passes.machine.times import work_flops
-from moepass.runtime.calibrate.calibration_rank import Measured, Message, RankMeasurements, RankTask, Report
+from moepass.runtime.calibrate.calibration_rank import (
+    Measured,
+    Message,
+    RankMeasurements,
+    RankTask,
+    Report,
+    machine_memory_bytes,
+)
 from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, Sizes, quick
 from moepass.runtime.calibrate.stopwatch import Timing
 
@@ -254,6 +261,7 @@ def profile_of(measurements: Sequence[RankMeasurements], conditions: Conditions,
         ranks=ranks,
         flops={dtype: _best_rate(table) for dtype, table in compute["gemm"].items()},
         memory_bytes=Figure(float(own), "measured", note),
+        host_memory_bytes=Figure(float(machine_memory_bytes()), "measured", "of the machine"),
         memory_bytes_per_s=Figure(
             largest / memory.at(bytes=largest), "calibrated", f"reads and writes, {largest / 1e6:.0f} MB in all"
         ),

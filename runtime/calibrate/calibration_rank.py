@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -132,13 +133,18 @@ class _CoreClock:
         return min(1.0, self._computed / self._took)
 
 
+def machine_memory_bytes() -> int:
+    """Of the host, all of it."""
+    total: int = psutil.virtual_memory().total
+    return total
+
+
 def _describe(device: torch.device) -> tuple[str, int]:
     """The device's name, and the bytes of its memory; of a CPU all that the machine has."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return cpu_info("model name") or "CPU", memory
+    return cpu_info("model name") or "CPU", machine_memory_bytes()
 
 
 def run_rank(task: RankTask, report: Report) -> RankMeasurements:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -140,17 +141,11 @@ def open_lanes(
     shared = segment.map(0, nbytes)
     shared.fill_(1)
     with meeting.telling_failures():
-        meeting.publish("segment", segment.address())
-        others = [open_segment(address) for _, address in meeting.read_all("segment", SegmentAddress, _no_check)]
+        addresses = meeting.exchange("segment", segment.address(), SegmentAddress)
+        others = [open_segment(address) for other, address in addresses if other != rank]
         lanes["peer"] = ThreadLane([other.map(0, other.nbytes) for other in others], slot)
-        meeting.publish("note that all is mapped", True)
-        for _ in meeting.read_all("note that all is mapped", bool, _no_check):
-            pass
+        deque(meeting.exchange("note that all is mapped", True, bool), maxlen=0)
     yield lanes
-
-
-def _no_check() -> None:
-    """While ranks meet: whoever started them watches them."""
 
 
 def _stream_lanes(nbytes: int, slot: torch.Tensor, device: torch.device, rank: int, ranks: int) -> dict[str, Lane]:

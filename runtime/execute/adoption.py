@@ -32,7 +32,6 @@ from moepass.runtime.ranks.eager_watch import refuse_eager_stance
 from moepass.runtime.ranks.replicas import ReplicaCheck
 from moepass.runtime.torch_private import suppresses_errors
 from moepass.runtime.transfer.link import check_link_to
-from moepass.runtime.transfer.ring import Ring
 
 
 def process_groups(names: Iterable[str]) -> dict[str, Group]:
@@ -117,7 +116,7 @@ def dispatching(
     return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s, blocks)
 
 
-def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: bool) -> Adopt | None:
+def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:
     """What is done where the banks of `plan` come for the first time; None where they are no parameters of the graph.
 
     Raises InputError for a device that banks of other ranks cannot stream to, OptionError for a link that is none
@@ -130,11 +129,11 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions, debug: 
     check_transport_to(device, options.transport)
     check_link_to(device, options.link)
 
-    def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> tuple[Ring, list[BankSpec]]:
+    def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         group = _group(name)
         if _relying(plan):
             adopted_banks(group, device).register_agreed(banks, parts)
-        return adopted_banks(group, device).adopt(group, banks, parts, options, debug)
+        adopted_banks(group, device).adopt(group, banks, parts, options)
 
     return adopt
 

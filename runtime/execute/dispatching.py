@@ -15,16 +15,15 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.models.formulas.text import evaluate_text
 from moepass.passes.graph.input_sizes import read_sizes, size_sources, sizes_at_capture
 from moepass.passes.ir.plan import BankSpec, Dispatch
 from moepass.passes.schedule.dispatch import EXCHANGED
+from moepass.runtime.banks.identity import MemoryTable, memories_of
 from moepass.runtime.lowering.lower_later import LateGraph, lower_later
 from moepass.runtime.ranks.agreement import RunVote, agreement_of
 from moepass.runtime.ranks.replicas import ReplicaCheck
-from moepass.runtime.system.forking import renew_after_fork
 
 logger = logging.getLogger("moepass")
 
@@ -51,10 +50,6 @@ class ExchangedForm:
         self._lower = lower
         self._statistics = statistics
         self._compiled: list[LateGraph] = []
-        self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
         self._lock = threading.Lock()
 
     def run(self, arguments: Sequence[Any], sizes: Mapping[str, int]) -> Any:
@@ -125,22 +120,19 @@ class Dispatcher:
         self._register = register
         self._timeout_s = timeout_s
         self._blocks = blocks
-        self._registered: dict[object, tuple[StorageWeakRef, ...]] = {}
+        # The memory of parts that were registered.
+        self._registered: MemoryTable[bool] = MemoryTable()
         self._exchanged.compile_for(sizes_at_capture(captured.graph))
 
-    def is_exchanged(
-        self, arguments: Sequence[Any], banks: Sequence[BankSpec], parts: Sequence[Sequence[Any]], key: object
-    ) -> bool:
+    def is_exchanged(self, arguments: Sequence[Any], banks: Sequence[BankSpec], parts: Sequence[Sequence[Any]]) -> bool:
         """Agree with the other ranks on the form of this run, of which `parts` of each bank are this rank's.
-
-        `key` tells the memory of `parts`.
 
         Raises PeerError where ranks differ, are gone or do not come.
         """
-        if not self._is_known(key):
+        tensors = [part for of_bank in parts for part in of_bank]
+        if not self._registered.find(memories_of(tensors)):
             self._register(banks, parts)
-            storages = tuple(StorageWeakRef(part.untyped_storage()) for of_bank in parts for part in of_bank)
-            self._registered = {**self._living(), key: storages}
+            self._registered.add(memories_of(tensors), tensors, True)
         tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
         vote = RunVote.of(self._dispatch, tokens, self._blocks)
         return agreement_of(self._group()).agree(vote, self._timeout_s) == EXCHANGED
@@ -149,10 +141,3 @@ class Dispatcher:
         """The run, as the captured graph says."""
         self.statistics.exchanged_runs += 1
         return self._exchanged.run(arguments, read_sizes(self._sources, arguments))
-
-    def _is_known(self, key: object) -> bool:
-        storages = self._registered.get(key)
-        return storages is not None and not any(storage.expired() for storage in storages)
-
-    def _living(self) -> dict[object, tuple[StorageWeakRef, ...]]:
-        return {key: storages for key, storages in self._registered.items() if self._is_known(key)}

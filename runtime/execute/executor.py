@@ -9,21 +9,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.models.errors import InputError, MoepassError
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call
-from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, Refusal, acquire, prefetch, release
+from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, Refusal, acquire, decode, prefetch, release
 from moepass.passes.ir.timeline import COMPUTE, HOST
-from moepass.runtime.banks.banks import BankStore, find_bank, find_store
+from moepass.runtime.banks.identity import MemoryTable, find_bank, memories_of
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics
-from moepass.runtime.system.forking import renew_after_fork
-from moepass.runtime.system.tensor_memory import Memory, memory_of
+from moepass.runtime.system.forking import OwnerProcess
+from moepass.runtime.system.tensor_memory import Memory
 from moepass.runtime.transfer.copying import CopyError
 from moepass.runtime.transfer.recording import current_recording
 from moepass.runtime.transfer.ring import Ring
@@ -55,6 +54,11 @@ class Prefetch(RingOperation):
         return self.ring.prefetch(shards, self.banks[bank], slot, after)
 
 
+class Decode(RingOperation):
+    def forward(self, copied: object, bank: int, slot: int) -> object:
+        return self.ring.decode(copied, self.banks[bank], slot)
+
+
 class Acquire(RingOperation):
     def forward(self, filled: object, bank: int, slot: int) -> tuple[torch.Tensor, ...]:
         return self.ring.acquire(filled, self.banks[bank], slot)
@@ -66,17 +70,17 @@ class Release(RingOperation):
 
 
 class ReadTensor(torch.nn.Module):
-    """A bank tensor that no block claims, of a bank of which the graph's input is only this rank's part."""
+    """A bank tensor that no block claims, of a bank that the graph's input is not: it is a part, or encoded."""
 
-    def __init__(self, store: BankStore) -> None:
+    def __init__(self, bank: BankSpec) -> None:
         super().__init__()
-        self.weak_store = weakref.ref(store)
+        self.bank = bank
 
     def forward(self, shard: torch.Tensor, store: int, bank: int, bank_name: str, index: int, *_: Any) -> torch.Tensor:
-        known = find_bank(shard)
-        if known is not None:
-            return known[0].read_tensor(known[1], index)
-        return alive(self.weak_store).read_tensor(bank, index)
+        found = find_bank(self.bank, [shard])
+        if found is None:
+            raise InputError(_GONE)
+        return found.keeper.read_tensor(found.spec, [shard], index)
 
 
 class SegmentCall(torch.nn.Module):
@@ -107,22 +111,24 @@ class SegmentCall(torch.nn.Module):
             raise SegmentError(f"in {self.name}{place}: {type(error).__name__}: {error}") from error
 
 
-_T = TypeVar("_T", Ring, BankStore)
+_GONE = "the model of this compiled graph is gone, and the ring of its experts with it"
 
 
-def alive(owned: weakref.ref[_T]) -> _T:
-    """Raises InputError where the ring or the banks went away together with their model."""
-    found = owned()
+def alive(ring: weakref.ref[Ring]) -> Ring:
+    """Raises InputError where the ring went away together with its model."""
+    found = ring()
     if found is None:
-        raise InputError("the model of this compiled graph is gone, and the ring of its experts with it")
+        raise InputError(_GONE)
     return found
 
 
-# Takes the banks of a graph and this rank's tensors of each; gives their ring, and the banks as that ring knows them.
-Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], tuple[Ring, list[BankSpec]]]
+# Takes the banks of a graph and this rank's tensors of each, and lets `find_bank` know them.
+Adopt = Callable[[Sequence[BankSpec], Sequence[Sequence[torch.Tensor]]], None]
 
 _executor_numbers = itertools.count()
-_BINDINGS: dict[Any, type[RingOperation]] = {prefetch: Prefetch, acquire: Acquire, release: Release}
+_BINDINGS: dict[Any, type[RingOperation]] = {
+    prefetch: Prefetch, decode: Decode, acquire: Acquire, release: Release,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,22 +141,6 @@ class Schedule:
     @property
     def is_alive(self) -> bool:
         return self.ring is None or self.ring() is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class AdoptedSchedule:
-    """The schedule for banks that are parameters, and the storages of these, which keep their addresses unique."""
-
-    schedule: Schedule
-    storages: tuple[StorageWeakRef, ...]
-
-    @property
-    def is_alive(self) -> bool:
-        return self.schedule.is_alive and not any(storage.expired() for storage in self.storages)
-
-
-# The banks of a run: for each bank of the plan the number of its store, and its index there.
-Banks = tuple[tuple[int, int], ...]
 
 
 class Executor:
@@ -178,8 +168,9 @@ class Executor:
         dispatcher: Dispatcher | None = None,
         fallback: CapturedFallback | None = None,
         checks: Sequence[Callable[[], None]] = (),
+        debug: bool = False,
     ) -> None:
-        """Where banks are this rank's parameters, `adopt` completes them when they come first, and has their ring.
+        """Where banks are this rank's parameters, `adopt` completes them when they come first.
 
         `dispatcher` and `fallback` run what does not follow the schedule, because ranks agreed on it or have different
         tokens; only for such banks, which they read as they are. `checks` come before each run, and raise where it must
@@ -198,22 +189,18 @@ class Executor:
         self._captured = None if fallback is None else SegmentCall(fallback.run, "the captured graph", "")
         self._top = top
         self._checks = tuple(checks)
-        self._is_debug = ring is not None and ring.debug
+        self._is_debug = debug or (ring is not None and ring.debug)
         names = [node.name for node in graph_inputs(top.graph)]
-        streamed = {stay.bank: stay.shards[0] for stay in plan.slot_stays if stay.shards and not adopt}
-        self._streamed = tuple(streamed)
-        self._shards = tuple(names.index(name) for name in streamed.values())
-        parts = {stay.bank: tuple(names.index(name) for name in stay.shards) for stay in plan.slot_stays if adopt}
-        self._parts = parts
-        self._banks = [plan.bank(index) for index in parts]
+        self._graph_inputs = len(names)
+        streamed = {stay.bank: stay.shards for stay in plan.slot_stays if stay.shards}
+        self._banks = [plan.bank(index) for index in streamed]
+        # The graph inputs that each bank is read from.
+        self._inputs = [[names.index(name) for name in shards] for shards in streamed.values()]
         bound = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring)
         self._own = Schedule(bound, None if ring is None else weakref.ref(ring))
-        self._others: dict[Banks, Schedule] = {}
-        self._adopted: dict[tuple[Memory, ...], AdoptedSchedule] = {}
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        # By the memory of the inputs that banks are read from.
+        self._schedules: MemoryTable[Schedule] = MemoryTable()
+        self._owner = OwnerProcess()
 
     @property
     def graph_module(self) -> GraphModule:
@@ -229,6 +216,7 @@ class Executor:
         return None if self._dispatcher is None else self._dispatcher.statistics
 
     def __call__(self, inputs: list[Any]) -> Any:
+        self._owner.check()
         arguments = tuple(inputs)
         inputs.clear()  # the boxed convention: the caller's references end here
         recording = current_recording()
@@ -244,16 +232,15 @@ class Executor:
         for check in self._checks:
             check()
         if self._dispatcher is not None and self._exchanged is not None:
-            banks, parts = self._banks, self._parts_among(arguments)
-            if self._dispatcher.is_exchanged(arguments, banks, parts, self._memories(arguments)):
+            if self._dispatcher.is_exchanged(arguments, self._banks, self._inputs_among(arguments)):
                 return self._exchanged(*arguments)
             self._dispatcher.statistics.gathered_runs += 1
         if self._fallback is not None and self._captured is not None:
-            reason = self._fallback.reason(arguments, self._parts_among(arguments))
+            reason = self._fallback.reason(arguments, self._inputs_among(arguments))
             if reason is not None:
                 self._refuse_blocks(reason)
                 return self._captured(*arguments)
-        schedule = self._schedule_for(arguments) if self._adopt is None else self._adopted_schedule(arguments)
+        schedule = self._schedule_for(arguments)
         if schedule.ring is None:
             return schedule.graph_module(*arguments)
         with alive(schedule.ring).run(self._number, self._gathers):
@@ -272,80 +259,62 @@ class Executor:
             logger.warning("refused %s: %s", ", ".join(refusal.where for refusal in fresh), fresh[0].reason)
 
     def _schedule_for(self, arguments: Sequence[Any]) -> Schedule:
-        found = [find_bank(arguments[place]) for place in self._shards if place < len(arguments)]
-        known = [bank for bank in found if bank is not None]
-        if not known or len(known) < len(self._streamed):
-            return self._own
-        banks = tuple((store.number, index) for store, index in known)
-        schedule = self._others.get(banks)
-        return schedule if schedule is not None else self._bind_for(banks, known)
+        if not self._banks or len(arguments) < self._graph_inputs:
+            return self._own  # which says what is missing
+        inputs = self._inputs_among(arguments)
+        found = self._schedules.find(_memories(inputs))
+        return found if found is not None and found.is_alive else self._bind_for(inputs)
 
-    def _bind_for(self, banks: Banks, known: Sequence[tuple[BankStore, int]]) -> Schedule:
-        """The schedule for these banks, which come for the first time. Raises InputError where they share no ring."""
-        store = known[0][0]
-        if any(other is not store for other, _ in known):
+    def _inputs_among(self, arguments: Sequence[Any]) -> list[list[torch.Tensor]]:
+        """What each bank is read from."""
+        return [[arguments[place] for place in places] for places in self._inputs]
+
+    def _bind_for(self, inputs: Sequence[Sequence[torch.Tensor]]) -> Schedule:
+        """The schedule for the banks that are read from `inputs`, and come here for the first time.
+
+        Raises InputError where they share no ring, and what `adopt` raises.
+        """
+        if self._adopt is not None:
+            self._adopt(self._banks, inputs)
+        found = [find_bank(bank, of_bank) for bank, of_bank in zip(self._banks, inputs, strict=True)]
+        known = [handle for handle in found if handle is not None]
+        if len(known) < len(found):
+            return self._own
+        keeper = known[0].keeper
+        if any(handle.keeper is not keeper for handle in known):
             raise InputError(
                 "one graph reads the banks of several offload_experts calls; offload the whole model with one call"
             )
-        ring = store.ring(self._is_debug)
+        ring = keeper.ring(self._is_debug)
         ring.reserve(self.plan.slots, 0)
-        names = ", ".join(store.banks[index].spec.name for _, index in known)
         specs = {
-            planned: dataclasses.replace(self.plan.bank(planned), index=index, name=store.banks[index].spec.name)
-            for planned, (_, index) in zip(self._streamed, known, strict=True)
+            planned.index: dataclasses.replace(planned, index=handle.spec.index, name=handle.spec.name)
+            for planned, handle in zip(self._banks, known, strict=True)
         }
         with self._lock:
-            self._others = {key: schedule for key, schedule in self._others.items() if schedule.is_alive}
-            if self._own.ring is not None and self._own.ring() is ring and _are_planned(specs):
-                self._others[banks] = self._own
-            elif banks not in self._others:
-                bound = bind(self._top, specs, ring, f"compiled for another layer; here for {names}")
-                self._others[banks] = Schedule(bound, weakref.ref(ring))
-            return self._others[banks]
-
-    def _adopted_schedule(self, arguments: Sequence[Any]) -> Schedule:
-        memories = self._memories(arguments)
-        found = self._adopted.get(memories)
-        return found.schedule if found is not None and found.schedule.is_alive else self._adopt_for(arguments)
-
-    def _memories(self, arguments: Sequence[Any]) -> tuple[Memory, ...]:
-        return tuple(memory_of(arguments[place]) for places in self._parts.values() for place in places)
-
-    def _parts_among(self, arguments: Sequence[Any]) -> list[list[torch.Tensor]]:
-        """This rank's tensors of each bank."""
-        return [[arguments[place] for place in places] for places in self._parts.values()]
-
-    def _adopt_for(self, arguments: Sequence[Any]) -> Schedule:
-        """The schedule for the banks of which these arguments are parts, and which come here for the first time."""
-        assert self._adopt is not None
-        with self._lock:
-            self._adopted = {key: known for key, known in self._adopted.items() if known.is_alive}
-            parts = self._parts_among(arguments)
-            ring, specs = self._adopt(self._banks, parts)
-            if ring is not None:
-                ring.reserve(self.plan.slots, 0)
-            # The memory of these tensors may be another one now.
-            memories = self._memories(arguments)
-            if memories not in self._adopted:
-                remark = f"here for {', '.join(spec.name for spec in specs)}" if specs else ""
-                bound = bind(self._top, dict(zip(self._parts, specs, strict=True)), ring, remark)
-                references = tuple(StorageWeakRef(tensor.untyped_storage()) for tensors in parts for tensor in tensors)
-                reference = None if ring is None else weakref.ref(ring)
-                self._adopted[memories] = AdoptedSchedule(Schedule(bound, reference), references)
-            schedule = self._adopted[memories].schedule
+            is_own = self._own.ring is not None and self._own.ring() is ring
+            if is_own and list(specs.values()) == self._banks:
+                schedule = self._own
+            else:
+                names = f"here for {', '.join(spec.name for spec in specs.values())}"
+                remark = names if self._own.ring is None else f"compiled for another layer; {names}"
+                others = {spec.index: spec for spec in self.plan.banks}
+                schedule = Schedule(bind(self._top, others | specs, ring, remark), weakref.ref(ring))
+            # Adopting may have moved the inputs.
+            self._schedules.add(_memories(inputs), (tensor for of_bank in inputs for tensor in of_bank), schedule)
             if not self._own.is_alive or self._own.ring is None:
                 self._own = schedule
             return schedule
+
+
+def _memories(inputs: Sequence[Sequence[torch.Tensor]]) -> tuple[Memory, ...]:
+    return memories_of(tensor for of_bank in inputs for tensor in of_bank)
 
 
 def device_of(values: Sequence[Any]) -> torch.device:
     """Where something that takes `values` computes: the device of the first tensor that is on none but the CPU."""
     devices = (value.device for value in values if isinstance(value, torch.Tensor))
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def _are_planned(specs: Mapping[int, BankSpec]) -> bool:
-    return all(planned == spec.index for planned, spec in specs.items())
 
 
 def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None, remark: str = "") -> GraphModule:
@@ -366,9 +335,9 @@ def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None, rem
             node.kwargs = {**node.kwargs, "last": last_releases[node.kwargs["slot"]] is node}
         if is_call(node, *SLOT_OPS):
             node.op, node.target = "call_module", node.target.__name__
-        elif is_call(node, BANK_TENSOR) and bank_arguments(node).expert_bounds:
+        elif is_call(node, BANK_TENSOR) and not bank_arguments(node).is_complete:
             name = f"read_bank_tensor_at_{position}"
-            bound.add_module(name, ReadTensor(find_store(bank_arguments(node).store)))
+            bound.add_module(name, ReadTensor(banks[bank_arguments(node).bank]))
             node.op, node.target = "call_module", name
         elif node.op == "call_module":
             layers = "; ".join(filter(None, (str(node.meta.get("moepass_layers", "")), remark)))

@@ -1,7 +1,8 @@
 """The adopted banks of one process group: which there are, where their shards lie, and when they are gone.
 
 A bank is known by the memory of this rank's tensors, so the code that Dynamo shares between layers finds the experts of
-each. It goes with that memory: where a model is gone, its shards are unmapped, and with the last one the ring.
+each, and eager code those that compiled code reads. It goes with that memory: where a model is gone, its shards are
+unmapped, and with the last one the ring.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ from moepass.models.errors import InputError
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import shard_layout
+from moepass.runtime.banks.identity import (
+    BankKeeper,
+    MemoryTable,
+    bank_key,
+    find_bank,
+    memories_of,
+    register_bank,
+)
 from moepass.runtime.banks.mutation_guard import MutationGuard, any_is_written
 from moepass.runtime.homes.collective import make_transport
 from moepass.runtime.homes.device_home import packer_on
@@ -30,12 +39,12 @@ from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.homes.shared_parameters import share_parts
 from moepass.runtime.ranks.decisions import MEETING
 from moepass.runtime.ranks.eager_watch import FailureLook
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.processes import ProcessWatch
-from moepass.runtime.system.tensor_memory import Memory, memory_of
+from moepass.runtime.system.tensor_memory import Memory
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
-from moepass.runtime.transfer.ring import Ring, make_ring
+from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.sources import Source
 from moepass.runtime.transfer.transports import Transport
 
@@ -52,21 +61,16 @@ class AdoptionOptions:
     transport: str = PULL
 
 
-# What a bank consists of, and the memory of this rank's part of each tensor.
-BankKey = tuple[object, tuple[Memory, ...]]
-
-
-def _key(bank: BankSpec, parts: Sequence[torch.Tensor]) -> BankKey:
-    return (bank.tensors, bank.expert_bounds), tuple(memory_of(part) for part in parts)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdoptedBank:
-    """A bank that ranks met for. `held_twice_bytes` of this rank's part lie in memory of their own beside the shard."""
+    """A bank that ranks met for. `memories` are those of this rank's part of each tensor, `held_twice_bytes` of which
+    lie beside the shard.
+    """
 
     spec: BankSpec
     sources: tuple[Source, ...]
     group: PeerGroup
+    memories: tuple[Memory, ...]
     storages: tuple[StorageWeakRef, ...]
     watch: MutationGuard
     held_twice_bytes: int
@@ -85,29 +89,31 @@ class AdoptedHome(Home):
         self._failures = failures
         self.watch = ProcessWatch()
         self.ring: weakref.ref[Ring] | None = None
+        # Whether the bytes of parameters are compared with what they were: on a GPU the host waits to tell.
+        self.is_debug = False
         self._banks: dict[int, AdoptedBank] = {}
         self._has_lost_banks = False
 
     @property
     def held_twice_bytes(self) -> int:
         """Bytes of this rank's experts that lie in memory of their own and in the shards: see `share_parts`."""
-        return sum(bank.held_twice_bytes for bank in list(self._banks.values()))
+        return sum(bank.held_twice_bytes for bank in self.banks())
 
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shards."""
-        return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in list(self._banks.values()))
+        return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in self.banks())
 
     def check(self) -> None:
-        """Raises PeerError where a rank is gone that a bank in use was brought together with, or failed for good;
-        InputError where somebody wrote into parameters that are the shard itself.
+        """Raises PeerError where a rank is gone that a bank in use was brought together with, or failed for good; with
+        `is_debug`, InputError where somebody wrote into parameters that are the shard itself.
         """
         self._failures.check()
-        banks = list(self._banks.values())
+        banks = self.banks()
         if self.watch.gone():
             for group in {bank.group for bank in banks}:
                 group.check_alive()
-        if any_is_written([bank.watch for bank in banks]):
+        if self.is_debug and any_is_written([bank.watch for bank in banks]):
             raise InputError(_changed(" and ".join(bank.spec.name for bank in banks if any_is_written([bank.watch]))))
         if self._has_lost_banks and self.ring is not None and (ring := self.ring()) is not None:
             self._has_lost_banks = False
@@ -116,12 +122,15 @@ class AdoptedHome(Home):
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """The shards of all ranks. Raises InputError where this rank's part is not what the others were given."""
         adopted = self._banks[bank.index]
-        if not adopted.watch.are_unchanged(shards):
+        if not adopted.watch.are_unchanged(shards, self.is_debug):
             raise InputError(_changed(bank.name))
         return adopted.sources
 
     def add(self, bank: AdoptedBank) -> None:
         self._banks[bank.spec.index] = bank
+
+    def banks(self) -> list[AdoptedBank]:
+        return list(self._banks.values())
 
     def drop(self, bank: AdoptedBank) -> None:
         """Nothing will read it again; a ring may still remember it."""
@@ -130,42 +139,39 @@ class AdoptedHome(Home):
         self._has_lost_banks = True
 
 
-class ParameterBanks:
+class ParameterBanks(BankKeeper):
     """The adopted banks of one process group on one device, and the ring that all of them stream through.
 
     When the last bank is gone, so is the ring, and other options may be used.
     """
 
+    home: AdoptedHome
+
     def __init__(self, device: torch.device, failures: FailureLook) -> None:
-        self.device = device
-        self.options = AdoptionOptions()
+        super().__init__(device)
         self._failures = failures
-        self.home = AdoptedHome(make_transport(self.options.transport, self.options.link), failures)
-        self._ring: Ring | None = None
-        self._known: dict[BankKey, AdoptedBank] = {}
-        # Banks of graphs with a dispatch, met for or not: ranks agree on each of their runs. Their storages keep the
-        # keys unique.
-        self._agreed: dict[BankKey, tuple[StorageWeakRef, ...]] = {}
+        self._use(AdoptionOptions())
+        self.home = self._make_home()
+        # Banks of graphs with a dispatch, met for or not: ranks agree on each of their runs.
+        self._agreed: MemoryTable[tuple[Memory, ...]] = MemoryTable()
         self._next_index = 0
         self._uses_of_name: dict[str, int] = {}
         self._is_drop_due = False
         self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._owner = OwnerProcess()
 
     def adopt(
         self,
         group: ProcessGroup,
         banks: Sequence[BankSpec],
         parts: Sequence[Sequence[torch.Tensor]],
-        options: AdoptionOptions,
-        debug: bool = False,
-    ) -> tuple[Ring, list[BankSpec]]:
-        """The ring, and the banks as it numbers them. `parts` are this rank's tensors [own experts, ...] of each.
+        options: AdoptionOptions | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Let `find_bank` know `banks`; `parts` are this rank's tensors [own experts, ...] of each.
 
-        Where a bank is seen for the first time, all ranks meet here. Raises PeerError where ranks are missing, gone, or
+        Where a bank is seen for the first time, all ranks meet here. Eager code comes without `options`: then those
+        count that banks of the group have already, else `timeout_s`. Raises PeerError where ranks are missing, gone, or
         bring other banks; SharedMemoryError where the machine has none; InputError where the ring has other options, or
         experts lie on another device.
         """
@@ -174,32 +180,41 @@ class ParameterBanks:
             if elsewhere:
                 raise InputError(f"experts of {spec.name} lie on {min(elsewhere)}, but stream to {self.device}")
         with self._locked():
-            self._choose(group, options)
-            keys = [_key(bank, tensors) for bank, tensors in zip(banks, parts, strict=True)]
+            self._choose(group, options or (self.options if self.specs() else AdoptionOptions(timeout_s=timeout_s)))
+            keys = [bank_key(bank, tensors) for bank, tensors in zip(banks, parts, strict=True)]
+            unknown = [number for number, bank in enumerate(banks) if not self._has(bank, parts[number])]
             # A layer that is applied twice brings its bank twice.
-            fresh = {key: number for number, key in reversed(list(enumerate(keys))) if key not in self._known}
-            found = {key: bank for key, bank in self._known.items() if key in keys}
+            fresh = {keys[number]: number for number in reversed(unknown)}
             numbers = sorted(fresh.values())
             if fresh:
                 met = self._meet(group, [banks[number] for number in numbers], [parts[number] for number in numbers])
-                found |= {keys[number]: bank for number, bank in zip(numbers, met, strict=True)}
                 for number, bank in zip(numbers, met, strict=True):
                     # Their memory may be another one now.
-                    key = _key(bank.spec, parts[number])
-                    self._known[key] = bank
-                    if self._agreed.pop(keys[number], None) is not None:
-                        self._agreed[key] = bank.storages
-            return self._ring_for(debug), [found[key].spec for key in keys]
+                    register_bank(self, bank.spec, parts[number])
+                    if self._agreed.pop(keys[number]) is not None:
+                        self._agreed.add(bank_key(bank.spec, parts[number]), parts[number], bank.memories)
+
+    def _has(self, bank: BankSpec, parts: Sequence[torch.Tensor]) -> bool:
+        found = find_bank(bank, parts)
+        return found is not None and found.keeper is self
 
     def register_agreed(self, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         """From now on ranks agree on each run of these banks, which are adopted later, when a run gathers them."""
         with self._locked():
             for bank, tensors in zip(banks, parts, strict=True):
-                storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
-                self._agreed[_key(bank, tensors)] = storages
+                self._agreed.add(bank_key(bank, tensors), tensors, memories_of(tensors))
+
+    def specs(self) -> list[BankSpec]:
+        return [bank.spec for bank in self.home.banks()]
+
+    def ring(self, debug: bool = False) -> Ring:
+        ring = super().ring(debug)
+        self.home.ring, self.home.is_debug = weakref.ref(ring), ring.debug
+        return ring
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        self._owner.check()
         with self._lock:
             self._drop_gone()
             yield
@@ -207,25 +222,23 @@ class ParameterBanks:
             self._drop_soon()
 
     def _choose(self, group: ProcessGroup, options: AdoptionOptions) -> None:
-        if self._known and options != self.options:
+        if options == self.options:
+            return
+        # Without a ring, only how shards are brought together is settled: eager code has used these banks alone.
+        if self.home.banks() and (self._ring is not None or options.transport != self.options.transport):
             raise InputError(
                 f"the experts of process group {group.group_name!r} stream with {self.options} already, and share one "
                 f"ring; compile every model of that group with the same options, not with {options}"
             )
-        if options != self.options:
-            self.options = options
-            self.home = AdoptedHome(make_transport(options.transport, options.link), self._failures)
+        self._use(options)
+        if not self.home.banks():
+            self.home = self._make_home()
 
-    def _ring_for(self, debug: bool) -> Ring:
-        slots = min(self.options.slots, len(self._known))
-        slot_bytes = max((bank.spec.nbytes for bank in self._known.values()), default=0)
-        if self._ring is None:
-            self._ring = make_ring(slots, slot_bytes, self.device, self.options.link, home=self.home)
-            self.home.ring = weakref.ref(self._ring)
-        self._ring.reserve(slots, slot_bytes)
-        # Once asked for, poisoning stays on: all graphs share the ring.
-        self._ring.debug = self._ring.debug or debug
-        return self._ring
+    def _use(self, options: AdoptionOptions) -> None:
+        self.options, self.slots, self.link = options, options.slots, options.link
+
+    def _make_home(self) -> AdoptedHome:
+        return AdoptedHome(make_transport(self.options.transport, self.link), self._failures)
 
     def _meet(
         self, group: ProcessGroup, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]
@@ -236,7 +249,7 @@ class ParameterBanks:
             for number, bank in enumerate(banks)
         ]
         peers = PeerGroup.of(group, self.options.timeout_s, MEETING, self.options.transport, self.home.watch)
-        packer = packer_on(self.device, group, peers, self.home.transport)
+        packer = packer_on(self.device, group, peers, self.home.transport, bank_by_bank=True)
         # Ranks hold different experts, so their weights have no digest in common.
         packer.agree_on(specs, ["" for _ in specs])
         shards, moved = [], []
@@ -246,7 +259,7 @@ class ParameterBanks:
                 # What ranks send to each other must not change under a write of one of them.
                 moved.append([False] * len(tensors))
                 continue
-            # Bank by bank, so that no more than one is there twice. (On CUDA memory for all was taken at once.)
+            # Bank by bank, so that no more than one is there twice.
             with peers.rendezvous.telling_failures():
                 moved.append(share_parts(packer, number, tensors, self._weakly(ParameterBanks._drop_soon)))
         spread = packer.spread(shards)
@@ -258,6 +271,7 @@ class ParameterBanks:
                 bank.spec,
                 spread[bank.spec.index],
                 peers,
+                memories_of(tensors),
                 tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors),
                 _watch(packer, bank.shard, number, tensors, lie_there),
                 sum(tensor.nbytes for tensor, lies_there in zip(tensors, lie_there, strict=True) if not lies_there),
@@ -282,15 +296,15 @@ class ParameterBanks:
         Raises InputError where ranks agree on each of their runs, so that none may stay away.
         """
         values = (value for _, value in model.named_parameters(remove_duplicate=False))
-        memories = [memory_of(value.to_local() if hasattr(value, "to_local") else value) for value in values]
+        memories = memories_of(value.to_local() if hasattr(value, "to_local") else value for value in values)
         with self._locked():
-            if any(memory in memories for _, of_tensors in self._agreed for memory in of_tensors):
+            if any(memory in memories for of_tensors in self._agreed.living().values() for memory in of_tensors):
                 raise InputError(
                     f"{type(model).__name__} is compiled with all_to_all_below, or its ranks add up the results of "
                     "their experts, so that all of them agree on each run: let a rank without work call the model "
                     "itself in place of gather_only_step, with no tokens, or with those of all where they add up"
                 )
-            of_memory = {parts[0]: bank.spec for (_, parts), bank in self._known.items()}
+            of_memory = {bank.memories[0]: bank.spec for bank in self.home.banks()}
         return [of_memory[memory] for memory in memories if memory in of_memory]
 
     def _weakly(self, method: Callable[[ParameterBanks], None]) -> Callable[[], None]:
@@ -315,15 +329,10 @@ class ParameterBanks:
 
     def _drop_gone(self) -> None:
         self._is_drop_due = False
-        self._agreed = {
-            key: storages
-            for key, storages in self._agreed.items()
-            if not any(storage.expired() for storage in storages)
-        }
-        gone = [key for key, bank in self._known.items() if bank.is_gone]
-        for key in gone:
-            self.home.drop(self._known.pop(key))
-        if not self._known:
+        for bank in self.home.banks():
+            if bank.is_gone:
+                self.home.drop(bank)
+        if not self.home.banks():
             self._ring = None
 
 
@@ -331,14 +340,12 @@ def _watch(
     packer: PeerPacker, shard: torch.Tensor, number: int, parts: Sequence[torch.Tensor], lie_there: Sequence[bool]
 ) -> MutationGuard:
     kept = [place.view(shard) for place in packer.layout(number).tensors]
-    if packer.is_copied_on_write:
-        return MutationGuard(parts, kept, lie_there)
-    return MutationGuard(parts, kept, are_shard=lie_there)
+    return MutationGuard(parts, kept, None if packer.is_copied_on_write else lie_there)
 
 
 def _changed(name: str) -> str:
     return (
-        f"the expert weights of {name} were changed after their first compiled run, but other ranks have the old ones; "
+        f"the expert weights of {name} were changed after their first run, but other ranks have the old ones; "
         "load weights before that run, or later as new parameters, for which the ranks meet again: "
         "model.load_state_dict(state, assign=True) on every rank"
     )

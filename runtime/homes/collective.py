@@ -49,8 +49,6 @@ class PendingGather(PendingCopy):
 
     def wait(self) -> None:
         """Block until the slot is full. Raises PeerError where the gather failed."""
-        if self._is_inherited:
-            self.group.check()
         self.end()
         if self.error is not None:
             raise PeerError(str(self.error)) from self.error
@@ -75,14 +73,14 @@ class PendingGather(PendingCopy):
         parts = [own.memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in own.pieces]
         send = {rank: parts for rank, wants in wanted_by.items() if wants}
         if not self.wants:
-            self.group.exchange(self.request, send, {})
+            self.group.gather(self.request, send, {})
             return
         receive = {
             rank: [self.slot.narrow(0, piece.slot_offset_bytes, piece.nbytes) for piece in source.pieces]
             for rank, source in enumerate(self.sources)
             if rank != self.group.rank
         }
-        self.group.exchange(self.request, send, receive, meanwhile=self._copy_own_part)
+        self.group.gather(self.request, send, receive, meanwhile=self._copy_own_part)
         self.wait_for_link(link, started)
 
     def _copy_own_part(self) -> None:
@@ -121,7 +119,7 @@ class CollectiveTransport(Transport):
         return self._copies
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingGather:
-        return self._gather((bank.index, 0, bank.nbytes), slot)
+        return self._gather((bank.index, 0, bank.format.link_bytes), slot)
 
     def read(
         self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
@@ -181,7 +179,9 @@ class CollectiveTransport(Transport):
                 f"the order in which a forward gathers banks is not known, because layers share bank {again.name}, and "
                 + what
             )
-        requests = [request for run in runs for request in run] or [(bank.index, 0, bank.nbytes) for bank in banks]
+        requests = [request for run in runs for request in run] or [
+            (bank.index, 0, bank.format.link_bytes) for bank in banks
+        ]
         for gather in [self._copies.submit(self._part(request, None)) for request in requests]:
             gather.wait()
 
@@ -222,7 +222,11 @@ def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) ->
     if index not in banks:
         return f"bank number {index}, which this rank does not have"
     bank = banks[index][0]
-    return f"bank {bank.name}" if (start, stop) == (0, bank.nbytes) else f"bytes {start} to {stop} of {bank.name}"
+    return (
+        f"bank {bank.name}"
+        if (start, stop) == (0, bank.format.link_bytes)
+        else f"bytes {start} to {stop} of {bank.name}"
+    )
 
 
 def make_transport(name: str, link: Link) -> Transport:

@@ -9,7 +9,9 @@ Unmeasured: tests run all of this with memory of another kind, and `SymmetricMem
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,7 @@ from moepass.runtime.banks.banks import Bank
 from moepass.runtime.homes.peer_home import PeerPacker, packer_for
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
-from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedMemoryError, SharedSegment
+from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, in_pages
 from moepass.runtime.transfer.sources import MemorySource, Source
 from moepass.runtime.transfer.transports import Transport
 
@@ -157,65 +159,100 @@ def _without_multicast() -> Iterator[None]:
 
 
 class DevicePacker(PeerPacker):
-    """As `PeerPacker`, with shards in `memory`. The segment of shared memory is there for goodbyes alone."""
+    """As `PeerPacker`, with shards in memory that `make_memory` makes: for all banks at once, so that what can fail
+    leaves the model as it is, or `bank_by_bank`, so that what is moved into a shard makes room for the next one.
+
+    The segment of shared memory is there for goodbyes alone.
+    """
 
     is_copied_on_write = False
 
-    def __init__(self, group: PeerGroup, transport: Transport, memory: RankMemory) -> None:
+    def __init__(
+        self,
+        group: PeerGroup,
+        transport: Transport,
+        make_memory: Callable[[], RankMemory],
+        bank_by_bank: bool = False,
+    ) -> None:
         super().__init__(group, transport)
-        self.device_type = memory.device_type
-        self._memory_of_ranks = memory
-        self._all: Sequence[torch.Tensor] = ()
-        self._keeps: object = None
+        self.device_type = make_memory().device_type
+        self._make_memory = make_memory
+        self._is_bank_by_bank = bank_by_bank
+        self._taken: dict[int, _TakenShards] = {}
 
     def tensors_in_shard(
         self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
     ) -> list[torch.Tensor]:
         shard, tensors = self._memory(index), self.layout(index).tensors
         return [
-            self._memory_of_ranks.with_own_storage(shard.narrow(0, part.offset_bytes, part.nbytes), when_freed)
+            self._taken[index]
+            .memory.with_own_storage(shard.narrow(0, part.offset_bytes, part.nbytes), when_freed)
             .view(part.torch_dtype)
             .view(part.shape)
             for part in (tensors[position] for position in positions)
         ]
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
-        self._memory_of_ranks.finish_writing()
+        for memory in {id(taken.memory): taken.memory for taken in self._taken.values()}.values():
+            memory.finish_writing()
         return super().spread(banks)
 
     def _reserve(self) -> None:
-        """Before any expert is packed: what can fail leaves the model as it is."""
         self._segment = self.group.make_segment(0)
-        size = self.group.size
-        own = self._memory_of_ranks.allocate(max(self._places(rank)[-1] - PAGE_BYTES for rank in range(size)))
+        if not self._is_bank_by_bank:
+            self._take(range(len(self._specs)))
+
+    def _take(self, indices: Sequence[int]) -> None:
+        """Take memory for these banks, and exchange it: all ranks come here."""
+        size, memory = self.group.size, self._make_memory()
+        layouts = [[shard_layout(self._specs[index], rank).nbytes for index in indices] for rank in range(size)]
+        places = [[0, *itertools.accumulate(map(in_pages, of_rank))] for of_rank in layouts]
+        own = memory.allocate(max(of_rank[-1] for of_rank in places))
         self.group.check_alive()
-        self._all, self._keeps = self._memory_of_ranks.exchange() if size > 1 else ([own], None)
+        memories, keeps = memory.exchange() if size > 1 else ([own], None)
+        for number, index in enumerate(indices):
+            shards = [memories[rank].narrow(0, places[rank][number], layouts[rank][number]) for rank in range(size)]
+            if not shards[self.group.rank].numel():
+                # A storage of its own, by which the bank is known.
+                shards[self.group.rank] = torch.empty_like(own[:0])
+            self._taken[index] = _TakenShards(shards, memory, keeps)
 
     def _memory(self, index: int) -> torch.Tensor:
-        return self._shards(self.group.rank)[index]
+        if index not in self._taken:
+            self._take([index])
+        return self._taken[index].shards[self.group.rank]
 
     def _open(self, rank: int, segment: SharedSegment) -> list[torch.Tensor]:
-        return self._shards(rank)
+        return [self._taken[index].shards[rank] for index in range(len(self._specs))]
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
-        return MemorySource(shard, shard_pieces(spec, rank), rank != self.group.rank, keeps=self._keeps)
-
-    def _shards(self, rank: int) -> list[torch.Tensor]:
-        places = [place - PAGE_BYTES for place in self._places(rank)]
-        return [
-            self._all[rank].narrow(0, place, shard_layout(spec, rank).nbytes)
-            for place, spec in zip(places, self._specs, strict=False)
-        ]
+        keeps = self._taken[self._specs.index(spec)].keeps
+        return MemorySource(shard, shard_pieces(spec, rank), rank != self.group.rank, keeps=keeps)
 
 
-def packer_on(device: torch.device, process_group: ProcessGroup, group: PeerGroup, transport: Transport) -> PeerPacker:
+@dataclasses.dataclass(frozen=True)
+class _TakenShards:
+    """The shards of one bank by rank, the memory that this rank's lies in, and what keeps those of the others."""
+
+    shards: Sequence[torch.Tensor]
+    memory: RankMemory
+    keeps: object
+
+
+def packer_on(
+    device: torch.device,
+    process_group: ProcessGroup,
+    group: PeerGroup,
+    transport: Transport,
+    bank_by_bank: bool = False,
+) -> PeerPacker:
     """Brings banks to the ranks of `group`, which are those of `process_group`, for copies by `transport` to `device`,
-    which `check_transport_to` lets pass.
+    which `check_transport_to` lets pass. `bank_by_bank`: see `DevicePacker`; on a CPU memory is taken so anyway.
     """
     if device.type == "cpu":
         return packer_for(group, transport)
-    memory = SymmetricMemory(process_group, device, group.rendezvous.timeout_s)
-    return DevicePacker(group, transport, memory)
+    timeout_s = group.rendezvous.timeout_s
+    return DevicePacker(group, transport, lambda: SymmetricMemory(process_group, device, timeout_s), bank_by_bank)
 
 
 def check_transport_to(device: torch.device, transport: str) -> None:

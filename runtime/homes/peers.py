@@ -9,12 +9,12 @@ check    before every run: is somebody gone?  No rank ever waits for another her
 from __future__ import annotations
 
 import atexit
-import dataclasses
-import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
@@ -24,7 +24,9 @@ from moepass.models.errors import InputError
 from moepass.models.homes import HOMES, PULL
 from moepass.models.limits import check_wait
 from moepass.passes.ir.plan import BankSpec
+from moepass.runtime.ranks.agree import Topic, agree
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.system.forking import OwnerProcess, finalize_in_owner
 from moepass.runtime.system.processes import ProcessIdentity, ProcessWatch, this_process
 from moepass.runtime.system.shared_memory import (
     PAGE_BYTES,
@@ -39,26 +41,10 @@ DEFAULT_TIMEOUT_S = 60.0
 
 # What ranks publish, in this order.
 _BANKS, _SHARDS, _MAPPED = "list of banks", "segment of shards", "note that all is mapped"
+_PROCESS = "process"
 # The first byte of a segment, which is zero at first: whether its rank has said goodbye.
 _LEFT = 1
 OFFLOADING = "every rank of the group must call offload_experts with the same home, and with the same group"
-
-
-@dataclasses.dataclass(frozen=True)
-class Introduction:
-    """What a rank says of itself. `digests` has one word per bank, equal for equal weights.
-
-    `process` matters to transport `pull` alone, where ranks watch each other; `stages` to home `hybrid`; `device_type`
-    is the kind of device in whose memory the shards lie.
-    """
-
-    ranks: int
-    process: ProcessIdentity | None
-    banks: tuple[BankSpec, ...]
-    digests: tuple[str, ...]
-    transport: str = PULL
-    stages: int = 0
-    device_type: str = "cpu"
 
 
 class PeerGroup:
@@ -96,7 +82,8 @@ class PeerGroup:
         self._processes: dict[int, ProcessIdentity] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._segment: SharedSegment | None = None
-        self._leave: weakref.finalize[[torch.Tensor, int], PeerGroup] | None = None
+        self._leave: weakref.finalize[..., object] | None = None
+        self._owner = OwnerProcess()
 
     @staticmethod
     def of(
@@ -132,29 +119,40 @@ class PeerGroup:
         names the ranks that did not come within the timeout, or are gone.
         """
         process = this_process() if self.transport == PULL else None
-        own = Introduction(self.size, process, tuple(banks), tuple(digests), self.transport, stages, device_type)
-        self.rendezvous.publish(_BANKS, own)
-        first = own
-        for rank, other in self._introductions(own):
-            if rank == 0:
-                first = other
-            _compare(0, first, rank, other)
-            if rank != self.rank and other.process is not None:
-                self._processes[rank] = other.process
-                self._watch.add(rank, other.process)
+        topics = list(self._topics(process, banks, digests, stages, device_type))
+        for rank, votes in agree(self.rendezvous, _BANKS, topics, self.check_alive):
+            if rank != self.rank and votes[_PROCESS] is not None:
+                self._processes[rank] = msgspec.convert(votes[_PROCESS], ProcessIdentity)
+                self._watch.add(rank, self._processes[rank])
         # What a rank left behind stays in the store when it is gone.
         self.check_alive()
 
-    def _introductions(self, own: Introduction) -> Iterator[tuple[int, Introduction]]:
-        """Those of all ranks, in order."""
-        is_own_due = True
-        for rank, other in self.rendezvous.read_all(_BANKS, Introduction, self.check_alive):
-            if is_own_due and rank > self.rank:
-                is_own_due = False
-                yield self.rank, own
-            yield rank, other
-        if is_own_due:
-            yield self.rank, own
+    def _topics(
+        self,
+        process: ProcessIdentity | None,
+        banks: Sequence[BankSpec],
+        digests: Sequence[str],
+        stages: int,
+        device_type: str,
+    ) -> Iterator[Topic]:
+        """`digests` have one word per bank, equal for equal weights. Counts come first."""
+        place = " on one machine" if self.transport == PULL else ""
+        remedy = f"give every rank the same model and checkpoint, in one group{place}"
+        yield Topic("the number of ranks", self.size, remedy)
+        yield Topic("the transport", self.transport, remedy)
+        yield Topic("the machine", None if process is None else process.machine, remedy)
+        yield Topic("the number of stages of home='hybrid'", stages, remedy)
+        yield Topic("the kind of device", device_type, remedy)
+        yield Topic("the number of banks", len(banks), remedy)
+        for bank, digest in zip(banks, digests, strict=True):
+            tensors = [f"{item.name} {item.dtype} {list(item.shape)}" for item in bank.tensors]
+            yield Topic(f"the name of bank {bank.index}", bank.name, remedy)
+            yield Topic(f"the tensors of bank {bank.name}", tensors, remedy)
+            yield Topic(f"the experts of each rank in bank {bank.name}", list(bank.expert_bounds), remedy)
+            yield Topic(f"the format of bank {bank.name}", bank.format, remedy)
+            yield Topic(f"the weights of bank {bank.name} (a digest)", digest, remedy)
+        # By which ranks watch each other.
+        yield Topic(_PROCESS, process, is_vote=True)
 
     def make_segment(self, nbytes: int) -> SharedSegment:
         """Shared memory of this rank, of which `nbytes` from `PAGE_BYTES` on are free to use.
@@ -163,7 +161,7 @@ class PeerGroup:
         """
         self._segment = create_segment(PAGE_BYTES + nbytes, f"moepass-rank-{self.rank}")
         state = self._segment.map(0, 1)
-        self._leave = weakref.finalize(self, _say_goodbye, state, os.getpid())
+        self._leave = finalize_in_owner(self, state.fill_, _LEFT)
         self._leave.atexit = False  # `_leave_all` does it then
         _groups.add(self)
         return self._segment
@@ -174,9 +172,12 @@ class PeerGroup:
         Raises PeerError where a rank is gone or does not come within the timeout.
         """
         assert self._segment is not None, "make_segment comes first"
-        self.rendezvous.publish(_SHARDS, self._segment.address())
         segments: dict[int, SharedSegment] = {}
-        for rank, address in self.rendezvous.read_all(_SHARDS, SegmentAddress, self.check_alive):
+        for rank, address in self.rendezvous.exchange(
+            _SHARDS, self._segment.address(), SegmentAddress, self.check_alive
+        ):
+            if rank == self.rank:
+                continue
             try:
                 segments[rank] = open_segment(address)
                 self._states[rank] = segments[rank].map(0, 1)
@@ -191,13 +192,12 @@ class PeerGroup:
 
         Raises PeerError as `share`.
         """
-        self.rendezvous.publish(_MAPPED, True)
-        for _ in self.rendezvous.read_all(_MAPPED, bool, self.check_alive):
-            pass
+        deque(self.rendezvous.exchange(_MAPPED, True, bool, self.check_alive), maxlen=0)
         self._segment = None
 
     def check_alive(self) -> None:
         """Raises PeerError where a rank has ended that did not say goodbye. One system call; waits for nothing."""
+        self._owner.check()
         missed = [
             self._name(rank)
             for rank in sorted(self._watch.gone())
@@ -228,40 +228,3 @@ def _leave_all() -> None:
     if getattr(sys, "last_value", None) is None:
         for group in list(_groups):
             group.leave()
-
-
-def _say_goodbye(state: torch.Tensor, pid: int) -> None:
-    # A forked child has its parent's handlers, and its objects.
-    if os.getpid() == pid:
-        state.fill_(_LEFT)
-
-
-def _compare(rank: int, introduction: Introduction, other_rank: int, other: Introduction) -> None:
-    """Raises PeerError for the first thing in which two ranks differ."""
-    place = " on one machine" if introduction.transport == PULL else ""
-    for (topic, value), (_, other_value) in zip(_claims(introduction), _claims(other), strict=False):
-        if value != other_value:
-            raise PeerError(
-                f"ranks disagree on {topic}: {value} on rank {rank}, {other_value} on rank {other_rank}; give every "
-                f"rank the same model and checkpoint, in one group{place}"
-            )
-
-
-def _claims(introduction: Introduction) -> Iterator[tuple[str, object]]:
-    """What must be equal, topic by topic. Counts come first, so that up to the first difference topics are the same."""
-    yield "the number of ranks", introduction.ranks
-    yield "the transport", introduction.transport
-    if introduction.process is not None:
-        yield "the machine", introduction.process.machine
-    yield "the number of stages of home='hybrid'", introduction.stages
-    yield "the kind of device", introduction.device_type
-    yield "the number of banks", len(introduction.banks)
-    for bank, digest in zip(introduction.banks, introduction.digests, strict=True):
-        yield f"the name of bank {bank.index}", bank.name
-        yield (
-            f"the tensors of bank {bank.name}",
-            [f"{item.name} {item.dtype} {list(item.shape)}" for item in bank.tensors],
-        )
-        yield f"the experts of each rank in bank {bank.name}", list(bank.expert_bounds)
-        yield f"the bytes of bank {bank.name}", bank.nbytes
-        yield f"the weights of bank {bank.name} (a digest)", digest

@@ -1,8 +1,8 @@
 """The kernel of `moepass::complete_experts`: the experts of all ranks, gathered where a model asks for them.
 
 It runs in eager mode, under other backends, and wherever the compiler left the operator in a graph; the gather is
-synchronous. The first use of a layer brings its ranks together, once: each copies its part into shared memory. From
-then on each copies what it lacks whenever it wants, and no rank waits for another.
+synchronous. The banks are those that compiled graphs adopt: the first use of a layer, in whichever way, brings its
+ranks together, once. From then on each copies what it lacks whenever it wants, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from moepass.models.errors import InputError
-from moepass.passes.blocks.lower_complete_experts import COMPLETE_EXPERTS
-from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import pack_layout
-from moepass.runtime.banks.banks import Bank
-from moepass.runtime.banks.mutation_guard import MutationGuard
-from moepass.runtime.homes.peer_home import PeerPacker
-from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
-from moepass.runtime.transfer.sources import read_range
-
-_MEETING = "every rank of the group must run the model once, and with the same layers"
+from moepass.passes.blocks.lower_complete_experts import COMPLETE_EXPERTS, complete_bank
+from moepass.runtime.banks.identity import find_bank
+from moepass.runtime.homes.adopted_banks import adopted_banks
+from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S
 
 _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, CompleteExperts] = weakref.WeakValueDictionary()
@@ -48,60 +42,44 @@ class CompleteExperts:
         self.handle = torch.tensor([number], dtype=torch.int64, device="cpu")
         self._group = weakref.ref(group)
         self._lock = threading.Lock()
-        self._bank: Bank | None = None
-        self._packer: PeerPacker | None = None
-        self._shapes: object = None
-        self._watch: MutationGuard | None = None
-        self._memory: list[torch.UntypedStorage] = []
+        self._copies: list[torch.Tensor] | None = None
         _layers[number] = self
 
     def complete(self, parts: Sequence[torch.Tensor], stay: bool = True) -> list[torch.Tensor]:
         """All experts of each tensor of which `parts` are this rank's, in fresh memory.
 
-        `stay` says that `parts` are the same memory in every call; then a change of them is noticed. Raises PeerError
-        where ranks are missing, gone, or bring other tensors; InputError where `parts` are not those of the first call.
+        `stay` says that `parts` are the same memory in every call; then a change of them is noticed. Otherwise those of
+        the first call count. Raises PeerError where ranks are missing, gone, or bring other tensors; InputError where
+        `parts` are not what they were.
         """
         with self._lock:
-            if self._bank is None:
-                self._meet(parts, stay)
-            assert self._packer is not None
-            assert self._bank is not None
-            self._check_unchanged(parts)
-        bank = self._bank.spec
-        self._packer.home.check()
-        sources = self._packer.home.sources(bank, [self._bank.shard])
-        complete = []
-        for tensor in bank.tensors:
-            memory = read_range(sources, tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes, parts[0].device)
-            complete.append(memory.view(tensor.torch_dtype).view(tensor.shape))
-        return complete
+            given = parts if stay else self._copied(parts)
+        spec = complete_bank(self.name, given, self.bounds, self.group_name)
+        found = find_bank(spec, given)
+        if found is None:
+            group = self._group()
+            if group is None:
+                raise InputError(f"the process group of {self.name} was destroyed; load the model anew")
+            adopted_banks(group, given[0].device).adopt(group, [spec], [given], timeout_s=self.timeout_s)
+            found = find_bank(spec, given)
+            assert found is not None, "it was adopted right now"
+        return [found.keeper.read_tensor(found.spec, given, place) for place in range(len(given))]
 
-    def _meet(self, parts: Sequence[torch.Tensor], stay: bool) -> None:
-        layout = pack_layout(
-            (f"tensor_{place}", (self.bounds[-1], *part.shape[1:]), part.dtype) for place, part in enumerate(parts)
-        )
-        spec = BankSpec(0, self.name, "peer", layout.nbytes, layout.tensors, tuple(self.bounds), self.group_name)
-        packer = PeerPacker(PeerGroup.of(self._group(), self.timeout_s, _MEETING))
-        # Ranks hold different experts, so their weights have no digest in common.
-        packer.agree_on([spec], [""])
-        bank = packer.pack_part(0, parts)
-        packer.connect([bank])
-        self._packer, self._shapes, self._bank = packer, _shapes(parts), bank
-        if stay:
-            self._watch = MutationGuard(parts, [place.view(bank.shard) for place in packer.layout(0).tensors])
-            # They are known by their addresses, so compiled code must not move them into shards of its own.
-            self._memory = [part.untyped_storage() for part in parts]
-
-    def _check_unchanged(self, parts: Sequence[torch.Tensor]) -> None:
-        if _shapes(parts) != self._shapes or (self._watch is not None and not self._watch.are_unchanged(parts)):
+    def _copied(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """`parts` of the first call, in memory that stays."""
+        if self._copies is None:
+            with torch.inference_mode(False):
+                self._copies = [part.detach().clone(memory_format=torch.contiguous_format) for part in parts]
+        if _shapes(parts) != _shapes(self._copies):
             raise InputError(
-                f"{self.name} were changed after their first use, but other ranks have the old ones; load, convert "
-                "and place the model before its first run"
+                f"{self.name} are {_shapes(parts)}, but were {_shapes(self._copies)} in their first use, which is what "
+                "other ranks have; load, convert and place the model before its first run"
             )
+        return self._copies
 
 
-def _shapes(parts: Sequence[torch.Tensor]) -> object:
-    return [(tuple(part.shape), part.dtype, part.device) for part in parts]
+def _shapes(parts: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype, torch.device]]:
+    return [(list(part.shape), part.dtype, part.device) for part in parts]
 
 
 def _complete_experts(

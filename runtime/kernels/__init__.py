@@ -1,1 +1,1 @@
-"""Expert computation: tensors in, tensors out. May import system."""
+"""Expert computation, and decoders of banks: tensors in, tensors out. May import system."""

@@ -33,7 +33,7 @@ def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | N
     except NotByExpertError:
         return None
     work = {
-        step: _RowsInAnyNumber(graph, compile_rows(copy_graph_module(graph), mode))
+        step: RowsInAnyNumber(graph, compile_rows(copy_graph_module(graph), mode))
         for step, (graph, mode) in graphs.items()
     }
     return ExpertLoop(segment, program, work)
@@ -55,22 +55,22 @@ def product_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
     return ExpertLoop(GraphModule({}, graph), program, {})
 
 
-class _RowsInAnyNumber:
+class RowsInAnyNumber:
     """Row work for any number of rows from 1 on."""
 
     def __init__(self, graph: GraphModule, compiled: Callable[[list[Any]], Sequence[torch.Tensor]]) -> None:
-        self._graph = graph
-        self._compiled = compiled
+        self.graph = graph
+        self.compiled = compiled
 
     def __call__(self, inputs: list[Any], rows: int) -> Sequence[torch.Tensor]:
         # A symbolic size is 2 or more, and what was compiled for it may be wrong for 1, where strides mean nothing.
         if rows == 1:
-            alone: Sequence[torch.Tensor] = self._graph(*inputs)
+            alone: Sequence[torch.Tensor] = self.graph(*inputs)
             return alone
-        results = self._compiled(inputs)
+        results = self.compiled(inputs)
         # The first call needs what Inductor wraps around its code, for profilers and caches; with few rows later calls
         # feel it.
-        self._compiled = getattr(self._compiled, "current_callable", None) or self._compiled
+        self.compiled = getattr(self.compiled, "current_callable", None) or self.compiled
         return results
 
 
@@ -99,9 +99,10 @@ class _Chunk:
 class ExpertLoop:
     """Runs a program: called with a list of the segment's inputs, gives the segment's outputs."""
 
-    def __init__(self, segment: GraphModule, program: ExpertProgram, work: dict[RowWork, _RowsInAnyNumber]) -> None:
+    def __init__(self, segment: GraphModule, program: ExpertProgram, work: dict[RowWork, RowsInAnyNumber]) -> None:
+        self.segment = segment
         self.program = program
-        self._steps = [(step, work[step] if isinstance(step, RowWork) else None) for step in program.steps]
+        self.steps = [(step, work[step] if isinstance(step, RowWork) else None) for step in program.steps]
         self._inputs = graph_inputs(segment.graph)
         self._fixed = _graph_of_fixed(segment, program)
 
@@ -141,7 +142,7 @@ class ExpertLoop:
     def _run(self, values: _Values, expert: int | None, chunk: _Chunk) -> None:
         """`chunk`, whose rows are all of one expert; None: of no expert."""
         found = {**values.tables, **chunk.row_inputs}
-        for step, work in self._steps:
+        for step, work in self.steps:
             if isinstance(step, Product):
                 out = chunk.outputs.get(step.node)
                 if expert is None:

@@ -48,18 +48,26 @@ class LoweredSegment(torch.nn.Module):
     because nothing is overwritten inside a segment: releases and updates of buffers stand between segments.
     """
 
-    def __init__(self, run: Lowered, segment: GraphModule, boxed: bool) -> None:
+    def __init__(self, run: Lowered, tensors: Sequence[int], fresh: Sequence[int], boxed: bool) -> None:
+        """`tensors` are the inputs, and `fresh` the outputs, that are compared. `run` takes a list where `boxed`."""
         super().__init__()
         self.run = run
         self.boxed = boxed
+        self.tensors = list(tensors)
+        self.fresh = list(fresh)
+
+    @staticmethod
+    def of(run: Lowered, segment: GraphModule, boxed: bool) -> LoweredSegment:
+        """What `segment` became."""
         inputs, outputs = graph_inputs(segment.graph), segment.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
-        self.tensors = [position for position, node in enumerate(inputs) if _is_strided(fake_value(node))]
-        self.fresh = [
+        tensors = [position for position, node in enumerate(inputs) if _is_strided(fake_value(node))]
+        fresh = [
             position
             for position, node in enumerate(outputs)
             if isinstance(node, Node) and _is_strided(fake_value(node)) and view_source(node).op != "placeholder"
         ]
+        return LoweredSegment(run, tensors, fresh, boxed)
 
     def forward(self, *inputs: Any) -> Any:
         outputs = self.run(list(inputs)) if self.boxed else self.run(*inputs)
@@ -87,20 +95,20 @@ def lower_segments(top: GraphModule, how: str) -> GraphModule:
 
 def _lower_eager(segment: GraphModule) -> torch.nn.Module:
     # Here the comparison of storages catches operators whose schema hides that they give a view.
-    return LoweredSegment(segment, segment, boxed=False)
+    return LoweredSegment.of(segment, segment, boxed=False)
 
 
 def _lower_inductor(segment: GraphModule) -> torch.nn.Module:
     by_expert = lower_experts(segment, compile_with_inductor)
     if by_expert is not None:
-        return LoweredSegment(by_expert, segment, boxed=True)
+        return LoweredSegment.of(by_expert, segment, boxed=True)
     # Inductor edits the graph that it compiles; the partitioned one stays readable.
     private = copy_graph_module(segment)
     for node in graph_inputs(private.graph):
         node.meta["val"] = _own_symbol(fake_value(node))
     inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(private.graph)]
     fake_mode = _fake_mode_of(segment, inputs)
-    return LoweredSegment(compile_with_inductor(private, fake_mode), segment, boxed=True)
+    return LoweredSegment.of(compile_with_inductor(private, fake_mode), segment, boxed=True)
 
 
 def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:

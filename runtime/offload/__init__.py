@@ -1,4 +1,4 @@
 """A model's experts go to their home, from memory or from a checkpoint.
 
-May import homes, banks, transfer, ranks, system.
+May import homes, banks, transfer, ranks, kernels, system.
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +46,12 @@ from moepass.runtime.offload.offload import (
     split_layers,
 )
 from moepass.runtime.offload.residents import Residents
-from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.ranks.agree import Topic, agree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHECKPOINT = "description of its checkpoint"
-_RESIDENT_BYTES, _RESIDENT_LAYERS = "resident_bytes", "resident_layers"
 _TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
 _GENERATION_FILE = "generation_config.json"
 
@@ -97,9 +97,11 @@ def load_pretrained(
     """
     options = options_of(home)
     _check_options(dtype, progress)
-    meeting: Rendezvous | None = None
-    if isinstance(options, SpreadOptions):
-        meeting = PeerGroup.of(options.group, options.timeout_s, _TITLE).rendezvous
+    meeting = (
+        PeerGroup.of(options.group, options.timeout_s, _TITLE).rendezvous
+        if isinstance(options, SpreadOptions)
+        else None
+    )
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
@@ -107,7 +109,7 @@ def load_pretrained(
             plan = _plan(path, dtype, experts_implementation, residents)
             own_bytes = plan.own_bytes(rank, ranks, home_named(options.home).is_in_files)
             if meeting is not None:
-                _meet(meeting, plan.description())
+                deque(agree(meeting, _CHECKPOINT, plan.topics()), maxlen=0)
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             plan.files.on_read = on_read
             report = offload_experts(plan.model, options, device, slots, resident_bytes, resident_layers)
@@ -128,13 +130,6 @@ def offload_report(model: nn.Module) -> OffloadReport:
     resident = tuple(find_expert_modules(model))
     home = store.banks[0].spec.home
     return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.stage_bytes)
-
-
-@dataclass(frozen=True)
-class _Description:
-    """What all ranks must have in common, topic by topic: words and digests, in an order from cause to effect."""
-
-    topics: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -189,23 +184,26 @@ class _Plan:
                 ) from error
         return sum(stored.nbytes for recipe in recipes for stored in recipe.stored())
 
-    def description(self) -> _Description:
-        """Of the weights it holds only samples of the dense ones, since no rank reads all experts."""
+    def topics(self) -> list[Topic]:
+        """What all ranks must have in common, from cause to effect. Of the weights that are samples of the dense ones,
+        since no rank reads all experts.
+        """
         config = hashlib.blake2b((self.folder / checkpoints.CONFIG_FILE).read_bytes(), digest_size=8).hexdigest()
         sources = [stored for tensor in self.dense().values() for stored in tensor.recipe.stored()]
         samples = {stored.tensor.key: self.files.read(stored.tensor)[None] for stored in sources}
         dense = weights_digest(dict(sorted(samples.items())))
         self.files.close()
-        return _Description(
-            {
-                # First: they decide which weights count as dense.
-                _RESIDENT_BYTES: str(self.residents.nbytes),
-                _RESIDENT_LAYERS: str(sorted(self.residents.layers)),
-                f"{checkpoints.CONFIG_FILE} (a digest)": config,
-                "the tensors in the checkpoint (a digest of names, types and shapes)": self.files.digest(),
-                "the dense weights in the checkpoint (a digest)": dense,
-            }
-        )
+        layers, checkpoint = sorted(self.residents.layers), "give every rank the same checkpoint"
+        return [
+            # First: they decide which weights count as dense.
+            Topic("resident_bytes", self.residents.nbytes, "give every rank the same resident_bytes"),
+            Topic("resident_layers", layers, "give every rank the same resident_layers"),
+            Topic(f"{checkpoints.CONFIG_FILE} (a digest)", config, checkpoint),
+            Topic(
+                "the tensors in the checkpoint (a digest of names, types and shapes)", self.files.digest(), checkpoint
+            ),
+            Topic("the dense weights in the checkpoint (a digest)", dense, checkpoint),
+        ]
 
 
 def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str, residents: Residents) -> _Plan:
@@ -285,23 +283,6 @@ def _name_after(model: PreTrainedModel, folder: Path) -> None:
             raise CheckpointError(
                 f"{folder / _GENERATION_FILE} cannot be read: {checkpoints._one_line(error)}"
             ) from error
-
-
-def _meet(meeting: Rendezvous, own: _Description) -> None:
-    """Wait until all ranks came with the same checkpoint. Raises PeerError, the same on every rank."""
-    meeting.publish(_CHECKPOINT, own)
-    found = dict(meeting.read_all(_CHECKPOINT, _Description, lambda: None))
-    found[meeting.rank] = own
-    first = found[0].topics
-    for rank in range(1, meeting.size):
-        for topic, value in first.items():
-            other = found[rank].topics.get(topic)
-            if other != value:
-                given = topic if topic in (_RESIDENT_BYTES, _RESIDENT_LAYERS) else "checkpoint"
-                raise PeerError(
-                    f"ranks disagree on {topic}: {value} on rank 0, {other} on rank {rank}; give every rank the same "
-                    f"{given}"
-                )
 
 
 def _read_dense(model: nn.Module, device: torch.device) -> None:

@@ -12,11 +12,11 @@ Which of a rank's graphs takes part does not matter: ranks compile for different
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -28,15 +28,14 @@ from moepass.models.errors import InputError
 from moepass.passes.ir.plan import Dispatch, LocalisedBlock
 from moepass.passes.parallel.proposals import Proposal
 from moepass.passes.schedule.dispatch import choose_form
+from moepass.runtime.ranks.agree import Topic, agree_on_run
 from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.decisions import MEETING, decisions_of
-from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.ranks.of_group import OfGroup
+from moepass.runtime.ranks.rendezvous import Rendezvous
 
 logger = logging.getLogger("moepass")
 
-# Whole numbers up to here are exact on their way, as float64.
-LARGEST_EXACT = 2**53
 # Of a digest: as many as are compared, and short enough for people to compare them too.
 _DIGITS = 12
 
@@ -70,16 +69,31 @@ class RunVote:
             return RunVote(tokens / dispatch.crossover_tokens, 1, dispatch.hysteresis, blocks, is_estimated=True)
         return RunVote(tokens, dispatch.crossover_tokens, dispatch.hysteresis, blocks)
 
-    def encode(self) -> torch.Tensor:
-        digest = hashlib.sha256("\n".join(self.blocks).encode()).digest()[:6]
-        numbers = [
-            self.tokens,
-            self.crossover_tokens,
-            self.hysteresis,
-            int.from_bytes(digest, "big"),
-            self.compared_in,
+    def topics(self) -> list[Topic]:
+        return [
+            *_shared_topics(self.blocks, self.crossover_tokens, self.hysteresis),
+            Topic("tokens", self.tokens, is_vote=True),
+            Topic("the last comparison of inputs", self.compared_in, is_vote=True),
         ]
-        return torch.tensor(numbers, dtype=torch.float64)
+
+
+# Made again in every run otherwise.
+@functools.lru_cache(maxsize=256)
+def _shared_topics(blocks: tuple[str, ...], crossover_tokens: int, hysteresis: float) -> tuple[Topic, Topic]:
+    crossover = "none" if crossover_tokens == _NO_CROSSOVER else crossover_tokens
+    return (
+        Topic(
+            "the layers that they are about to run without exchanges",
+            ", ".join(blocks) or "none",
+            "all ranks must run the same layers, with the same activation functions, in the same order, equally often, "
+            "and cut the model in the same graphs",
+        ),
+        Topic(
+            "the tokens per rank below which runs are exchanged",
+            f"{crossover} (hysteresis {hysteresis:g})",
+            "give all ranks the same all_to_all_below",
+        ),
+    )
 
 
 class Agreement:
@@ -92,10 +106,6 @@ class Agreement:
         # The last form, by crossover and hysteresis: graphs with another crossover have their own.
         self._last: dict[tuple[int, float], str] = {}
         self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
 
     def compare(self, blocks: tuple[str, ...], timeout_s: float, compared_in: int = 0) -> bool:
         """Let ranks see that all of them are about to run the same blocks. Raises PeerError as `agree` does.
@@ -103,8 +113,8 @@ class Agreement:
         True where also all come with the same `compared_in`, and none with NEVER_COMPARED.
         """
         with self._lock:
-            present = self._exchange(RunVote(0.0, _NO_CROSSOVER, 0.0, blocks, compared_in=compared_in), timeout_s)
-        return compared_in != NEVER_COMPARED and all(numbers[-1] == compared_in for numbers in present)
+            votes = self._exchange(RunVote(0.0, _NO_CROSSOVER, 0.0, blocks, compared_in=compared_in), timeout_s)
+        return compared_in != NEVER_COMPARED and all(other == compared_in for _, other in votes)
 
     def agree(self, own: RunVote, timeout_s: float) -> str:
         """The form of the next run, the same on all ranks.
@@ -113,8 +123,7 @@ class Agreement:
         run; one that names a rank which is gone, or did not come within `timeout_s`. Then no rank agrees any more.
         """
         with self._lock:
-            present = self._exchange(own, timeout_s)
-            tokens = sum(numbers[0] for numbers in present)
+            tokens = sum(tokens for tokens, _ in self._exchange(own, timeout_s))
             crossover = own.crossover_tokens, own.hysteresis
             last = self._last.get(crossover)
             self._last[crossover] = form = choose_form(tokens, self.size, *crossover, last)
@@ -128,13 +137,11 @@ class Agreement:
         return form
 
     def _exchange(self, own: RunVote, timeout_s: float) -> list[list[float]]:
-        """The numbers of all ranks, by rank."""
-        sent = own.encode()
+        """Tokens and last comparison of all ranks, by rank."""
         if self.size == 1:
-            return [sent.tolist()]
+            return [[own.tokens, own.compared_in]]
         connections = self._connect(timeout_s)
         connections.check()
-        found = {rank: torch.empty_like(sent) for rank in connections.others}
         late = (
             f"did not come to agree on a run within {timeout_s:g} s. With all_to_all_below, where ranks add up the "
             "results of their experts (all_reduce), and where a group runs layers of one name with different experts, "
@@ -142,25 +149,7 @@ class Agreement:
             "equally often, as the exchanges of the model itself need it: with no tokens if it has none, and with the "
             "tokens of all where they add up; give ranks that compile longer than others a longer timeout_s"
         )
-        try:
-            connections.exchange(
-                {rank: [numbers] for rank, numbers in found.items()},
-                {rank: [sent] for rank in found},
-                time.monotonic() + timeout_s,
-                late,
-                "ranks agreed on a run",
-            )
-        except PeerError:
-            raise
-        except BaseException as error:  # what is on its way now would be taken for that of a later run
-            connections.fail(f"rank {self.rank} was interrupted while ranks agreed on a run: {type(error).__name__}")
-            raise
-        found[self.rank] = sent
-        present = [found[rank].tolist() for rank in range(self.size)]
-        problem = _difference(present, self.rank, own.blocks)
-        if problem is not None:
-            raise PeerError(connections.fail(problem))
-        return present
+        return agree_on_run(connections, own.topics(), time.monotonic() + timeout_s, late, "ranks agreed on a run")
 
     def _connect(self, timeout_s: float) -> Connections:
         if self._connections is None:
@@ -172,36 +161,9 @@ class Agreement:
                 )
             rendezvous = Rendezvous(self._store, self.rank, self.size, timeout_s, MEETING)
             # Who is missing, gloo would not tell.
-            rendezvous.publish("first word on a run", self.rank)
-            deque(rendezvous.read_all("first word on a run", int, check=lambda: None), maxlen=0)
-            self._connections = Connections(
-                rendezvous,
-                "agreements",
-                "agreements on runs",
-                f"this process was forked from rank {self.rank}, and has no part in what its ranks agree on before "
-                "each run; run the model in that process",
-            )
+            deque(rendezvous.exchange("first word on a run", self.rank, int), maxlen=0)
+            self._connections = Connections(rendezvous, "agreements", "agreements on runs")
         return self._connections
-
-
-def _difference(present: Sequence[Sequence[float]], own_rank: int, own_blocks: Sequence[str]) -> str | None:
-    """What ranks do not have in common; where it is the blocks, with those of this rank."""
-    for rank, (_, crossover, hysteresis, blocks, _) in enumerate(present):
-        _, first_crossover, first_hysteresis, first_blocks, _ = present[0]
-        if blocks != first_blocks:
-            return (
-                f"rank {rank} is about to run other layers than rank 0, or the same with other experts, or cuts the "
-                f"model in other graphs (rank {own_rank}: {', '.join(own_blocks) or 'layers with their exchanges'}); "
-                "all ranks must run the same layers, with the same activation functions, in the same order, equally "
-                "often"
-            )
-        if (crossover, hysteresis) != (first_crossover, first_hysteresis):
-            return (
-                "ranks disagree on the tokens per rank below which runs are exchanged: "
-                f"{first_crossover:g} (hysteresis {first_hysteresis:g}) on rank 0, "
-                f"{crossover:g} (hysteresis {hysteresis:g}) on rank {rank}; give all ranks the same all_to_all_below"
-            )
-    return None
 
 
 class RunCheck:
@@ -235,13 +197,5 @@ def taken_blocks(blocks: Sequence[LocalisedBlock]) -> tuple[str, ...]:
     )
 
 
-_agreements: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
-_agreements_lock = threading.Lock()
-
-
-def agreement_of(group: ProcessGroup) -> Agreement:
-    """That of `group`, which lives as long as the group."""
-    with _agreements_lock:
-        if group not in _agreements:
-            _agreements[group] = Agreement(group)
-        return _agreements[group]
+# That of a group.
+agreement_of = OfGroup(Agreement)

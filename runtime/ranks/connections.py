@@ -1,12 +1,15 @@
 """gloo connections of some ranks' own, on which small and large messages go from rank to rank: every wait ends.
 
 The first error ends the connections for good, on every rank, with that error's text.
+
+This is a process group of torch with a timeout, but not one of `torch.distributed.new_group`: that is made by all ranks
+of the default group together, and its errors name neither the rank that is missing nor, on the other ranks, the first
+cause. Its `monitored_barrier` names missing ranks on rank 0 alone, and `abort` wakes nobody who waits (torch 2.13).
 """
 
 from __future__ import annotations
 
 import datetime
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +19,7 @@ import torch
 from torch.distributed import Work
 
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.system.forking import OwnerProcess
 
 _TAG = 0
 # Nobody sends with this one. A multiple of small numbers: gloo spreads tags over its network devices by remainder.
@@ -29,16 +33,15 @@ class Connections:
     `exchange` belongs to one thread at a time; `check` and `fail` may be called by any.
     """
 
-    def __init__(self, rendezvous: Rendezvous, name: str, purpose: str, inherited: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, purpose: str) -> None:
         """`name` tells these connections from others of the same meeting; `purpose` stands for them in errors.
 
-        `inherited` is the error of a process that was forked from this one. Raises PeerError where ranks do not connect
-        within the rendezvous's timeout.
+        Raises PeerError where ranks do not connect within the rendezvous's timeout.
         """
         self.rank, self.size = rendezvous.rank, rendezvous.size
-        self._rendezvous = rendezvous
-        self._name, self._purpose, self._inherited = name, purpose, inherited
-        self._process = os.getpid()
+        self.rendezvous = rendezvous
+        self._name, self._purpose = name, purpose
+        self._owner = OwnerProcess()
         self._failing = threading.Lock()
         self._failure: str | None = None
         try:
@@ -63,10 +66,17 @@ class Connections:
 
     def check(self) -> None:
         """Raises PeerError where an exchange failed before, on any rank that this one heard of; waits for nothing."""
-        if os.getpid() != self._process:
-            raise PeerError(self._inherited)
+        self._owner.check()
         if self._failure is not None:
             raise PeerError(self._failure)
+
+    def share(self, own: torch.Tensor, deadline: float, late: str, lost: str) -> list[torch.Tensor]:
+        """What each rank has in the place of `own`, by rank; of one size on all. The rest is as in `exchange`."""
+        found = [torch.empty_like(own) if rank != self.rank else own for rank in range(self.size)]
+        self.exchange(
+            {rank: [found[rank]] for rank in self.others}, {rank: [own] for rank in self.others}, deadline, late, lost
+        )
+        return found
 
     def exchange(
         self,
@@ -105,12 +115,11 @@ class Connections:
 
         On return nobody waits in `exchange` any more, but for the time that it takes to notice.
         """
-        if os.getpid() != self._process:
-            return reason
+        self._owner.check()
         with self._failing:
             if self._failure is None:
                 try:
-                    self._failure = self._rendezvous.tell_first(f"end of {self._name}", reason)
+                    self._failure = self.rendezvous.tell_first(f"end of {self._name}", reason)
                 except PeerError as error:
                     self._failure = f"{reason} ({error})"
                 self._disconnect()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,8 +26,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from moepass.passes.ir.plan import LocalisedBlock
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, blocks_to_leave, explain_difference
+from moepass.runtime.ranks.agree import check_equal
+from moepass.runtime.ranks.of_group import OfGroup
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, skip_abandoned
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.system.forking import OwnerProcess
 
 logger = logging.getLogger("moepass")
 
@@ -54,10 +55,7 @@ class BlockDecisions:
         self._has_left_exchanges = False
         self._is_alone = False
         self._lock = threading.Lock()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._owner = OwnerProcess()
 
     def decide(
         self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
@@ -67,6 +65,7 @@ class BlockDecisions:
         Waits for the other ranks where something of `own` was not decided yet. Raises PeerError naming ranks that do
         not come within `timeout_s`, and where ranks differ in the number of tokens below which they exchange.
         """
+        self._owner.check()
         with self._lock:
             keys = _keys(own)
             unknown = [key for key in keys if key not in self._decided and self._why_stays(key[0]) is None]
@@ -108,15 +107,18 @@ class BlockDecisions:
         title = MEETING if changed is None else f"{MEETING}. On rank {rank} {changed}"
         try:
             rendezvous = Rendezvous(store, rank, size, timeout_s, title, is_dispensable)
-            rendezvous.publish("list of blocks", own)
-            found = dict(rendezvous.read_all("list of blocks", Proposal, check=lambda: None))
+            proposals = [proposal for _, proposal in rendezvous.exchange("list of blocks", own, Proposal)]
         except PeerError as error:
             if not is_dispensable:
                 raise
             self._go_alone(own, str(error))
             return
-        proposals = [found.get(other, own) for other in range(size)]
-        _check_crossovers(proposals)
+        crossovers = {other: proposal.crossover for other, proposal in enumerate(proposals) if proposal.takes}
+        check_equal(
+            "the tokens per rank below which runs are exchanged",
+            crossovers,
+            "give all ranks the same hardware or all_to_all_below",
+        )
         left = blocks_to_leave(proposals)
         unexplained = [name for name, reason in left.items() if reason == UNEXPLAINED]
         if unexplained:
@@ -132,11 +134,7 @@ class BlockDecisions:
     ) -> dict[str, str]:
         """Where the blocks with these names differ between ranks: every rank takes all of them."""
         texts = {block.name: texts_of(block) for block in own.takes if block.name in names}
-        rendezvous.publish("description of blocks", texts)
-        kind = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
-        found: dict[int, Mapping[str, Texts]] = {rendezvous.rank: texts}
-        found |= rendezvous.read_all("description of blocks", kind, check=lambda: None)
-        by_rank = [found[rank] for rank in sorted(found)]
+        by_rank = [found for _, found in rendezvous.exchange("description of blocks", texts, dict[str, Texts])]
         reasons = {}
         for name in names:
             experts, tokens = ([texts[name][part] for texts in by_rank] for part in (0, 1))
@@ -211,25 +209,8 @@ def _keys(proposal: Proposal) -> list[tuple[str, str]]:
     return keys or [("\n".join(proposal.exchanges), "")]
 
 
-def _check_crossovers(proposals: Sequence[Proposal]) -> None:
-    """Raises PeerError, the same on every rank, where ranks would disagree on the form of a run."""
-    first = proposals[0]
-    for rank, proposal in enumerate(proposals):
-        if first.takes and proposal.takes and proposal.crossover != first.crossover:
-            raise PeerError(
-                f"ranks disagree on the tokens per rank below which runs are exchanged: {first.crossover} on rank 0, "
-                f"{proposal.crossover} on rank {rank}; give all ranks the same hardware or all_to_all_below"
-            )
-
-
-_decisions: weakref.WeakKeyDictionary[ProcessGroup, BlockDecisions] = weakref.WeakKeyDictionary()
-_decisions_lock = threading.Lock()
-
-
-def decisions_of(group: ProcessGroup) -> BlockDecisions:
-    """Those of `group`, which live as long as the group."""
-    with _decisions_lock:
-        return _decisions.setdefault(group, BlockDecisions())
+# Those of a group.
+decisions_of = OfGroup(lambda group: BlockDecisions())
 
 
 def has_others(group: ProcessGroup) -> bool:

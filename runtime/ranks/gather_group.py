@@ -19,17 +19,29 @@ import torch
 
 from moepass.models.errors import InputError
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, GatherSignature
+from moepass.runtime.ranks.agree import Topic, agree_on_run
 from moepass.runtime.ranks.connections import Connections
-from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.ranks.rendezvous import Rendezvous
 
 # Of one thing that is gathered: the index of its bank, and the range of bytes in it.
 Request = tuple[int, int, int]
 
 
-class GatherGroup:
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """A request, which people read as `text`."""
+
+    request: Request
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class GatherGroup(Connections):
     """This rank among those of `rendezvous`, which all come here together.
 
-    `ask` and `exchange` belong to one thread; `check` and `fail` may be called by any.
+    `ask` and `gather` belong to one thread; `check` and `fail` may be called by any.
     """
 
     def __init__(self, rendezvous: Rendezvous, describe: Callable[[Request], str]) -> None:
@@ -41,68 +53,40 @@ class GatherGroup:
             raise InputError("transport='collective' needs gloo, which this build of torch lacks; use transport='pull'")
         self._describe = describe
         self._timeout_s = rendezvous.timeout_s
-        self._connections = Connections(
-            rendezvous,
-            "gathers",
-            "transport 'collective'",
-            f"this process was forked from rank {rendezvous.rank} and has no part in its gathers (transport "
-            "'collective'); run the model in that process, or bring the experts there after the fork",
-        )
-
-    @property
-    def rank(self) -> int:
-        return self._connections.rank
-
-    @property
-    def size(self) -> int:
-        return self._connections.size
-
-    def check(self) -> None:
-        """Raises PeerError where a gather failed before, on any rank that this one heard of; waits for nothing."""
-        self._connections.check()
+        super().__init__(rendezvous, "gathers", "transport 'collective'")
 
     def ask(self, request: Request, wants: bool, plan: GatherSignature = NO_GATHER_SIGNATURE) -> dict[int, bool]:
         """Wait until all ranks ask for the same; gives, for each of the others, whether it wants the bytes.
 
-        Of ranks that follow a `plan`, all follow the same.
-
-        Raises PeerError: where ranks ask for different things, or by different plans, the same text on all of them;
-        where a rank does not come within the timeout, or is gone, one that names it.
+        Of ranks that follow a `plan`, all follow the same. Raises DisagreementError where ranks ask for different
+        things, or by different plans; PeerError naming a rank that does not come within the timeout, or is gone.
         """
         self.check()
-        own = torch.tensor([*request, wants, *dataclasses.astuple(plan)], dtype=torch.int64)
-        asked = {rank: torch.empty_like(own) for rank in self._connections.others}
+        what = self._describe(request)
         late = (
-            f"did not come to gather {self._describe(request)} within {self._timeout_s:g} s. With transport "
-            "'collective' all ranks run the same layers, equally often: call moepass.gather_only_step(model) on a rank "
-            "that has no work for a step, and give ranks that compile longer than others a longer timeout_s"
+            f"did not come to gather {what} within {self._timeout_s:g} s. With transport 'collective' all ranks run "
+            "the same layers, equally often: call moepass.gather_only_step(model) on a rank that has no work for a "
+            "step, and give ranks that compile longer than others a longer timeout_s"
         )
-        self._exchange(request, {rank: [own] for rank in asked}, {rank: [to] for rank, to in asked.items()}, late)
-        asked[self.rank] = own
-        requests = {rank: (int(it[0]), int(it[1]), int(it[2])) for rank, it in sorted(asked.items())}
-        for rank, other in requests.items():
-            if other != requests[0]:
-                raise PeerError(
-                    self.fail(
-                        f"ranks gather different things at the same time: {self._describe(requests[0])} on rank 0, "
-                        f"{self._describe(other)} on rank {rank}. With transport 'collective' all ranks run the same "
-                        "layers in the same order, and a rank without work calls moepass.gather_only_step(model)"
-                    )
-                )
-        plans = {rank: found for rank, it in sorted(asked.items()) if (found := _plan_of(it)) != NO_GATHER_SIGNATURE}
-        leader = next(iter(plans), 0)
-        different = [rank for rank, plan_of_rank in plans.items() if plan_of_rank != plans[leader]]
-        if different:
-            raise PeerError(
-                self.fail(
-                    f"ranks gather {self._describe(request)} by different plans: {plans[leader]} on rank {leader}, "
-                    f"{plans[different[0]]} on rank {different[0]}, or the same in another order. With transport "
-                    "'collective' all ranks compile the same model, with as many slots and the same graph breaks"
-                )
-            )
-        return {rank: bool(asked[rank][3]) for rank in self._connections.others}
+        topics = [
+            Topic(
+                "what they gather",
+                _Described(request, what),
+                "with transport 'collective' all ranks run the same layers in the same order, and a rank without work "
+                "calls moepass.gather_only_step(model)",
+            ),
+            Topic(
+                f"the plan by which they gather {what}",
+                None if plan == NO_GATHER_SIGNATURE else plan,
+                "or they gather the same in another order: with transport 'collective' all ranks compile the same "
+                "model, with as many slots and the same graph breaks",
+            ),
+            Topic("wants the bytes", wants, is_vote=True),
+        ]
+        votes = agree_on_run(self, topics, time.monotonic() + self._timeout_s, late, f"{what} was gathered")
+        return {rank: bool(votes[rank][0]) for rank in self.others}
 
-    def exchange(
+    def gather(
         self,
         request: Request,
         send: Mapping[int, Sequence[torch.Tensor]],
@@ -116,28 +100,5 @@ class GatherGroup:
         """
         what = self._describe(request)
         late = f"did not bring its part of {what} within {self._timeout_s:g} s (transport 'collective')"
-        self._exchange(request, send, receive, late, meanwhile)
-
-    def _exchange(
-        self,
-        request: Request,
-        send: Mapping[int, Sequence[torch.Tensor]],
-        receive: Mapping[int, Sequence[torch.Tensor]],
-        late: str,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
         deadline = time.monotonic() + self._timeout_s
-        lost = f"{self._describe(request)} was gathered"
-        self._connections.exchange(receive, send, deadline, late, lost, meanwhile)
-
-    def fail(self, reason: str) -> str:
-        """End gathering on all ranks, because of `reason` unless one failed before; gives the first reason.
-
-        On return nobody waits in `ask` or `exchange` any more, but for the time that it takes to notice.
-        """
-        return self._connections.fail(reason)
-
-
-def _plan_of(asked: torch.Tensor) -> GatherSignature:
-    digest, gathers, slots = asked[4:].tolist()
-    return GatherSignature(digest, gathers, slots)
+        self.exchange(receive, send, deadline, late, f"{what} was gathered", meanwhile)

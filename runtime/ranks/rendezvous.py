@@ -12,6 +12,7 @@ run what they compiled before look for it too (`eager_watch.py`).
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -21,6 +22,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from moepass.models.errors import MoepassError
+from moepass.runtime.system.forking import OwnerProcess
 
 T = TypeVar("T")
 
@@ -30,6 +32,10 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 _FAILURE = "failure"
 _ENDED, _ABANDONED = "moepass/ended", "abandoned"
 _ALL_CAME = "all came"
+
+
+def wait_for_nothing() -> None:
+    """The check of a meeting at which nothing else is watched."""
 
 
 class PeerError(MoepassError, RuntimeError):
@@ -56,6 +62,8 @@ class Rendezvous:
         self.timeout_s = timeout_s
         self.title = title
         self._is_dispensable = is_dispensable
+        # A forked child has the same connection to the store as its parent.
+        _owners.setdefault(store, OwnerProcess()).check()
         with _store_errors():
             ended = why_ended(store)
         if ended is not None:
@@ -75,14 +83,20 @@ class Rendezvous:
         with _store_errors():
             self._store.set(_key(what, self.rank), msgspec.json.encode(record).decode())
 
-    def read_all(self, what: str, kind: type[T], check: Callable[[], None]) -> Iterator[tuple[int, T]]:
-        """What each of the others published as `what`, with its rank, in the order of ranks.
+    def exchange(
+        self, what: str, own: T, kind: type[T], check: Callable[[], None] = wait_for_nothing
+    ) -> Iterator[tuple[int, T]]:
+        """Publish `own`; gives what each rank published as `what`, with its rank, in the order of ranks.
 
         `check` is called while waiting and may raise PeerError. Raises PeerError naming the ranks that did not publish
         within `timeout_s`, and as soon as a rank says that it failed. Once all were read, no other rank gets an error.
         """
+        self.publish(what, own)
         deadline = time.monotonic() + self.timeout_s
-        for rank in self._others():
+        for rank in range(self.size):
+            if rank == self.rank:
+                yield rank, own
+                continue
             try:
                 self._wait(what, rank, deadline, check)
             except KeyboardInterrupt:
@@ -130,9 +144,6 @@ class Rendezvous:
         """A store for this meeting's ranks alone."""
         return PrefixStore(name, self._store)
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
-
     def _wait(self, what: str, rank: int, deadline: float, check: Callable[[], None]) -> None:
         pause = _FIRST_PAUSE_S
         while not self._is_there(_key(what, rank)):
@@ -144,7 +155,7 @@ class Rendezvous:
                 with _store_errors():
                     raise PeerError(self._store.get(_FAILURE).decode())
             if time.monotonic() > deadline:
-                missing = [str(other) for other in self._others() if not self._is_there(_key(what, other))]
+                missing = [str(other) for other in range(self.size) if not self._is_there(_key(what, other))]
                 ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
                 text = f"{ranks} did not publish a {what} within {self.timeout_s:g} s; {self.title}"
                 self._give_up(what, f"{text} (rank {self.rank} waited)")
@@ -166,6 +177,9 @@ class Rendezvous:
     def _is_there(self, key: str) -> bool:
         with _store_errors():
             return bool(self._store.check([key]))
+
+
+_owners: weakref.WeakKeyDictionary[Store, OwnerProcess] = weakref.WeakKeyDictionary()
 
 
 def _key(what: str, rank: int) -> str:

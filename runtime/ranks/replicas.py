@@ -21,7 +21,6 @@ sample    of a parameter on a CPU: a few hundred bytes. Weights that were loaded
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,8 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moepass.passes.parallel.proposals import explain_difference
 from moepass.runtime.ranks.agreement import NEVER_COMPARED, agreement_of
 from moepass.runtime.ranks.checksum import checksum
+from moepass.runtime.ranks.of_group import OfGroup
 from moepass.runtime.ranks.rendezvous import Rendezvous
-from moepass.runtime.system.forking import renew_after_fork
 from moepass.runtime.system.tensor_memory import memory_of, sampled_bytes
 
 _COMPARISON = (
@@ -70,10 +69,6 @@ class Comparisons:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._last: dict[object, _Compared] = {}
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        self.lock = threading.Lock()
 
     def find(self, state: _State) -> _Compared | None:
         """That of these parameters, unless one of them changed since."""
@@ -149,23 +144,12 @@ class ReplicaCheck:
         rendezvous = Rendezvous(
             c10d._get_process_group_store(group), group.rank(), group.size(), self._timeout_s, _COMPARISON
         )
-        rendezvous.publish("list of checksums", own)
-        found = dict(rendezvous.read_all("list of checksums", list[str], check=lambda: None))
-        found[group.rank()] = own
-        by_rank = [found[rank] for rank in sorted(found)]
+        by_rank = [found for _, found in rendezvous.exchange("list of checksums", own, list[str])]
         return rendezvous.number, explain_difference(by_rank, "the inputs that it is computed from")
 
 
-_comparisons: weakref.WeakKeyDictionary[ProcessGroup, Comparisons] = weakref.WeakKeyDictionary()
-_comparisons_lock = threading.Lock()
-
-
-def comparisons_of(group: ProcessGroup) -> Comparisons:
-    """Those of `group`, which live as long as the group."""
-    with _comparisons_lock:
-        if group not in _comparisons:
-            _comparisons[group] = Comparisons()
-        return _comparisons[group]
+# Those of a group.
+comparisons_of = OfGroup(lambda group: Comparisons())
 
 
 def describe(value: Any) -> str:

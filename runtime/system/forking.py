@@ -1,29 +1,48 @@
-"""What a forked child must make anew: threads do not come along, and locks may be held by those that did not."""
+"""A forked child gets one error from whatever it calls, since neither threads, locks nor connections come along."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+
+from moepass.models.errors import MoepassError
 
 
-class Renewable(Protocol):
-    def after_fork(self) -> None:
-        """Called in a forked child, while it has one thread. Must take no lock that existed before."""
+class ForkedProcessError(MoepassError, RuntimeError):
+    """Something that belongs to process `owner` was used in process `child`, which was forked from it."""
+
+    def __init__(self, owner: int, child: int) -> None:
+        super().__init__(
+            f"process {child} was forked from process {owner}, which offloaded or compiled the model; copy threads, "
+            f"locks and connections to other ranks stay there. Run the model in process {owner}, or start processes "
+            "with multiprocessing's 'spawn' and load the model in each"
+        )
+        self.owner, self.child = owner, child
 
 
-_renewables: weakref.WeakSet[Renewable] = weakref.WeakSet()
+class OwnerProcess:
+    """The process in which this object was made: what belongs to it calls `check` before it takes a lock."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def check(self) -> None:
+        """Raises ForkedProcessError in a forked child."""
+        process = os.getpid()
+        if process != self._process:
+            raise ForkedProcessError(self._process, process)
 
 
-def renew_after_fork(item: Renewable) -> None:
-    """From now on `item.after_fork()` is called in every forked child, for as long as `item` lives."""
-    _renewables.add(item)
+def finalize_in_owner(
+    item: object, function: Callable[..., object], *arguments: object
+) -> weakref.finalize[..., object]:
+    """`weakref.finalize`, which also runs when the process ends, but does nothing in a forked child: there it would
+    write to what other processes read.
+    """
+    return weakref.finalize(item, _call_in, os.getpid(), function, arguments)
 
 
-def _renew_all() -> None:
-    for item in list(_renewables):
-        item.after_fork()
-
-
-if hasattr(os, "register_at_fork"):  # not there on every platform; where it is missing there is no fork
-    os.register_at_fork(after_in_child=_renew_all)
+def _call_in(process: int, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    if os.getpid() == process:
+        function(*arguments)

@@ -7,11 +7,10 @@ import threading
 from collections.abc import Iterator
 
 from moepass.models.errors import InputError
-from moepass.runtime.system.forking import renew_after_fork
 
 
 class NonReentrantLock:
-    """One turn at a time, of all threads of a process. A forked child inherits no turn but that of its own thread."""
+    """One turn at a time, of all threads of a process."""
 
     def __init__(self, busy: str) -> None:
         """`busy` is what a thread is told that asks for a turn inside its own."""
@@ -19,7 +18,6 @@ class NonReentrantLock:
         # Reentrant, so that a thread finds out that it has the turn already.
         self._lock = threading.RLock()
         self._owner: int | None = None
-        renew_after_fork(self)
 
     @contextlib.contextmanager
     def take(self) -> Iterator[None]:
@@ -43,8 +41,3 @@ class NonReentrantLock:
         """Inside `pause`: raises InputError where this is a turn of this thread."""
         if self._owner is not None:
             raise InputError(self._busy)
-
-    def after_fork(self) -> None:
-        self._lock = threading.RLock()
-        if self._owner != threading.get_ident():
-            self._owner = None

@@ -104,7 +104,6 @@ def _read_written_pages(address: int, nbytes: int) -> bool | None:
     first, stop = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
     entries = bytearray(8 * (stop - first))
     try:
-        # Opened anew each time: what was opened before a fork is about the parent.
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             pagemap.seek(8 * first)
             if not entries or pagemap.readinto(entries) != len(entries):

@@ -16,7 +16,7 @@ import torch
 
 from moepass.models.errors import MoepassError
 from moepass.runtime.system.page_mapping import lay_pages
-from moepass.runtime.system.processes import ProcessIdentity, start_ticks, this_process
+from moepass.runtime.system.processes import ProcessIdentity, this_process
 
 # Parts of a segment that are mapped one by one start at multiples of this.
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
@@ -148,13 +148,11 @@ def open_segment(address: SegmentAddress) -> SharedSegment:
     except OSError as error:
         raise SharedMemoryError(f"process {process.pid} is gone, or has closed its shared memory") from error
     segment = SharedSegment(descriptor, address.nbytes, is_owner=False)
-    # After opening: what was opened belongs to the process that has the number now.
-    if start_ticks(process.pid) != process.start_ticks:
-        raise SharedMemoryError(f"process {process.pid} is gone; another one has its number now")
     found = os.fstat(descriptor)
     if found.st_ino != address.inode:
         raise SharedMemoryError(
-            f"process {process.pid} has closed its shared memory; descriptor {address.descriptor} is something else now"
+            f"process {process.pid} is gone or has closed its shared memory; descriptor {address.descriptor} is "
+            "something else now"
         )
     if found.st_size != address.nbytes:
         raise SharedMemoryError(

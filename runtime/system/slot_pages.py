@@ -4,8 +4,8 @@ To map pages anew takes a third of the time of copying them, one entry of the pa
 to leave a slot moves aside, page tables and all, and moves in again when its bank comes back. Pages that somebody wrote
 to are never kept: the next turn of their bank maps them anew.
 
-What is remembered is forgotten before pages move and added after they did. So whatever an exception or a fork leaves
-half done is at worst not kept.
+What is remembered is forgotten before pages move and added after they did. So whatever an exception leaves half done is
+at worst not kept.
 """
 
 from __future__ import annotations

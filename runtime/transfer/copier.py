@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
 from moepass.runtime.transfer.learned_order import Fetch
+
+# What writes the bytes of a slot, of the bytes of the link; both flat uint8.
+Decoder = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclasses.dataclass
@@ -14,7 +18,8 @@ class RingStatistics:
     """What a ring did since it was made. `waited_seconds` is the exposed time: how long the computation waited for
     banks, on a CPU by the host's clock, on CUDA by events of the compute stream.
 
-    `copied_bytes` went into slots; `link_bytes` of them came over the link, the others from this rank's own shards.
+    `copied_bytes` went into slots or the staging buffer; `link_bytes` of them came over the link, the others from this
+    rank's own shards. `decodes` counts the banks that were decoded.
     With home `hybrid`, `staged_bytes` of what runs have used came from stages, `unstaged_bytes` past them from host
     memory.
 
@@ -25,6 +30,7 @@ class RingStatistics:
     copies: int = 0
     copied_bytes: int = 0
     link_bytes: int = 0
+    decodes: int = 0
     waited_seconds: float = 0.0
     ahead_used: int = 0
     ahead_wasted: int = 0
@@ -38,8 +44,17 @@ class Copier:
     `filled` is what `submit` gave; an event is what `event` gave, or None for "at once".
     """
 
-    def submit(self, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
-        """Bring `fetch` into `slot`, flat uint8, once the event `after` has happened; gives `filled`."""
+    def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> object:
+        """Bring `fetch` into `target`, flat uint8, once the event `after` has happened; gives `filled`.
+
+        The target is a slot, or the staging buffer, from which `decode` goes on.
+        """
+        raise NotImplementedError
+
+    def decode(self, copied: object, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> object:
+        """Fill `slot` by `decoder` with what `copied`, the last copy that was submitted, brings into `link`; gives
+        `filled`, which is in the place of `copied` from now on.
+        """
         raise NotImplementedError
 
     def wait(self, filled: object, statistics: RingStatistics) -> None:

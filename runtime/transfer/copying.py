@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import queue
 import threading
 import time
@@ -14,7 +13,8 @@ import torch
 
 from moepass.models.errors import MoepassError
 from moepass.runtime.system.background import run_in_background
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.system.forking import OwnerProcess
+from moepass.runtime.transfer.copier import Decoder
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import Source, whole
 
@@ -46,35 +46,20 @@ class PendingCopy:
         self.performed: tuple[float, float] | None = None
         self.error: BaseException | None = None
         self.abandoned = threading.Event()
-        self._process = os.getpid()
-
-    @property
-    def _is_inherited(self) -> bool:
-        """A forked child has this object, but not the thread that works on it; its events may be locked for ever."""
-        return os.getpid() != self._process
 
     def abandon(self) -> None:
         """Nobody needs the bytes any more; `finished` follows soon."""
-        if not self._is_inherited:
-            self.abandoned.set()
+        self.abandoned.set()
 
     def end(self) -> None:
         """Block until nothing is written to the slot any more, whatever became of the copy."""
-        if not self._is_inherited:
-            self.finished.wait()
+        self.finished.wait()
 
     def wait(self) -> None:
-        """Block until the slot is full. Raises CopyError where the copy failed.
-
-        In a forked child a copy that the parent had not finished is made here and now.
-        """
-        if self._is_inherited and not self.finished.is_set():
-            try:
-                self.perform(Link())
-            except Exception as error:
-                self.error = error
-        else:
-            self.end()
+        """Block until the slot is full. Raises CopyError where the copy failed."""
+        self.end()
+        if isinstance(self.error, CopyError):
+            raise self.error
         if self.error is not None:
             raise CopyError(f"bank {self.label} could not be copied into its slot: {self.error}") from self.error
 
@@ -98,36 +83,40 @@ class PendingCopy:
             self.abandoned.wait(remaining)
 
 
+class PendingDecode(PendingCopy):
+    """The decode behind a copy: whoever waits for it has waited for both."""
+
+    def __init__(self, copied: PendingCopy, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> None:
+        super().__init__((), slot, copied.label)
+        self._copied = copied
+        self._decoder = decoder
+        self._link = link
+
+    def abandon(self) -> None:
+        self._copied.abandon()
+        super().abandon()
+
+    def perform(self, link: Link) -> None:
+        self._copied.wait()
+        if not self.abandoned.is_set():
+            self._decoder(self._link, self.slot)
+
+
 class CopyThread:
     """Copies in the order of `submit`, on a thread of its own that ends with this object."""
 
-    _work: _CopyWork
-    _thread: threading.Thread | None
-
     def __init__(self, link: Link) -> None:
         self.link = link
-        self._starting = threading.Lock()
-        self._start()
-        renew_after_fork(self)
-
-    def _start(self) -> None:
+        self._owner = OwnerProcess()
         # The thread must not keep its owner alive, so it knows only the work.
-        self._work = _CopyWork(self.link)
+        self._work = _CopyWork(link)
         self._thread = run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
-        self._stop = weakref.finalize(self, self._work.queue.put, None)
+        weakref.finalize(self, self._work.queue.put, None)
 
     def submit(self, copy: PendingCopy) -> PendingCopy:
-        with self._starting:
-            if self._thread is None:
-                self._start()
+        self._owner.check()
         self._work.queue.put(copy)
         return copy
-
-    def after_fork(self) -> None:
-        """The thread stayed with the parent; the next copy starts another one, with a queue that nobody has locked."""
-        self._stop.detach()
-        self._starting = threading.Lock()
-        self._thread = None
 
 
 class _CopyWork:

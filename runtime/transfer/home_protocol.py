@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from moepass.passes.ir.plan import BankSpec
-from moepass.runtime.transfer.sources import Source, whole
+from moepass.passes.ir.shards import Piece
+from moepass.runtime.transfer.sources import MemorySource, Source
 from moepass.runtime.transfer.transports import Transport
 
 
@@ -29,4 +30,4 @@ class Home:
 
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """Where `bank` is copied from, in the order in which a copy takes slices; `shards` came with the graph."""
-        return tuple(whole(shard) for shard in shards)
+        return tuple(MemorySource(shard, (Piece(0, 0, bank.format.link_bytes),)) for shard in shards)

@@ -5,10 +5,14 @@ slots fill across the boundary of two runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
 from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.transfer.sources import Source
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,44 +28,31 @@ class Fetch:
         return None if None in contents else (self.bank, contents)
 
 
-class LearnedOrder:
-    """After a run with key A came a run that began with these fetches: the guess for the next time.
+class LearnedOrder(Generic[_Key, _Value]):
+    """What came after each key the last time.
 
-    A key names a graph and the bank that it begins with, so a graph that serves several layers has one key for each.
+    Of a ring, a key names a graph and the bank that it begins with, so a graph that serves several layers has one key
+    for each; the value is what the run fetches into slots that it finds free. Of homes, both are banks.
     """
 
     def __init__(self) -> None:
-        self._beginnings: dict[Hashable, Mapping[int, Fetch]] = {}
-        self._last: Hashable = None
+        self._followers: dict[_Key, _Value] = {}
+        self._last: _Key | None = None
 
-    def learn(self, key: Hashable, beginning: Mapping[int, Fetch]) -> None:
-        """A run with `key` follows the last one; `beginning` is what it fetches into slots that it finds free."""
+    def learn(self, key: _Key, value: _Value) -> None:
+        """`key` comes now, with `value`, after what came last."""
         if self._last is not None:
-            self._beginnings[self._last] = dict(beginning)
+            self._followers[self._last] = value
         self._last = key
 
-    def next(self, slot: int) -> Fetch | None:
-        """What the run after the current one will fetch into its slot `slot`, if the past repeats itself."""
-        return self._beginnings.get(self._last, {}).get(slot)
+    def next(self) -> _Value | None:
+        """What comes after the last key, if the past repeats itself; None where that has no past."""
+        return None if self._last is None else self._followers.get(self._last)
+
+    def after(self, key: _Key, default: _Value) -> _Value:
+        """What comes after `key`; `default` where that has no past."""
+        return self._followers.get(key, default)
 
     def forget_last(self) -> None:
-        """The run did not end, so what comes now does not follow it."""
+        """What came last did not end, so what comes now does not follow it."""
         self._last = None
-
-
-class Followers:
-    """Which bank is copied after which: as the last time, and before that, in the order of their indices."""
-
-    def __init__(self) -> None:
-        self._followers: dict[int, int] = {}
-        self._last: int | None = None
-
-    def learn(self, bank: int) -> None:
-        """`bank` is copied now."""
-        if self._last is not None:
-            self._followers[self._last] = bank
-        self._last = bank
-
-    def after(self, bank: int) -> int:
-        """The bank that is expected to follow; it need not exist."""
-        return self._followers.get(bank, bank + 1)

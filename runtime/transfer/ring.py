@@ -1,8 +1,8 @@
 """The ring: a fixed set of slots on the compute device, and the operations that a schedule uses on them.
 
-`prefetch`, `acquire` and `release` mean what `passes/ir/plan.py` says. A ring serves one run at a time: `run` holds its
-lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already must not wait for
-itself, nor may it overwrite the slots of its own run; it gets an error.
+`prefetch`, `decode`, `acquire` and `release` mean what `passes/ir/plan.py` says. A ring serves one run at a time: `run`
+holds its lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already must not
+wait for itself, nor may it overwrite the slots of its own run; it gets an error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir.plan import BankSpec, GatherSignature
+from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
 from moepass.runtime.system.slot_pages import slot_memory
 from moepass.runtime.transfer.copier import Copier, RingStatistics
@@ -33,6 +34,13 @@ _REENTERED = (
     "model while it ran, and its experts stream through one ring, which serves one run at a time; call the model after "
     "that run, or a second model that was offloaded by itself"
 )
+
+
+@dataclasses.dataclass
+class Staged:
+    """An encoded bank on its way into the staging buffer; None once its decode was issued."""
+
+    copied: object | None
 
 
 @dataclasses.dataclass
@@ -57,6 +65,7 @@ class Ring:
     _used: int
     _buffer_of: list[int]
     _beginning: dict[int, Fetch]
+    _has_begun: bool
     # Buffers that no run is using, the one that has been free for longest first; and since when buffers are free.
     _free: list[int]
     _freed: dict[int, object]
@@ -77,9 +86,11 @@ class Ring:
         self._is_quiet = True
         self._statistics = RingStatistics()
         self._buffers = _buffers(slots, slot_bytes, device)
+        # Where encoded banks wait for their decode.
+        self._staging = _buffers(1, 0, device)[0]
         self._copier = copier
         self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
-        self._order = LearnedOrder()
+        self._order: LearnedOrder[Hashable, dict[int, Fetch]] = LearnedOrder()
         self._ahead: dict[int, Ahead] = {}
         self._forget_runs()
 
@@ -96,28 +107,31 @@ class Ring:
     @property
     def device_bytes(self) -> int:
         """Bytes that the ring occupies on the compute device."""
-        return sum(buffer.numel() for buffer in self._buffers)
+        return sum(buffer.numel() for buffer in [*self._buffers, self._staging])
 
-    def reserve(self, slots: int, slot_bytes: int) -> None:
+    def reserve(self, slots: int, slot_bytes: int, staging_bytes: int = 0) -> None:
         """Make the ring larger where it is smaller than that: between two runs, which then begin with empty slots.
 
         Raises InputError inside a run of the same thread.
         """
         with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
-            if slots <= self.slots and slot_bytes <= largest:
+            staging_bytes = max(staging_bytes, self._staging.numel())
+            if slots <= self.slots and slot_bytes <= largest and staging_bytes == self._staging.numel():
                 return
             self._lock.check()
             slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
             self.reset()
-            self._renew_buffers(slots, slot_bytes)
+            self._renew_buffers(slots, slot_bytes, staging_bytes)
             self._forget_runs()
 
-    def _renew_buffers(self, slots: int, slot_bytes: int) -> None:
+    def _renew_buffers(self, slots: int, slot_bytes: int, staging_bytes: int) -> None:
         # The old ones go first: for a moment both would be too much.
         self._views.clear()
         self._buffers.clear()
+        del self._staging
         self._buffers = _buffers(slots, slot_bytes, self.device)
+        (self._staging,) = _buffers(1, staging_bytes, self.device)
 
     @contextlib.contextmanager
     def run(self, graph: Hashable, plan: GatherSignature) -> Iterator[None]:
@@ -128,7 +142,7 @@ class Ring:
         """
         with self._lock.take():
             try:
-                # Not quiet: after a second interrupt, or in a child that was forked while another thread was in a run.
+                # Not quiet: after a second interrupt.
                 if not self._is_quiet:
                     self._give_up("a run was interrupted")
                 self._is_quiet = False
@@ -145,7 +159,7 @@ class Ring:
         self.home.check()
         self.home.transport.begin_run(plan)
         self._graph, self._used = graph, plan.slots
-        self._beginning = {}
+        self._beginning, self._has_begun = {}, False
         self._buffer_of = self._free
         self._free = self._buffer_of[plan.slots :]
 
@@ -154,14 +168,34 @@ class Ring:
         buffer = self._buffer_of[slot]
         fetch = Fetch(bank, self.home.sources(bank, shards))
         if after is not None:
-            return self._copy(fetch, buffer, after)
-        filled = self._take_ahead(buffer, fetch) or self._copy(fetch, buffer, self._freed.get(buffer))
+            return self._begin_copy(fetch, buffer, after)
+        filled = self._take_ahead(buffer, fetch) or self._begin_copy(fetch, buffer, self._freed.get(buffer))
         self._beginning[slot] = fetch
-        if len(self._beginning) == self._used:
-            self._order.learn((self._graph, self._beginning[0].bank.index), self._beginning)
+        if not isinstance(filled, Staged):
+            self._fill_free_ahead()
+        return filled
+
+    def decode(self, copied: object, bank: BankSpec, slot: int) -> object:
+        """Fill `slot` with what `copied`, which `prefetch` gave last, brings; the event "the slot is full".
+
+        Raises InputError where that was decoded already.
+        """
+        if not isinstance(copied, Staged):
+            return copied  # it was brought and decoded before this run began
+        if copied.copied is None:
+            raise InputError(f"bank {bank.name} was decoded already, and cannot be from the same copy")
+        filled = self._decode(copied.copied, bank, self._buffer_of[slot])
+        copied.copied = None
+        self._fill_free_ahead()
+        return filled
+
+    def _fill_free_ahead(self) -> None:
+        """Once the run has filled all of its slots for the first time: those that it does not use."""
+        if len(self._beginning) == self._used and not self._has_begun:
+            self._has_begun = True
+            self._order.learn((self._graph, self._beginning[0].bank.index), dict(self._beginning))
             for position, free in enumerate(self._free):
                 self._fill_ahead(position, free)
-        return filled
 
     def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[torch.Tensor, ...]:
         """The bank's tensors, as views of the slot, once it is full. Raises CopyError where the copy failed."""
@@ -205,26 +239,30 @@ class Ring:
             self._drop_ahead(buffer)
         self._copier.quiesce()
         self._order = LearnedOrder()
-        self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers))
+        self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers), self._staging.numel())
 
     def _forget_runs(self) -> None:
         self._buffer_of = list(range(self.slots))
         self._free = list(range(self.slots))
         self._freed = {}
-        self._beginning = {}
+        self._beginning, self._has_begun = {}, False
         self._graph, self._used = None, 0
 
     def _fill_ahead(self, slot: int, buffer: int) -> None:
         """Start to fill `buffer`, which will be the next run's `slot`, with what that run is expected to ask for."""
         # A guess that other ranks do not make too is a transfer in which nobody joins.
-        fetch = self._order.next(slot) if self.home.transport.is_one_sided else None
+        beginning = self._order.next() if self.home.transport.is_one_sided else None
+        fetch = None if beginning is None else beginning.get(slot)
         if fetch is None or (contents := fetch.contents()) is None:
             return
         ahead = self._ahead.get(buffer)
         if ahead is not None and ahead.contents == contents:
             return
         self._drop_ahead(buffer)
-        self._ahead[buffer] = Ahead(contents, self._copy(fetch, buffer, self._freed.get(buffer)))
+        filled = self._begin_copy(fetch, buffer, self._freed.get(buffer))
+        if isinstance(filled, Staged):
+            filled = self._decode(filled.copied, fetch.bank, buffer)
+        self._ahead[buffer] = Ahead(contents, filled)
 
     def _take_ahead(self, buffer: int, fetch: Fetch) -> object:
         ahead = self._ahead.get(buffer)
@@ -240,12 +278,22 @@ class Ring:
             self._statistics.ahead_wasted += 1
             self._copier.abandon(ahead.filled)
 
-    def _copy(self, fetch: Fetch, buffer: int, after: object) -> object:
+    def _begin_copy(self, fetch: Fetch, buffer: int, after: object) -> object:
+        """What `prefetch` gives. The decode of an encoded bank must come before any other copy."""
         self.home.copying(fetch.bank)
         self._statistics.copies += 1
         self._statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
         self._statistics.link_bytes += sum(source.nbytes for source in fetch.sources if source.over_link)
-        return self._copier.submit(fetch, self._buffers[buffer], after)
+        found = fetch.bank.format
+        if not found.is_encoded:
+            return self._copier.submit(fetch, self._buffers[buffer], after)
+        return Staged(self._copier.submit(fetch, self._staging[: found.link_bytes], after))
+
+    def _decode(self, copied: object, bank: BankSpec, buffer: int) -> object:
+        found = bank.format
+        self._statistics.decodes += 1
+        link, slot = self._staging[: found.link_bytes], self._buffers[buffer][: found.slot_bytes]
+        return self._copier.decode(copied, codec_of(found.decoder).decode, link, slot)
 
 
 def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:

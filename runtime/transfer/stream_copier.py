@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from moepass.passes.ir.timeline import COMPUTE
-from moepass.runtime.transfer.copier import Copier, RingStatistics
+from moepass.runtime.transfer.copier import Copier, Decoder, RingStatistics
 from moepass.runtime.transfer.copying import check_slot, slices_in_turn
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.recording import current_recording, recorded_event
@@ -27,6 +27,13 @@ class StreamCopy:
         self.filled.synchronize()
 
 
+def _recorded(copy: StreamCopy) -> StreamCopy:
+    recording = current_recording()
+    if recording is not None:
+        recording.add_copy(copy, is_emulated=False)
+    return copy
+
+
 class StreamCopier(Copier):
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,22 +43,25 @@ class StreamCopier(Copier):
         # When the compute stream came to a wait, and when it went on.
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def submit(self, fetch: Fetch, slot: torch.Tensor, after: object) -> StreamCopy:
-        check_slot(fetch.sources, slot)
+    def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> StreamCopy:
+        check_slot(fetch.sources, target)
         for source in fetch.sources:
             source.check_bounds()
         with torch.cuda.stream(self._stream):
             if isinstance(after, torch.cuda.Event):
                 self._stream.wait_event(after)
             began = recorded_event(self._stream)
-            for source, offset, size, place in slices_in_turn(fetch.sources, slot):
+            for source, offset, size, place in slices_in_turn(fetch.sources, target):
                 assert isinstance(source, MemorySource), "what else there is does not come to CUDA yet"
-                slot.narrow(0, place, size).copy_(source.memory.narrow(0, offset, size), non_blocking=True)
-            copy = StreamCopy(fetch.bank.name, began, recorded_event(self._stream))
-        recording = current_recording()
-        if recording is not None:
-            recording.add_copy(copy, is_emulated=False)
-        return copy
+                target.narrow(0, place, size).copy_(source.memory.narrow(0, offset, size), non_blocking=True)
+            return _recorded(StreamCopy(fetch.bank.name, began, recorded_event(self._stream)))
+
+    def decode(self, copied: object, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> StreamCopy:
+        assert isinstance(copied, StreamCopy)
+        # Behind the copy, and in front of the next one, by the order of the stream.
+        with torch.cuda.stream(self._stream):
+            decoder(link, slot)
+            return _recorded(StreamCopy(copied.label, copied.filled, recorded_event(self._stream)))
 
     def wait(self, filled: object, statistics: RingStatistics) -> None:
         assert isinstance(filled, StreamCopy)

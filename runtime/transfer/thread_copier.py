@@ -7,8 +7,8 @@ import time
 import torch
 
 from moepass.passes.ir.timeline import COMPUTE
-from moepass.runtime.transfer.copier import Copier, RingStatistics
-from moepass.runtime.transfer.copying import PendingCopy
+from moepass.runtime.transfer.copier import Copier, Decoder, RingStatistics
+from moepass.runtime.transfer.copying import PendingCopy, PendingDecode
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.recording import current_recording
@@ -22,8 +22,16 @@ class ThreadCopier(Copier):
         self._thread = transport.copy_thread(link)
         self._pending: list[PendingCopy] = []
 
-    def submit(self, fetch: Fetch, slot: torch.Tensor, after: object) -> PendingCopy:
-        copy = self._thread.submit(self._transport.copy(fetch.bank, fetch.sources, slot))
+    def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> PendingCopy:
+        return self._start(self._transport.copy(fetch.bank, fetch.sources, target))
+
+    def decode(self, copied: object, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> PendingCopy:
+        assert isinstance(copied, PendingCopy)
+        self._pending.remove(copied)
+        return self._start(PendingDecode(copied, decoder, link, slot))
+
+    def _start(self, copy: PendingCopy) -> PendingCopy:
+        self._thread.submit(copy)
         self._pending.append(copy)
         recording = current_recording()
         if recording is not None:

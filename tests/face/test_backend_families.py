@@ -100,7 +100,7 @@ def _check_numbers(family: str, model: PreTrainedModel, compilation: moepass.Com
     if streaming:
         ring = compilation.executor.ring
         assert ring is not None
-        assert ring.device_bytes == 2 * max(bank.nbytes for bank in compilation.plan.banks)
+        assert ring.device_bytes == 2 * max(bank.format.slot_bytes for bank in compilation.plan.banks)
 
 
 @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])

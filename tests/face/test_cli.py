@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from moepass.cli.arguments import parse_bytes, parse_labels
 from moepass.cli.main import app
-from moepass.explaining.compiler_view import Moment, abbreviate, capture_plans, explain_model
+from moepass.explaining.capture_model import capture_plans, explain_model
+from moepass.explaining.compiler_view import Moment, abbreviate
 from moepass.passes.ir.plan import Plan
 from moepass.runtime.offload.offload import offload_experts
 

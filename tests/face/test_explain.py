@@ -17,15 +17,16 @@ from tiny_configs import tiny_config
 
 import moepass
 from moepass.explaining.advice import advice
-from moepass.explaining.compiler_view import Explanation, capture_plans
+from moepass.explaining.capture_model import capture_plans
+from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import explained_model
 from moepass.explaining.report import CompilerPart, Report
 from moepass.models.checkpoint.checkpoint_folders import meta_model, resolve_model
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.formulas import flops_per_token
-from moepass.models.sizes.architecture import from_config
 from moepass.models.sizes.cut_configs import cut_config, telling_prefix
+from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names
 from moepass.models.testing.tiny import TINY_FAMILIES
 from moepass.passes.ir.plan import MoEBlock, Plan, Refusal

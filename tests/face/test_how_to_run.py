@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 
 import pytest
+import transformers
 
 from moepass.explaining.explain_model import explain
 from moepass.explaining.how_to_run import how_to_run
 from moepass.explaining.report import StrategyPart
+from moepass.models.sizes.presets import preset
 
 
 def _strategy(chosen: str) -> StrategyPart:
@@ -53,6 +55,15 @@ def test_a_call_that_cannot_run_yet_says_so() -> None:
     )
     ast.parse(report.how_to_run)
     assert "#" not in how_to_run(report.strategy, report.schedule, None, True, "bf16", "cpu")
+
+
+def test_a_quantised_checkpoint_is_loaded_dequantised() -> None:
+    report, stored = explain("qwen3-235b-a22b", hardware="8xh100-80g"), preset("gpt-oss-120b").stored
+    call, offload, _ = how_to_run(report.strategy, report.schedule, "./c", True, "bf16", "cuda", stored).split("; ")
+    assert call.endswith('from_pretrained("./c", quantization_config=transformers.Mxfp4Config(dequantize=True))')
+    assert offload.startswith("moepass.offload_experts(model, home=")
+    ast.parse(call)
+    assert {transformers.Mxfp4Config, transformers.FineGrainedFP8Config}
 
 
 def test_where_all_experts_fit_there_is_nothing_to_offload() -> None:

@@ -42,7 +42,7 @@ def test_what_a_name_holds_cannot_end_the_script(report: Report) -> None:
     odd = msgspec.structs.replace(report, model=msgspec.structs.replace(report.model, name=name))
     page = odd.html()
     assert json.loads(_embedded(page))["model"]["name"] == name
-    assert "<title>&lt;/script&gt;&lt;b&gt;&amp;" in page
+    assert "<title>&lt;/script&gt;&lt;b&gt;&amp;@@SOURCES@@ on" in page
 
 
 # What a person's mouse does, and what the page then shows, left in attributes for the test to read.
@@ -63,17 +63,42 @@ document.body.dataset.point = document.getElementById("curve-tip").textContent;
 </script>"""
 
 
+_MEASURE = """<script>
+const page = document.documentElement, comparison = document.getElementById("comparison");
+const hidden = box => box.scrollWidth - box.clientWidth;
+parent.postMessage({wide: innerWidth, page: hidden(page), table: hidden(comparison.parentElement),
+  columns: [...comparison.rows[0].cells].filter(cell => cell.offsetWidth > 0).length}, "*");
+</script>"""
+# No window of Chromium is as narrow as a telephone, but a frame may be.
+_FRAME = """<iframe src="report.html" width="{width}" height="900" frameborder="0"></iframe>
+<script>addEventListener("message", event => Object.assign(document.body.dataset, event.data));</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine to draw the page")
+@pytest.mark.parametrize("width", [400, 1400])
+def test_every_column_is_there_on_a_telephone_and_on_a_screen(report: Report, tmp_path: Path, width: int) -> None:
+    (tmp_path / "report.html").write_text(report.html().replace("</body>", _MEASURE + "</body>"))
+    frame = tmp_path / "frame.html"
+    frame.write_text(_FRAME.format(width=width))
+    found = dict(re.findall(r'data-(page|table|columns|wide)="([^"]*)"', _drawn(frame, tmp_path, "1500,1000")))
+    assert found == {"wide": str(width), "page": "0", "table": "0", "columns": "7"}
+
+
+def _drawn(file: Path, folder: Path, window: str) -> str:
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
+        f"--window-size={window}", "--virtual-time-budget=2000", "--dump-dom", file.as_uri(),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine to draw the page")
 def test_a_browser_draws_the_page_and_answers_the_mouse(report: Report, tmp_path: Path) -> None:
-    assert BROWSER is not None
     assert report.schedule is not None
     file = tmp_path / "report.html"
     file.write_text(report.html().replace("</body>", _VISIT + "</body>"))
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-        "--window-size=1100,1500", "--virtual-time-budget=2000", "--dump-dom", file.as_uri(),
-    ]  # fmt: skip
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    drawn = _drawn(file, tmp_path, "1100,1500")
     # The page's own script sets this as the last thing that it does.
     assert 'data-drawn="yes"' in drawn
     assert f"<b>{report.strategy.chosen}</b>" in drawn

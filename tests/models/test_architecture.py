@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from moepass.models import formulas
 from moepass.models.errors import InputError
-from moepass.models.sizes.architecture import FAMILIES, Attention, Experts, Layer, from_config, short_dtype
+from moepass.models.sizes.architecture import Attention, Experts, Layer, short_dtype
+from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names, presets_source
 from moepass.models.testing.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model
 

@@ -4,9 +4,8 @@ A file is complete or not there: it is written under another name, brought to th
 in the same way, of files that did not change since, is used again; what it holds is never looked at, so nobody else may
 write into the folder. Processes that come with the same folder take turns, and the first one writes.
 
-Files did not change if they lie where they lay, with the same size and times, that of the kernel included, and samples
-of their bytes are equal. A copy of a checkpoint is another one, and so is one that got another name or mode: then banks
-are written again, which takes time, where a bank of other weights would be a wrong result.
+Files did not change if they lie where they lay, with the same inode, size and time of the last write. A copy of a
+checkpoint is another one, and so is one that got another name: then banks are written again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 
 from moepass.models.checkpoint.checkpoint_files import DTYPES
 from moepass.models.checkpoint.file_header import make_header
-from moepass.models.checkpoint.file_stamp import FileStamp, sample_digest
+from moepass.models.checkpoint.file_stamp import FileStamp
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.errors import CheckpointError, InputError
 from moepass.runtime.homes.disk.disk_files import DiskFile
@@ -149,11 +148,8 @@ def _made_of(tensors: Tensors) -> str:
         files |= {stored.tensor.file for stored in tensor.recipe.stored()}
     for file in sorted(files):
         try:
-            with open(file, "rb") as opened:
-                stamp = FileStamp.of(opened.fileno())
-                samples = sample_digest(opened.fileno(), stamp.nbytes)
+            stamp = FileStamp.of(file)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-        # Times alone are not enough: some tools give every file the same one, and inodes are used again.
-        digest.update(f"{file.resolve()} {stamp.identity()} {samples}\n".encode())
+        digest.update(f"{file.resolve()} {stamp}\n".encode())
     return digest.hexdigest()

@@ -19,7 +19,7 @@ import torch
 
 from moepass.models.checkpoint.checkpoint_files import DTYPES, StoredTensor
 from moepass.models.checkpoint.file_header import read_header
-from moepass.models.checkpoint.file_stamp import FileStamp, sample_digest
+from moepass.models.checkpoint.file_stamp import FileStamp
 from moepass.models.errors import CheckpointError
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.transfer.sources import Source
@@ -36,8 +36,7 @@ class DiskFile:
     """A safetensors file, open for as long as this object lives: who deletes or replaces it does no harm.
 
     Whoever changes it in place does; then everything here raises CheckpointError, which names it. A new name, owner or
-    mode is no such change, and to delete a file is to take a name away; but any of these can go with a write whose time
-    was set back, so samples of the bytes are compared then.
+    mode is no such change.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,12 +49,11 @@ class DiskFile:
         self._close = weakref.finalize(self, os.close, self.descriptor)
         self._stamp = FileStamp.of(self.descriptor)
         self.header = read_header(self.descriptor, path)
-        self._samples = self._samples_now()
 
     def offset_bytes(self, tensor: StoredTensor) -> int:
         """Where `tensor` begins. Raises CheckpointError where the file is not the one whose header described it."""
         found = self.header.tensors.get(tensor.key)
-        is_same = tensor.stamp.identity() == self._stamp.identity()
+        is_same = tensor.stamp == self._stamp
         if not is_same or found is None or (DTYPES.get(found.dtype), found.shape) != (tensor.dtype, tensor.shape):
             raise CheckpointError(
                 f"{self.path} was changed or replaced while the model was loaded from it; load it again"
@@ -63,17 +61,14 @@ class DiskFile:
         return found.offset_bytes
 
     def check(self) -> None:
-        """Raises CheckpointError where somebody has changed the file. One system call while nobody has."""
+        """Raises CheckpointError where somebody has changed the file. One system call."""
         # Of the open file, not of what is under its name by now.
         now = FileStamp.of(self.descriptor)
-        if now == self._stamp:
-            return
-        if not now.may_hold_the_same(self._stamp) or self._samples_now() != self._samples:
+        if now != self._stamp:
             raise CheckpointError(
                 f"{self.path} was changed while a model streams from it: it had {self._stamp.describe()}, now it has "
                 f"{now.describe()}; load the model again, and put new files in the place of old ones by renaming"
             )
-        self._stamp = now
 
     def read(self, offset_bytes: int, nbytes: int, address: int) -> None:
         """Read `nbytes` into memory at `address`. Raises CheckpointError where they are not there, or were changed."""
@@ -114,12 +109,6 @@ class DiskFile:
     def forget(self, offset_bytes: int, nbytes: int) -> None:
         """Let the kernel drop these bytes from its cache."""
         os.posix_fadvise(self.descriptor, offset_bytes, nbytes, os.POSIX_FADV_DONTNEED)
-
-    def _samples_now(self) -> str:
-        try:
-            return sample_digest(self.descriptor, self.header.nbytes)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from moepass.runtime.homes.disk.bank_files import BankFolder
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
 from moepass.runtime.homes.disk.read_ahead import ReadAhead
 from moepass.runtime.transfer.home_protocol import Home
-from moepass.runtime.transfer.learned_order import Followers
+from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.sources import Source
 
 
@@ -39,7 +39,7 @@ class DiskHome(Home):
         self._sources: dict[int, tuple[FileSource, ...]] = {}
         self._files: list[DiskFile] = []
         self._read_ahead = ReadAhead()
-        self._followers = Followers()
+        self._order: LearnedOrder[int, int] = LearnedOrder()
 
     def add(self, bank: BankSpec, sources: Sequence[FileSource]) -> None:
         """`bank` lies there from now on."""
@@ -55,8 +55,8 @@ class DiskHome(Home):
         return self._sources[bank.index]
 
     def copying(self, bank: BankSpec) -> None:
-        self._followers.learn(bank.index)
-        following = self._followers.after(bank.index)
+        self._order.learn(bank.index, bank.index)
+        following = self._order.after(bank.index, bank.index + 1)
         if self.announces and following != bank.index and following in self._sources:
             self._read_ahead.announce(self._sources[following])
 

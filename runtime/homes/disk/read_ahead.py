@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from moepass.runtime.homes.disk.disk_files import FileSource
 from moepass.runtime.system.background import run_in_background
-from moepass.runtime.system.forking import renew_after_fork
 
 
 class ReadAhead:
@@ -26,28 +25,21 @@ class ReadAhead:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stop: weakref.finalize[[], ReadAhead] | None = None
-        renew_after_fork(self)
+        self._has_started = False
 
     def announce(self, sources: Sequence[FileSource]) -> None:
         """Returns at once."""
         if not (hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")):
             return
         with self._lock:
-            if self._stop is None:
+            if not self._has_started:
+                self._has_started = True
                 self._queue = queue.SimpleQueue()
                 # The thread must not keep its owner alive, so it knows only the queue.
                 stop = functools.partial(self._queue.put, None)
                 run_in_background(functools.partial(_run, self._queue), stop, "moepass-read-ahead")
-                self._stop = weakref.finalize(self, stop)
+                weakref.finalize(self, stop)
         self._queue.put(sources)
-
-    def after_fork(self) -> None:
-        """The thread stayed with the parent."""
-        if self._stop is not None:
-            self._stop.detach()
-        self._lock = threading.Lock()
-        self._stop = None
 
 
 def _run(announcements: queue.SimpleQueue[Sequence[FileSource] | None]) -> None:

@@ -83,31 +83,27 @@ class StagedPull(Transport):
         self._stager = stager
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingCopy:
-        stager = self._own_stager()
-        if stager is None:
+        if self._stager is None:
             return super().copy(bank, sources, slot)
-        return StagedCopy(self, stager, bank, sources, slot)
+        return StagedCopy(self, self._stager, bank, sources, slot)
 
     def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
         """Raises StagerError where the stages of this rank are filled no more."""
-        stager = self._own_stager()
-        if stager is not None:
-            stager.check()
-            stager.show_running(True)
+        if self._stager is not None:
+            self._stager.check()
+            self._stager.show_running(True)
 
     def end_run(self) -> None:
-        stager = self._own_stager()
-        if stager is not None:
-            stager.show_running(False)
+        if self._stager is not None:
+            self._stager.show_running(False)
 
     def fail(self, reason: str) -> None:
         self.end_run()
 
     def asked_for(self, bank: BankSpec) -> None:
         """A copy of `bank` was asked for: from this it is learned which bank follows which."""
-        stager = self._own_stager()
-        if stager is not None:
-            stager.learn(bank.index)
+        if self._stager is not None:
+            self._stager.learn(bank.index)
 
     def patience(self, nbytes: int) -> Patience:
         """That of a copy of `nbytes`."""
@@ -115,10 +111,6 @@ class StagedPull(Transport):
         stalled_seconds = max(_STALLED_S, _STALLED_SLICES * slice_seconds)
         whole_seconds = max(2 * stalled_seconds, _PATIENCE * self.host_link.expected_seconds(nbytes))
         return Patience(whole_seconds, stalled_seconds, self._stalled)
-
-    def _own_stager(self) -> Stager | None:
-        """None in a forked child, which reads host memory alone."""
-        return None if self._stager is None or self._stager.is_inherited else self._stager
 
 
 class StagedCopy(PendingCopy):
@@ -136,9 +128,6 @@ class StagedCopy(PendingCopy):
         """As `PendingCopy.perform`. What comes from stages of other ranks takes its time on `link`, what comes past
         any stage on the host link.
         """
-        if self._is_inherited:
-            super().perform(link)
-            return
         check_slot(self.sources, self.slot)
         for source in self.sources:
             source.check_bounds()

@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -21,9 +19,9 @@ from moepass.models.errors import MoepassError
 from moepass.runtime.homes.hybrid.stage_board import MOST_BANKS, MOST_SLICES, StagingBoard
 from moepass.runtime.homes.hybrid.staging_order import StagingPlan, choose_banks
 from moepass.runtime.system.background import run_in_background
-from moepass.runtime.system.forking import renew_after_fork
+from moepass.runtime.system.forking import finalize_in_owner
 from moepass.runtime.transfer import copying
-from moepass.runtime.transfer.learned_order import Followers
+from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.link import BusyLink
 from moepass.runtime.transfer.sources import Source
 
@@ -82,33 +80,20 @@ class StagingBuffers:
 
 
 class Stager:
-    """Fills this rank's stages on a thread of its own, which ends with this object.
-
-    A forked child has no part in it: there `is_inherited` is true, and everything else must be left alone.
-    """
+    """Fills this rank's stages on a thread of its own, which ends with this object."""
 
     def __init__(
         self, own: StagingBuffers, others: Sequence[StagingBoard], shards: Sequence[Source], link: BusyLink
     ) -> None:
         """`shards` are this rank's shards of all banks, by index, each with one piece for every byte of it."""
         self._own = own
-        self._order = Followers()
+        self._order: LearnedOrder[int, int] = LearnedOrder()
         self._banks = len(shards)
-        self._process = os.getpid()
         self._work = _StagerWork(own, others, shards, link)
         # The thread must not keep its owner alive, so it knows only the work.
         stop = functools.partial(_stop, self._work)
         run_in_background(functools.partial(_run, self._work), stop, "moepass-stager")
-        self._stop = weakref.finalize(self, stop)
-        renew_after_fork(self)
-
-    @property
-    def is_inherited(self) -> bool:
-        return os.getpid() != self._process
-
-    def after_fork(self) -> None:
-        """The thread stayed with the parent, and the board is the parent's."""
-        self._stop.detach()
+        finalize_in_owner(self, stop)
 
     def check(self) -> None:
         """Raises StagerError where the thread ended by an error."""
@@ -117,7 +102,7 @@ class Stager:
 
     def learn(self, bank: int) -> None:
         """A copy of `bank` was asked for."""
-        self._order.learn(bank)
+        self._order.learn(bank, bank)
 
     def reading(self, bank: int) -> None:
         """This rank copies `bank` into a slot now."""
@@ -134,7 +119,7 @@ class Stager:
     def _following(self, bank: int) -> list[int]:
         following: list[int] = []
         for _ in range(min(len(self._own.memories), self._banks - 1)):
-            bank = self._order.after(bank)
+            bank = self._order.after(bank, bank + 1)
             # After the last one the next run begins.
             bank = bank if bank < self._banks else 0
             following.append(bank)

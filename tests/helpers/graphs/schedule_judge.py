@@ -3,7 +3,8 @@
 Two parts, which know nothing of the verifier. The host executes runs of graphs one after the other as straight-line
 Python, with the slot operations of the ring (buffers, what is filled ahead of the next run, poison), and issues work to
 a compute stream and a copy stream. Then an adversary decides what happens next on these streams, within what the events
-allow: a buffer holds what was copied into it, or nothing while a copy is under way or after a release.
+allow: a buffer holds what was copied into it, or nothing while a copy is under way or after a release. What encoded
+banks bring into the staging buffer is nothing that could be read; their decode makes the bank of it.
 
 A graph is wrong where the host raises, where something is left undone, or where under some timing a read sees anything
 but the bank that the canonical graph gathers for it.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch.fx import Graph, Node
 
 from moepass.passes.graph.nodes import is_call, is_view, mutates, readers
-from moepass.passes.ir.plan import SLOT_OPS, Plan, acquire, gather, prefetch, release
+from moepass.passes.ir.plan import SLOT_OPS, Plan, acquire, decode, gather, prefetch, release
 
 # The names of the shards that a bank is copied from, and its number.
 Contents = tuple[tuple[str, ...], int]
@@ -85,13 +86,20 @@ def program(name: str, graph: Graph, plan: Plan, expected: dict[str, list[Conten
     return Program(name, plan, tuple(relevant), sources, frozenset(last.values()))
 
 
+# The buffer that encoded banks are copied into.
+STAGING = -1
+
+
 @dataclasses.dataclass(eq=False)
 class Copy:
+    """A copy of `contents` into `buffer`; or their decode from the staging buffer, where they must be by then."""
+
     buffer: int
     contents: Contents | None
     after: object
     position: int = -1
     taken: bool = False
+    decodes: bool = False
 
 
 class Host:
@@ -119,7 +127,9 @@ class Host:
         self.buffer_of = self.free
         self.free = self.buffer_of[program.plan.slots :]
         self.beginning: dict[int, Contents] = {}
-        banks = {spec.index: spec.nbytes for spec in program.plan.banks}
+        self.has_begun = False
+        banks = {spec.index: spec.format.slot_bytes for spec in program.plan.banks}
+        self.encoded = {spec.index for spec in program.plan.banks if spec.format.is_encoded}
         values: dict[Node, object] = {}
         started: list[Copy] = []
         for node in program.nodes:
@@ -128,10 +138,21 @@ class Host:
                     raise WrongRunError(f"{node.name} does not fit into its slot")
                 values[node] = copy = self._prefetch(node, values)
                 started.append(copy)
-            elif is_call(node, acquire):
+            elif is_call(node, decode):
                 copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
                 if not isinstance(copy, Copy) or copy.taken:
-                    raise WrongRunError(f"{node.name} waits for what is no copy, or was waited for")
+                    raise WrongRunError(f"{node.name} decodes what is no copy, or was decoded or waited for")
+                if copy.buffer == STAGING:
+                    copy.taken = True
+                    banks[node.kwargs["bank"]]  # type: ignore[index]
+                    copy = self._decode(self.buffer_of[node.kwargs["slot"]], copy.contents)  # type: ignore[index]
+                    started.append(copy)
+                    self._fill_free_ahead()
+                values[node] = copy
+            elif is_call(node, acquire):
+                copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
+                if not isinstance(copy, Copy) or copy.taken or copy.buffer == STAGING:
+                    raise WrongRunError(f"{node.name} waits for what is no copy, or was waited for or not decoded")
                 copy.taken = True
                 self.compute.append(("wait", copy, None))
                 banks[node.kwargs["bank"]]  # type: ignore[index]
@@ -158,18 +179,27 @@ class Host:
             event = values.get(after)  # type: ignore[arg-type]
             if not isinstance(event, _Event):
                 raise WrongRunError(f"{node.name} waits for what is no event")
-            return self._copy(buffer, contents, event)
+            return self._begin_copy(buffer, contents, event, node.kwargs["bank"])
         ahead = self.ahead.pop(buffer, None)
-        copy = ahead if ahead and ahead.contents == contents else self._copy(buffer, contents, self.freed.get(buffer))
+        copy = (
+            ahead
+            if ahead and ahead.contents == contents
+            else self._begin_copy(buffer, contents, self.freed.get(buffer), node.kwargs["bank"])
+        )
         self.beginning[node.kwargs["slot"]] = contents  # type: ignore[index, assignment]
-        if len(self.beginning) == self.program.plan.slots:
+        if copy.buffer != STAGING:
+            self._fill_free_ahead()
+        return copy
+
+    def _fill_free_ahead(self) -> None:
+        if len(self.beginning) == self.program.plan.slots and not self.has_begun:
+            self.has_begun = True
             key = (self.program.name, self.beginning[0] and self.beginning[0][1])
             if self.last_key is not None:
                 self.beginnings[self.last_key] = dict(self.beginning)
             self.last_key = key
             for position, free in enumerate(self.free):
                 self._fill_ahead(position, free)
-        return copy
 
     def _release(self, node: Node) -> object:
         buffer = self.buffer_of[node.kwargs["slot"]]  # type: ignore[index]
@@ -188,7 +218,16 @@ class Host:
         ahead = self.ahead.get(buffer)
         if ahead is not None and ahead.contents == contents:
             return
-        self.ahead[buffer] = self._copy(buffer, contents, self.freed.get(buffer))
+        copy = self._begin_copy(buffer, contents, self.freed.get(buffer), contents[1])
+        self.ahead[buffer] = self._decode(buffer, contents) if copy.buffer == STAGING else copy
+
+    def _begin_copy(self, buffer: int, contents: Contents | None, after: object, bank: object) -> Copy:
+        return self._copy(STAGING if bank in self.encoded else buffer, contents, after)
+
+    def _decode(self, buffer: int, contents: Contents | None) -> Copy:
+        copy = self._copy(buffer, contents, None)
+        copy.decodes = True
+        return copy
 
     def _copy(self, buffer: int, contents: Contents | None, after: object) -> Copy:
         copy = Copy(buffer, contents, after, len(self.copies))
@@ -250,7 +289,10 @@ def play(host: Host, choose: Callable[[list[int]], int]) -> None:
         if action == START:
             buffers[copies[following].buffer], under_way = None, True
         elif action == END:
-            buffers[copies[following].buffer], under_way = copies[following].contents, False
+            copy, under_way = copies[following], False
+            # Bytes of another bank, decoded, are nothing.
+            is_there = not copy.decodes or buffers.get(STAGING) == copy.contents
+            buffers[copy.buffer] = copy.contents if is_there else None
             following += 1
         else:
             step += 1

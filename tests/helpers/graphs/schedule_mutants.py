@@ -7,14 +7,16 @@ import functools
 import random
 from collections.abc import Callable
 
+import halved_format
 import torch
 from backend_helper import BatchedBlock, DenseBlock, Stack, find, streamed, tokens, up_to
 from schedule_judge import Contents, expected_reads
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.nodes import copy_graph_module, is_call, is_view, readers
-from moepass.passes.ir.plan import SLOT_OPS, Plan, SlotStay, acquire, gather, prefetch, release
+from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call, is_view, readers
+from moepass.passes.ir.bank_format import BankFormat
+from moepass.passes.ir.plan import SLOT_OPS, Plan, SlotStay, acquire, decode, gather, prefetch, release
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.schedule.assign_slots import lifetimes
 from moepass.passes.schedule.assign_slots import plan as plan_slots
@@ -62,7 +64,10 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
     "grouped": lambda: (Stack("grouped_mm", depth=3), (tokens(),)),
     "shared": lambda: (Shared(), (tokens(), torch.tensor([[0, 1]] * 6))),
     "uneven": lambda: (Uneven(), (tokens(),)),
+    # As "uneven", but banks 0, 1 and 3 rest encoded.
+    "encoded": lambda: (Uneven(), (tokens(),)),
 }
+ENCODED = {"encoded": (0, 1, 3)}
 
 
 @functools.cache
@@ -70,7 +75,17 @@ def _canonical(model: str) -> tuple[GraphModule, Plan, tuple[object, ...]]:
     built, inputs = MODELS[model]()
     captured = streamed(built, *inputs)
     result = up_to("rewrite", captured.module)
-    return _skeleton(result.module), result.plan, tuple(captured.inputs)
+    inputs, banks = list(captured.inputs), list(result.plan.banks)
+    names = [node.name for node in graph_inputs(captured.module.graph)]
+    for number in ENCODED.get(model, ()):
+        (complete,) = (node for node in find(result.module, gather) if node.kwargs["bank"] == number)
+        place = names.index(complete.args[0][0].name)
+        encoded = halved_format.encode(inputs[place])
+        sizes = encoded.numel(), halved_format.CODEC.link_bytes(encoded.numel()), inputs[place].numel()
+        inputs[place] = encoded
+        banks[number] = dataclasses.replace(banks[number], format=BankFormat(*sizes, halved_format.NAME))
+    plan = dataclasses.replace(result.plan, banks=tuple(banks))
+    return _skeleton(result.module), plan, tuple(inputs)
 
 
 def _skeleton(module: GraphModule) -> GraphModule:
@@ -113,7 +128,7 @@ class Mutation:
 
     def mutate(self) -> None:
         kind = self.random.choices(tuple(KINDS), tuple(weight for weight, _ in KINDS.values()))[0]
-        if all(self.ops(target) for target in SLOT_OPS):
+        if all(self.ops(target) for target in SLOT_OPS if target is not decode):
             KINDS[kind][1](self)
             self.done.append(kind)
 
@@ -134,6 +149,8 @@ class Mutation:
         done = self.pick(self.ops(release))
         tensors = done.args[0]
         filled = tensors.args[0] if isinstance(tensors, Node) and is_call(tensors, acquire) else None
+        if isinstance(filled, Node) and is_call(filled, decode):
+            filled = filled.args[0]
         return (filled, tensors, done) if isinstance(filled, Node) and is_call(filled, prefetch) else None  # type: ignore[return-value]
 
     def put(self, node: Node, behind: Node) -> None:
@@ -168,6 +185,9 @@ def _drop_stay(mutation: Mutation) -> None:
     if stay is None or other is None or stay[1] is other[1]:
         return
     for mine, theirs in zip(reversed(stay), reversed(other), strict=True):
+        for decoded in [user for user in mine.users if is_call(user, decode)]:
+            decoded.replace_all_uses_with(theirs)
+            mutation.graph.erase_node(decoded)
         mine.replace_all_uses_with(theirs)
         mutation.graph.erase_node(mine)
 
@@ -421,7 +441,7 @@ def _residencies(found: Case, generator: random.Random) -> list[SlotStay]:
 
 
 def _move_legally(module: GraphModule, generator: random.Random) -> None:
-    node = generator.choice(find(module, generator.choice(SLOT_OPS)))
+    node = generator.choice(find(module, generator.choice((prefetch, acquire, release))))
     order = list(module.graph.nodes)
     place = {other: index for index, other in enumerate(order)}
     first = max(place[used] for used in node.all_input_nodes)
@@ -434,6 +454,8 @@ def _move_legally(module: GraphModule, generator: random.Random) -> None:
     spots = [other for other in order[first:last] if other is not node]
     if spots:
         generator.choice(spots).append(node)
+    for decoded in find(module, decode):
+        decoded.args[0].append(decoded)  # the staging buffer belongs to one bank at a time
 
 
 __all__ = ["CASES", "KINDS", "Case", "Mutation", "case", "correct_schedule", "mutant"]

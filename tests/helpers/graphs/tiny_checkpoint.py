@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -45,15 +44,6 @@ def broken_copy(source: Path, target: Path, edit: Callable[[Path], None]) -> Pat
     shutil.copytree(source, target)
     edit(target)
     return target
-
-
-def overwrite_with_the_old_time(file: Path) -> None:
-    """Write other bytes into `file`, as many, and set the time of the last write back to what it was."""
-    before = file.stat()
-    while file.stat().st_ctime_ns == before.st_ctime_ns:  # the kernel counts in steps of some milliseconds
-        other = bytes(0x30 + byte % 16 for byte in os.urandom(64))  # a number in every floating type
-        file.write_bytes(file.read_bytes()[:-64] + other)
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def edit_config(**values: Any) -> Callable[[Path], None]:

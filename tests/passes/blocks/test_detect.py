@@ -73,7 +73,7 @@ def test_banks_list_their_tensors_and_their_size() -> None:
     plan = up_to("detect", capture(model, tokens()).module).plan
     assert plan.banks == tuple(bank.spec for bank in report.store.banks)
     assert [spec.name for spec in plan.banks[0].tensors] == ["up", "down", "up_bias", "down_bias"]
-    assert sum(spec.nbytes for spec in plan.banks) == report.home_bytes
+    assert sum(spec.format.home_bytes for spec in plan.banks) == report.home_bytes
 
 
 @pytest.mark.parametrize("form", BLOCKS)

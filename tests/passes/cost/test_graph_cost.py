@@ -19,7 +19,8 @@ from moepass.models import formulas
 from moepass.models.errors import InputError
 from moepass.models.formulas.attention import DELTA_RULE_CHUNK
 from moepass.models.formulas.text import evaluate_text
-from moepass.models.sizes.architecture import Architecture, Layer, from_config
+from moepass.models.sizes.architecture import Architecture, Layer
+from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config
 from moepass.models.testing.tiny import TINY_FAMILIES
 from moepass.passes.cost.graph_cost import graph_cost, total_cost

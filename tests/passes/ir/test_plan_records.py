@@ -15,7 +15,8 @@ from backend_helper import Stack, streamed, tokens, up_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.models.errors import MoepassError
+from moepass.models.errors import InputError, MoepassError
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import (
     BANK_TENSOR,
     PLAN_SCHEMA,
@@ -29,6 +30,7 @@ from moepass.passes.ir.plan import (
     Step,
     TensorSpec,
     acquire,
+    decode,
     gather,
     prefetch,
     release,
@@ -45,6 +47,10 @@ TENSORS = st.builds(
     COUNTS,
 )
 COSTS = st.none() | st.builds(Cost, NAMES, NAMES, NAMES)
+FORMATS = st.builds(BankFormat.plain, COUNTS) | st.builds(
+    lambda link, more, slot, decoder: BankFormat(link + more, link, slot, decoder),
+    *(COUNTS, st.integers(0, 2**20), COUNTS, st.text(min_size=1, max_size=12)),
+)
 PLANS = st.builds(
     Plan,
     strategy=NAMES,
@@ -58,7 +64,7 @@ PLANS = st.builds(
     ).map(tuple),
     refusals=st.lists(st.builds(Refusal, NAMES, NAMES, NAMES), max_size=3).map(tuple),
     banks=st.lists(
-        st.builds(BankSpec, COUNTS, NAMES, NAMES, COUNTS, st.lists(TENSORS, max_size=3).map(tuple)), max_size=3
+        st.builds(BankSpec, COUNTS, NAMES, NAMES, FORMATS, st.lists(TENSORS, max_size=3).map(tuple)), max_size=3
     ).map(tuple),
     slots=COUNTS,
     slot_bytes=COUNTS,
@@ -160,7 +166,7 @@ def test_plans_are_frozen() -> None:
         Plan().slots = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("operation", [gather, prefetch, acquire, release])
+@pytest.mark.parametrize("operation", [gather, prefetch, decode, acquire, release])
 def test_graph_operations_say_that_only_an_executor_runs_them(operation: object) -> None:
     keywords = {"bank": 0} if operation is gather else {"bank": 0, "slot": 0}
     if operation is prefetch:
@@ -179,3 +185,27 @@ def test_bank_tensor_reads_one_tensor_of_a_shard(dtype: torch.dtype) -> None:
     assert torch.equal(got, wanted)
     assert got.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
     torch.library.opcheck(BANK_TENSOR, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "decoder", "problem"),
+    [
+        ((8, 8, 16), "", "has no decoder; without one the three are equal"),
+        ((16, 8, 8), "", "has no decoder; without one the three are equal"),
+        ((8, 9, 16), "packed", "9 on the link and 16 in the slot; no more can travel than rests"),
+        ((8, -1, 16), "packed", "no size is below 0"),
+    ],
+)
+def test_a_format_that_no_bank_can_have_is_refused(sizes: tuple[int, int, int], decoder: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        BankFormat(*sizes, decoder)
+
+
+def test_sizes_at_rest_on_the_link_and_in_the_slot_are_told_apart() -> None:
+    encoded, plain = BankFormat(70, 60, 100, "packed"), BankFormat.plain(80)
+    banks = tuple(BankSpec(index, str(index), "host", found, ()) for index, found in enumerate((encoded, plain)))
+    stays = (SlotStay("a", 0, 0, None), SlotStay("b", 1, 1, None), SlotStay("c", 0, 0, 0))
+    plan = Plan(banks=banks, slots=2, slot_bytes=100, slot_stays=stays)
+    assert plan.streamed_bytes == 60 + 80 + 60
+    assert plan.staging_bytes == 60
+    assert plan.device_bank_bytes == 2 * 100 + 60

@@ -49,14 +49,14 @@ def test_all_shards_together_are_the_bank(drawn: tuple[dict[str, torch.Tensor], 
     tensors, bounds = drawn
     complete = describe_bank(0, "layer", tensors, home="host")
     expected = _packed(complete, 0, tensors)
-    assert expected.numel() == complete.nbytes
+    assert expected.numel() == complete.format.slot_bytes
     spec = describe_bank(0, "layer", tensors, home="peer", expert_bounds=bounds)
-    assert (spec.tensors, spec.nbytes) == (complete.tensors, complete.nbytes)
+    assert (spec.tensors, spec.format.slot_bytes) == (complete.tensors, complete.format.slot_bytes)
     sources = [
         MemorySource(_packed(spec, rank, tensors), shard_pieces(spec, rank), over_link=False)
         for rank in range(len(bounds) - 1)
     ]
-    slot = torch.zeros(spec.nbytes, dtype=torch.uint8)
+    slot = torch.zeros(spec.format.slot_bytes, dtype=torch.uint8)
     for source in sources:
         for piece in source.pieces:
             part = source.memory[piece.source_offset_bytes : piece.source_offset_bytes + piece.nbytes]
@@ -94,7 +94,7 @@ def test_a_bank_without_bounds_is_one_shard() -> None:
     assert shard_layout(spec, 0) == pack_layout((key, tuple(t.shape), t.dtype) for key, t in tensors.items())
     assert shard_pieces(spec, 0) == (Piece(0, 0, 240), Piece(256, 256, 84))
     (source,) = (whole(_packed(spec, 0, tensors)),)
-    assert source.nbytes == spec.nbytes
+    assert source.nbytes == spec.format.slot_bytes
 
 
 def test_uneven_shards_by_hand() -> None:

@@ -235,7 +235,7 @@ def _measured(streaming: Streaming, runs: int) -> tuple[list[float], float, floa
 
 
 def _predicted(streaming: Streaming, segment_seconds: Sequence[float]) -> Simulation:
-    transfers = {bank.index: streaming.link.seconds(bank.nbytes) for bank in streaming.plan.banks}
+    transfers = {bank.index: streaming.link.seconds(bank.format.link_bytes) for bank in streaming.plan.banks}
     return simulate_plan(streaming.plan, segment_seconds, transfers)
 
 

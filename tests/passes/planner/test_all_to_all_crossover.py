@@ -9,6 +9,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, Cost, MoEBlock, Plan, TensorSpec
 from moepass.passes.machine.hardware import Hardware, with_emulated_link
 from moepass.passes.machine.times import collective_seconds, gather_seconds, memory_seconds
@@ -40,7 +41,9 @@ def _plan(form: str = "all_to_all", tokens: int | str = "s0", hint: int = 4096) 
     )
     blocks = tuple(dataclasses.replace(block, name=f"experts {index}", bank=index) for index in range(LAYERS))
     tensors = (TensorSpec("weight_0", (EXPERTS, 3 * WIDTH, HIDDEN), "bfloat16", 0),)
-    banks = tuple(BankSpec(index, f"bank {index}", "peer", BANK_BYTES, tensors) for index in range(LAYERS))
+    banks = tuple(
+        BankSpec(index, f"bank {index}", "peer", BankFormat.plain(BANK_BYTES), tensors) for index in range(LAYERS)
+    )
     others = f"{8 * HIDDEN * HIDDEN * LAYERS}*{tokens}"
     cost = Cost(f"{LAYERS}*{expert_flops} + {others}", str(LAYERS * BANK_BYTES))
     return Plan(blocks=blocks, banks=banks, cost=cost, sizes=(("s0", hint),) if tokens == "s0" else ())

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, Plan, Step
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import COMPUTE, COPY
@@ -127,7 +128,7 @@ def test_the_timeline_shows_one_step() -> None:
 
 
 def _plan() -> Plan:
-    banks = tuple(BankSpec(index, f"layers.{index}.experts", "host", 100, ()) for index in range(2))
+    banks = tuple(BankSpec(index, f"layers.{index}.experts", "host", BankFormat.plain(100), ()) for index in range(2))
     steps = (
         Step("prefetch", "block", 0, 0), Step("segment", "segment_0"), Step("acquire", "block", 0, 0),
         Step("segment", "segment_1"), Step("release", "block", 0, 0), Step("prefetch", "block", 1, 0),
@@ -142,6 +143,18 @@ def test_a_plan_is_run_with_its_own_steps() -> None:
     found = simulate_plan(_plan(), [1, 2, 1, 2, 0.5], {0: 2.0, 1: 4.0})
     assert (found.step_seconds, found.exposed_seconds) == (10, 3.5)
     assert [event.layer for event in found.timeline.on(COPY)] == ["layers.1.experts", "layers.0.experts"]
+
+
+def test_an_encoded_bank_takes_its_size_in_the_slot_and_its_decode_is_part_of_the_transfer() -> None:
+    plain = _plan()
+    banks = tuple(dataclasses.replace(bank, format=BankFormat(60, 50, 100, "packed")) for bank in plain.banks)
+    steps = []
+    for step in plain.steps:
+        decode = [Step("decode", step.name, step.bank, step.slot)] if step.op == "prefetch" else []
+        steps += [step, *decode]
+    encoded = dataclasses.replace(plain, banks=banks, steps=tuple(steps))
+    seconds = [1, 2, 1, 2, 0.5], {0: 2.0, 1: 4.0}
+    assert plan_steps(encoded, *seconds) == plan_steps(plain, *seconds)
 
 
 def test_wrong_numbers_of_seconds_are_refused() -> None:

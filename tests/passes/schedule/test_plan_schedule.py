@@ -63,9 +63,9 @@ def test_the_plan_says_what_the_graph_does(slots: int) -> None:
     fillings = {node.kwargs["bank"]: node for node in find(result.module, prefetch)}
     assert plan.strategy == "asyncep"
     assert plan.slots == slots
-    assert plan.slot_bytes == max(bank.nbytes for bank in plan.banks)
+    assert plan.slot_bytes == max(bank.format.slot_bytes for bank in plan.banks)
     assert plan.device_bank_bytes == slots * plan.slot_bytes
-    assert plan.streamed_bytes == sum(bank.nbytes for bank in plan.banks)
+    assert plan.streamed_bytes == sum(bank.format.link_bytes for bank in plan.banks)
     for position, stay in enumerate(plan.slot_stays):
         filled = fillings[stay.bank]
         assert filled.kwargs["slot"] == stay.slot

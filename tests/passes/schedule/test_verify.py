@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from backend_helper import Stack, find, fingerprint, gather, streamed, tokens, up_to
-from schedule_mutants import Shared
-from torch.fx import GraphModule
+from schedule_mutants import Shared, case
+from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.nodes import copy_graph_module
-from moepass.passes.ir.plan import SLOT_OPS, Plan, acquire, prefetch, release
+from moepass.passes.graph.nodes import copy_graph_module, is_call
+from moepass.passes.ir.plan import Plan, acquire, decode, prefetch, release
 from moepass.passes.ir.protocol import PassContext, PassResult
-from moepass.passes.schedule.verify import RULES, ScheduleError, verify
+from moepass.passes.schedule.verify import RULES, ScheduleError, verify, violations
 
 Breaker = Callable[[GraphModule, PassResult], None]
 
@@ -49,7 +49,7 @@ def _rename_slot(module: GraphModule, result: PassResult) -> None:
 
 
 def _other_slots_than_planned(module: GraphModule, result: PassResult) -> None:
-    for target in SLOT_OPS:
+    for target in (prefetch, acquire, release):
         node = find(module, target)[0]
         node.update_kwarg("slot", 1 - int(node.kwargs["slot"]))  # type: ignore[arg-type]
 
@@ -99,9 +99,17 @@ def _return_a_slot(module: GraphModule, result: PassResult) -> None:
     output.append(done)
 
 
+def _decode_what_is_not_encoded(module: GraphModule, result: PassResult) -> None:
+    filled = find(module, prefetch)[0]
+    with module.graph.inserting_after(filled):
+        decoded = module.graph.call_function(decode, (filled,), {"bank": filled.kwargs["bank"], "slot": 0})
+    find(module, acquire)[0].replace_input_with(filled, decoded)
+
+
 BROKEN: dict[str, Breaker] = {
     "all_scheduled": _put_gather_back,
     "one_acquire_one_release": _drop_release,
+    "decoded_behind_copy": _decode_what_is_not_encoded,
     "same_bank_and_slot": _rename_slot,
     "follows_plan": _other_slots_than_planned,
     "fits_ring": _too_large_for_its_slot,
@@ -203,3 +211,102 @@ def test_layers_applied_twice_are_scheduled_safely(slots: int) -> None:
     captured = streamed(Shared(), tokens(), torch.tensor([[0, 1]] * 6))
     result = up_to("verify", captured.module, slots=slots)
     assert [stay.bank for stay in result.plan.slot_stays] == [0, 1, 2, 0]
+
+
+# Encoded banks: the decode is ordered like a copy
+
+
+def _drop_decode(graph: Graph) -> None:
+    decoded = _ops(graph, decode)[0]
+    decoded.replace_all_uses_with(decoded.args[0])  # type: ignore[arg-type]
+    graph.erase_node(decoded)
+
+
+def _acquire_what_is_still_encoded(graph: Graph) -> None:
+    decoded = _ops(graph, decode)[0]
+    (tensors,) = decoded.users
+    tensors.replace_input_with(decoded, decoded.args[0])  # type: ignore[arg-type]
+
+
+def _decode_twice(graph: Graph) -> None:
+    decoded = _ops(graph, decode)[0]
+    with graph.inserting_after(decoded):
+        graph.node_copy(decoded)
+
+
+def _decode_behind_the_next_copy(graph: Graph) -> None:
+    """The staging buffer holds another bank by then."""
+    decoded, following = _ops(graph, decode)[0], _ops(graph, prefetch)[1]
+    following.append(decoded)
+
+
+def _decode_behind_a_release(graph: Graph) -> None:
+    """A release may begin to fill its slot for the next run, through the staging buffer."""
+    filled = next(node for node in _ops(graph, prefetch) if node.kwargs["after"] is not None and _decode_of(node))
+    own, later = filled.kwargs["after"], _ops(graph, release)[-1]
+    assert own is not later
+    later.append(_decode_of(filled)[0])
+
+
+def _decode_before_its_copy(graph: Graph) -> None:
+    decoded = _ops(graph, decode)[0]
+    decoded.args[0].prepend(decoded)  # type: ignore[union-attr]
+
+
+def _decode_another_bank(graph: Graph) -> None:
+    first, second = _ops(graph, decode)[:2]
+    first.args, second.args = second.args, first.args
+
+
+def _decode_into_another_slot(graph: Graph) -> None:
+    decoded = _ops(graph, decode)[0]
+    decoded.update_kwarg("slot", 1 - decoded.kwargs["slot"])  # type: ignore[operator]
+
+
+def _acquire_before_the_decode(graph: Graph) -> None:
+    tensors = _ops(graph, acquire)[0]
+    decoded = tensors.args[0]
+    assert is_call(decoded, decode)
+    decoded.prepend(tensors)  # type: ignore[union-attr]
+
+
+def _decode_before_the_last_read(graph: Graph) -> None:
+    """Copy and decode of a refill stand before the release that they should wait for."""
+    filled = next(node for node in _ops(graph, prefetch) if node.kwargs["after"] is not None and _decode_of(node))
+    (decoded,) = _decode_of(filled)
+    done = filled.kwargs["after"]
+    tensors = done.args[0]  # type: ignore[union-attr]
+    tensors.append(filled)  # type: ignore[union-attr]
+    filled.append(decoded)
+
+
+def _ops(graph: Graph, operation: object) -> list[Node]:
+    return [node for node in graph.nodes if is_call(node, operation)]
+
+
+def _decode_of(filled: Node) -> list[Node]:
+    return [user for user in filled.users if is_call(user, decode)]
+
+
+@pytest.mark.parametrize(
+    ("breaker", "rules"),
+    [
+        (_drop_decode, {"decoded_behind_copy"}),
+        (_acquire_what_is_still_encoded, {"decoded_behind_copy", "read_after_write"}),
+        (_decode_twice, {"decoded_behind_copy"}),
+        (_decode_behind_the_next_copy, {"decoded_behind_copy"}),
+        (_decode_behind_a_release, {"decoded_behind_copy", "read_after_write"}),
+        (_decode_before_its_copy, {"decoded_behind_copy"}),
+        (_decode_another_bank, {"decoded_behind_copy", "same_bank_and_slot"}),
+        (_decode_into_another_slot, {"same_bank_and_slot"}),
+        (_acquire_before_the_decode, {"read_after_write"}),
+        (_decode_before_the_last_read, {"write_after_read"}),
+    ],
+)
+def test_a_decode_that_is_missing_or_out_of_order_is_refused(breaker: Callable[[Graph], None], rules: set[str]) -> None:
+    found = case("encoded", 2)
+    graph = Graph()
+    graph.output(graph.graph_copy(found.graph, {}))
+    assert list(violations(graph, found.plan)) == []
+    breaker(graph)
+    assert rules <= {rule for rule, _ in violations(graph, found.plan)}

@@ -109,7 +109,7 @@ def _shapes_and_models_share_one_ring() -> None:
     assert len(rings) == 1
     ring = compilations[0].executor.ring
     assert ring is not None
-    assert ring.device_bytes == 2 * max(bank.nbytes for c in compilations for bank in c.plan.banks)
+    assert ring.device_bytes == 2 * max(bank.format.slot_bytes for c in compilations for bank in c.plan.banks)
 
 
 def test_shapes_and_models_of_one_group_share_one_ring() -> None:
@@ -180,9 +180,28 @@ def _other_ranks_send_old_weights() -> str:
         return str(caught.value)
 
 
+def _writes_that_torch_does_not_count() -> None:
+    """Without `debug` they are not seen: all ranks, this one too, go on with what they met with."""
+    model = build_stack(SMALL, "all_to_all")
+    compiled = compile_whole(model, debug=False)
+    hidden = hidden_rows(SMALL, 8, dist.get_rank())
+    with torch.no_grad():
+        expected = compiled(hidden)
+        for layer in model.moe:
+            layer.experts.down_proj.data.mul_(2.0)
+        assert torch.equal(compiled(hidden), expected)
+        model.moe[1].experts.down_proj.mul_(2.0)
+        with pytest.raises(moepass.InputError, match=r"expert weights of moe\.1\.experts were changed"):
+            compiled(hidden)
+
+
+def test_without_debug_torchs_count_of_writes_alone_tells() -> None:
+    run_ranks(2, _writes_that_torch_does_not_count)
+
+
 def test_where_ranks_gather_weights_that_one_of_them_changes_are_an_error_on_all() -> None:
     for message in run_ranks(2, _other_ranks_send_old_weights):
-        assert "the expert weights of moe.1.experts were changed after their first compiled run" in message
+        assert "the expert weights of moe.1.experts were changed after their first run" in message
 
 
 def _inference_tensors_change() -> None:

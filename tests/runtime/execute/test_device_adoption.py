@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from adopted_stacks import SMALL, compile_whole, hidden_rows, stays_exact
 from rank_memory import Seen, Segments
 from ranks import run_ranks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moepass
 from moepass.models.testing.moe_stack import build_stack
@@ -23,18 +26,25 @@ from moepass.runtime.homes.device_home import DevicePacker
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.system.shared_memory import PAGE_BYTES
 from moepass.runtime.transfer.transports import Transport
 
 
 @contextmanager
-def _in_device_memory() -> Iterator[list[Seen]]:
-    """Meetings put shards there; gives the memory of each of them."""
+def _in_device_memory(on_allocation: Callable[[int], object] = lambda nbytes: None) -> Iterator[list[Seen]]:
+    """Meetings put shards there; gives the memory of each bank."""
     made: list[Seen] = []
 
-    def packer(device: torch.device, process_group: Any, group: PeerGroup, transport: Transport) -> PeerPacker:
-        memory = Segments()
-        made.append(memory.seen)
-        return DevicePacker(group, transport, memory)
+    class Memory(Segments):
+        def allocate(self, nbytes: int) -> torch.Tensor:
+            made.append(self.seen)
+            on_allocation(nbytes)
+            return super().allocate(nbytes)
+
+    def packer(
+        device: torch.device, process_group: Any, group: PeerGroup, transport: Transport, bank_by_bank: bool
+    ) -> PeerPacker:
+        return DevicePacker(group, transport, Memory, bank_by_bank)
 
     with mock.patch.object(adopted_banks, "packer_on", packer):
         yield made
@@ -48,7 +58,7 @@ def _home() -> AdoptedHome:
 def _forms_stay_exact(form: str) -> None:
     with _in_device_memory() as made:
         stays_exact(form, SMALL, [[16, 16], [7, 20], [0, 5]] if form != "all_reduce" else [[16, 16], [5, 5]])
-        assert len(made) == 1
+        assert len(made) == SMALL.layers
 
 
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
@@ -64,19 +74,18 @@ def _moves_and_goes() -> None:
         for step in range(2):
             hidden = hidden_rows(SMALL, 16, step)
             assert torch.equal(compiled(hidden), build_stack(SMALL)(hidden))
-        (memory,) = made
-        assert memory.handle is not None
-        assert memory.handle() is not None
+        assert len(made) == SMALL.layers
+        assert all(memory.handle is not None and memory.handle() is not None for memory in made)
         experts = [parameter for layer in model.moe for parameter in layer.experts.parameters()]
         for parameter in experts:
-            assert memory.begin <= parameter.data_ptr() < memory.end
+            assert any(memory.begin <= parameter.data_ptr() < memory.end for memory in made)
             assert parameter.untyped_storage().nbytes() == parameter.nbytes
         assert all(map(torch.equal, model.moe.parameters(), before))
         assert _home().held_twice_bytes == 0
         assert _home().shard_bytes == sum(parameter.nbytes for parameter in experts)
         del model, compiled, parameter, experts
         gc.collect()
-        assert memory.handle() is None
+        assert all(memory.handle is not None and memory.handle() is None for memory in made)
         assert _home().shard_bytes == 0
         assert _home().ring is not None
         assert _home().ring() is None
@@ -84,6 +93,71 @@ def _moves_and_goes() -> None:
 
 def test_parameters_lie_in_the_shard_and_go_with_the_model() -> None:
     run_ranks(2, _moves_and_goes)
+
+
+def _holds_one_bank_twice() -> None:
+    config = dataclasses.replace(SMALL, layers=4, width=128)
+    model = build_stack(config, "all_to_all")
+    experts = [list(layer.experts.parameters()) for layer in model.moe]
+    largest = max(sum(parameter.nbytes for parameter in bank) for bank in experts)
+    held = [(StorageWeakRef(part.untyped_storage()), part.nbytes) for bank in experts for part in bank]
+    bank_bytes = sum(nbytes for _, nbytes in held)
+    taken, peaks = 0, []
+
+    def count(nbytes: int) -> None:
+        nonlocal taken
+        taken += nbytes
+        peaks.append(taken + sum(nbytes for storage, nbytes in held if not storage.expired()))
+
+    with _in_device_memory(count), torch.no_grad():
+        hidden = hidden_rows(config, 16, 0)
+        assert torch.equal(compile_whole(model)(hidden), build_stack(config)(hidden))
+    assert taken >= bank_bytes
+    assert max(peaks) <= bank_bytes + largest + config.layers * PAGE_BYTES
+
+
+def test_adopting_holds_one_bank_more_than_the_experts_at_most() -> None:
+    run_ranks(2, _holds_one_bank_twice)
+
+
+class _Operators(TorchDispatchMode):
+    """What reaches a device, or waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def _costs_nothing() -> None:
+    model, hidden = build_stack(SMALL, "all_to_all"), hidden_rows(SMALL, 16, 0)
+    seen: list[_Operators] = []
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with _Operators() as operators:
+                seen.append(operators)
+                return method(*arguments)
+
+        return call
+
+    with _in_device_memory(), torch.no_grad():
+        compiled = compile_whole(model, debug=False)
+        expected = compiled(hidden)
+        with (
+            mock.patch.object(AdoptedHome, "check", watched(AdoptedHome.check)),
+            mock.patch.object(AdoptedHome, "sources", watched(AdoptedHome.sources)),
+        ):
+            assert torch.equal(compiled(hidden), expected)
+    assert len(seen) == 1 + SMALL.layers
+    assert [operators.called for operators in seen] == [[]] * len(seen)
+
+
+def test_a_run_begins_without_a_kernel_for_each_parameter_and_without_a_host_sync() -> None:
+    run_ranks(2, _costs_nothing)
 
 
 def _is_written_to() -> None:
@@ -94,7 +168,7 @@ def _is_written_to() -> None:
         assert torch.equal(compiled(hidden), expected)
         model.moe[1].experts.down_proj.mul_(2)
         for _ in range(2):
-            with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+            with pytest.raises(moepass.InputError, match="were changed after their first run"):
                 compiled(hidden)
         # As the error advises.
         model.load_state_dict(build_stack(SMALL, "all_to_all").state_dict(), assign=True)
@@ -116,9 +190,7 @@ def _is_written_past_the_count() -> None:
             down = model.moe[1].experts.down_proj
             down.data.copy_(down * 2)
             for _ in range(2):
-                with pytest.raises(
-                    moepass.InputError, match=r"moe\.1\.experts were changed after their first compiled"
-                ):
+                with pytest.raises(moepass.InputError, match=r"moe\.1\.experts were changed after their first run"):
                     compiled(hidden)
 
 
@@ -162,7 +234,7 @@ def _is_replaced_in_part() -> None:
         gc.collect()
         for _ in range(2):
             assert torch.equal(compiled(hidden), expected)
-        assert len(made) == 2
+        assert len(made) == 2 * SMALL.layers
         assert all(map(torch.equal, downs, before))
 
 
@@ -180,7 +252,7 @@ def _is_kept_elsewhere() -> None:
         assert _home().held_twice_bytes == view.nbytes
         assert torch.equal(compiled(hidden), expected)
         view.numpy()[:] *= 2  # past the version counter
-        with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+        with pytest.raises(moepass.InputError, match="were changed after their first run"):
             compiled(hidden)
 
 

@@ -81,7 +81,7 @@ def test_ring_bytes_are_slots_times_the_largest_bank_whatever_the_depth(depth: i
     compiled, executor = _first_run(model, tokens())
     with torch.no_grad():
         compiled(tokens())
-    largest = max(bank.spec.nbytes for bank in report.store.banks)
+    largest = max(bank.spec.format.slot_bytes for bank in report.store.banks)
     assert executor.ring is not None
     assert executor.ring.device_bytes == report.ring_bytes == executor.plan.device_bank_bytes == 2 * largest
     assert resting == report.home_bytes == depth * largest
@@ -99,7 +99,7 @@ def test_banks_of_different_sizes_share_slots_of_the_largest() -> None:
     report = moepass.offload_experts(model)
     compiled, executor = _first_run(model, tokens())
     assert executor.ring is not None
-    assert executor.ring.device_bytes == 2 * report.store.banks[1].spec.nbytes
+    assert executor.ring.device_bytes == 2 * report.store.banks[1].spec.format.slot_bytes
     with torch.no_grad():
         assert torch.equal(compiled(tokens()), expected)
 

@@ -10,16 +10,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from adopted_stacks import SMALL, compile_whole, hidden_rows
 from ranks import run_ranks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import moepass
 from moepass.models.testing.moe_stack import MoEStack, build_stack
 from moepass.runtime.homes.adopted_banks import AdoptedHome, adopted_banks
+from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.shared_parameters import is_movable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
@@ -70,6 +73,32 @@ def test_experts_move_into_the_shards_and_no_guard_notices() -> None:
     run_ranks(2, _moves)
 
 
+def _holds_one_bank_twice() -> None:
+    config = dataclasses.replace(SMALL, layers=4, width=128)
+    model = build_stack(config, "all_to_all")
+    held = [(StorageWeakRef(parameter.untyped_storage()), parameter.nbytes) for parameter in _experts(model)]
+    bank_bytes = sum(nbytes for _, nbytes in held)
+    taken: dict[int, int] = {}
+    peaks: list[int] = []
+    memory = PeerPacker._memory
+
+    def counted(packer: PeerPacker, index: int) -> torch.Tensor:
+        shard = memory(packer, index)
+        taken[index] = shard.numel()
+        peaks.append(sum(taken.values()) + sum(nbytes for storage, nbytes in held if not storage.expired()))
+        return shard
+
+    hidden = hidden_rows(config, 16, 0)
+    with torch.no_grad(), mock.patch.object(PeerPacker, "_memory", counted):
+        assert torch.equal(compile_whole(model)(hidden), build_stack(config)(hidden))
+    assert sum(taken.values()) >= bank_bytes
+    assert max(peaks) <= bank_bytes + max(taken.values())
+
+
+def test_adopting_holds_one_bank_more_than_the_experts_at_most() -> None:
+    run_ranks(2, _holds_one_bank_twice)
+
+
 def _writes_too_late() -> None:
     """What one rank writes into its parameters, the others must never read."""
     model, full = build_stack(SMALL, "all_to_all"), build_stack(SMALL)
@@ -80,7 +109,7 @@ def _writes_too_late() -> None:
         if dist.get_rank() == 1:
             for parameter in _experts(model):
                 parameter.fill_(torch.nan)
-            with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+            with pytest.raises(moepass.InputError, match="were changed after their first run"):
                 compiled(hidden)
         dist.barrier()
         if dist.get_rank() == 0:
@@ -152,7 +181,7 @@ def _stays(number: int) -> None:
         assert _home().held_twice_bytes == kept.nbytes
         if isinstance(holder, torch.Tensor):
             holder.mul_(2.0)
-            with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+            with pytest.raises(moepass.InputError, match="were changed after their first run"):
                 compiled(hidden)
 
 

@@ -12,11 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import overwrite_with_the_old_time
 
 import moepass
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
-from moepass.models.checkpoint.file_stamp import FileStamp
 from moepass.models.checkpoint.unread_tensors import unread
 from moepass.runtime.homes.disk.bank_files import BankFolder
 
@@ -93,7 +91,7 @@ def _double_with_the_old_time(weights: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        _double, _double_with_the_old_time, overwrite_with_the_old_time, lambda weights: os.utime(weights, (1, 1)),
+        _double, _double_with_the_old_time, lambda weights: os.utime(weights, (1, 1)),
     ],
 )  # fmt: skip
 def test_what_was_made_of_other_files_is_written_again(
@@ -107,17 +105,6 @@ def test_what_was_made_of_other_files_is_written_again(
     assert _inode(folder.folder) != inode
     _check_content(folder.folder / "layer.safetensors", weights)
     held.check()  # who streams from the old file goes on
-
-
-def test_samples_of_the_bytes_tell_what_times_do_not(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FileStamp, "identity", lambda stamp: ())
-    folder = BankFolder(tmp_path / "banks")
-    folder.write({"layer": _transposed(weights)})
-    _double(weights)
-    folder.write({"layer": _transposed(weights)})
-    _check_content(folder.folder / "layer.safetensors", weights)
 
 
 def test_what_was_made_in_another_way_is_written_again(weights: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class _OnGpu(Segments):
 
 def _offload(model: torch.nn.Module, memory: Segments) -> moepass.OffloadReport:
     def packer(*args: Any) -> DevicePacker:
-        return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), memory)
+        return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), lambda: memory)
 
     with mock.patch.object(offload, "make_packer", packer):
         return moepass.offload_experts(model, home="peer")
@@ -97,7 +97,7 @@ def _sources_are_all_that_is_kept() -> None:
     sources = report.store.home.sources(bank, ())
     del model, report
     gc.collect()
-    whole = read_range(sources, 0, bank.nbytes, torch.device("cpu"))
+    whole = read_range(sources, 0, bank.format.slot_bytes, torch.device("cpu"))
     for tensor, value in zip(bank.tensors, expected, strict=True):
         assert torch.equal(tensor.view(whole), value)
 

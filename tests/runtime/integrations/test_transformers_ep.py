@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 import moepass
 from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.execute.executor import Executor
+from moepass.runtime.homes.adopted_banks import adopted_banks
 from moepass.runtime.integrations.transformers_ep import NAME, UNEVEN_STYLE
 
 try:
@@ -268,21 +269,44 @@ def test_ranks_need_not_hold_equally_many_experts(tmp_path: Path) -> None:
 
 
 def _wrong_uses_are_errors(path: str) -> None:
-    model = _load(path, NAME, **_whole_dense_layers(path))
+    model, reference = _load(path, NAME, **_whole_dense_layers(path)), _reference(path)
     with pytest.raises(moepass.InputError, match=r"training mode with gradients on; call model\.eval\(\)"):
         _logits(model.train(), _tokens(1))
     model.eval()
+    changed = model.model.layers[1].mlp.experts.down_proj._local_tensor
     with torch.no_grad():
-        _logits(model, _tokens(1))
-        model.model.layers[1].mlp.experts.down_proj._local_tensor.data.mul_(2)
-        with pytest.raises(moepass.InputError, match="experts 1 were changed after their first use"):
+        expected = _logits(reference, _tokens(1))
+        assert torch.equal(_logits(model, _tokens(1)), expected)
+        changed.mul_(2)
+        with pytest.raises(moepass.InputError, match="experts 1 were changed after their first run"):
             _logits(model, _tokens(1))
-        # Compiled it is the first use, and that of what the weights are now.
+        # Compiled code reads the same banks.
         compiled = _compile(model, fullgraph=True)
-        _logits(compiled, _tokens(1))
-        model.model.layers[1].mlp.experts.down_proj._local_tensor.mul_(2)
-        with pytest.raises(moepass.InputError, match="were changed after their first compiled run"):
+        with pytest.raises(moepass.InputError, match="experts 1 were changed after their first run"):
             _logits(compiled, _tokens(1))
+        # As the error advises: other memory, for which the ranks meet again.
+        model.model.layers[1].mlp.experts.down_proj._local_tensor = changed / 2
+        for _ in range(2):
+            assert torch.equal(_logits(model, _tokens(1)), expected)
+            assert torch.equal(_logits(compiled, _tokens(1)), expected)
+
+
+def _are_met_for_once(path: str) -> None:
+    model = _load(path, NAME, **_whole_dense_layers(path))
+    (group,) = {layer.mlp.experts.down_proj.device_mesh.get_group() for layer in model.model.layers}
+    home = adopted_banks(group, torch.device("cpu")).home
+    with torch.no_grad():
+        compiled = _compile(model, fullgraph=True, slots=3)
+        expected = _logits(model, _tokens(1))
+        banks = home.banks()
+        assert len(banks) == 2
+        assert torch.equal(_logits(compiled, _tokens(1)), expected)
+        assert torch.equal(_logits(model, _tokens(1)), expected)
+        assert adopted_banks(group, torch.device("cpu")).home.banks() == banks
+
+
+def test_eager_and_compiled_code_read_the_same_banks(checkpoint: str) -> None:
+    run_ranks(RANKS, _are_met_for_once, checkpoint)
 
 
 def test_changed_weights_and_training_are_errors(checkpoint: str) -> None:

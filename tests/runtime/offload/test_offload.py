@@ -30,8 +30,10 @@ def test_a_report_says_what_was_moved(form: str) -> None:
     report = moepass.offload_experts(model, slots=2)
     assert report.home == "host"
     assert report.layers == ("blocks.0", "blocks.1", "blocks.2")
-    assert report.home_bytes == report.store.home_bytes == sum(bank.spec.nbytes for bank in report.store.banks)
-    assert report.ring_bytes == 2 * report.store.banks[0].spec.nbytes
+    assert (
+        report.home_bytes == report.store.home_bytes == sum(bank.spec.format.home_bytes for bank in report.store.banks)
+    )
+    assert report.ring_bytes == 2 * report.store.banks[0].spec.format.slot_bytes
     assert find_store(report.store.number) is report.store
     for name, value in weights.items():
         part = model.get_submodule(name.rpartition(".")[0])
@@ -63,7 +65,7 @@ def test_calling_the_uncompiled_model_beside_the_compiled_one_is_said_once(caplo
 def test_a_ring_has_no_more_slots_than_there_are_banks() -> None:
     model = Stack(depth=2)
     report = moepass.offload_experts(model, slots=10**12)
-    largest = max(bank.spec.nbytes for bank in report.store.banks)
+    largest = max(bank.spec.format.slot_bytes for bank in report.store.banks)
     assert report.ring_bytes == report.store.ring().device_bytes == 2 * largest
 
 

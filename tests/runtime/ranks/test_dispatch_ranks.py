@@ -316,7 +316,7 @@ def _other_layers() -> str:
 def test_ranks_that_run_different_layers_are_told_so() -> None:
     first, second = run_ranks(2, _other_layers)
     assert first == second
-    assert first.startswith("rank 1 is about to run other layers than rank 0")
+    assert first.startswith("ranks disagree on the layers that they are about to run without exchanges: moe.")
 
 
 def _one_stays_away() -> tuple[str, str]:

@@ -97,10 +97,10 @@ def test_every_byte_lands_in_its_place_and_no_other(
         last = spec.tensors[-1]
         if not wants[rank]:
             transport.join([spec])
-            transport._runs[(0, 0, spec.nbytes)] = [(0, last.offset_bytes, last.offset_bytes + last.nbytes)]
+            transport._runs[(0, 0, spec.format.link_bytes)] = [(0, last.offset_bytes, last.offset_bytes + last.nbytes)]
             transport.join([spec])
             return
-        slot = torch.full((spec.nbytes + 64,), UNTOUCHED, dtype=torch.uint8)
+        slot = torch.full((spec.format.link_bytes + 64,), UNTOUCHED, dtype=torch.uint8)
         transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait()
         for found, expected in zip(spec.tensors, whole.views(whole.shard), strict=True):
             assert torch.equal(found.view(slot), expected)
@@ -123,7 +123,7 @@ def test_an_emulated_link_counts_the_bytes_of_other_ranks(
     def gather(rank: int) -> None:
         link = Link(10_000.0) if rank == slow else Link()
         transport, spec, sources = _packed(store, rank, [0, 3, 4], tensors, link)
-        slot = torch.empty(spec.nbytes, dtype=torch.uint8)
+        slot = torch.empty(spec.format.link_bytes, dtype=torch.uint8)
         transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait()
 
     _on_ranks(2, gather)
@@ -138,7 +138,7 @@ def test_ranks_that_ask_for_different_things_get_one_error_for_good() -> None:
     requests: list[Request] = [(5, 0, 8), (5, 0, 8), (6, 0, 8)]
     texts = set(_on_ranks(3, lambda rank: _error(groups[rank].ask, requests[rank], True)))
     (text,) = texts
-    assert text.startswith("ranks gather different things at the same time: bank 5 on rank 0, bank 6 on rank 2.")
+    assert text.startswith("ranks disagree on what they gather: bank 5 on rank 0, bank 6 on rank 2; with transport")
     assert "a rank without work calls moepass.gather_only_step(model)" in text
     assert {_error(group.ask, (5, 0, 8), True) for group in groups} == texts
     assert {_error(group.check) for group in groups} == texts
@@ -153,7 +153,7 @@ def test_ranks_that_gather_by_different_plans_get_one_error_for_good() -> None:
     texts = set(_on_ranks(3, lambda rank: _error(groups[rank].ask, (5, 0, 8), True, plans[rank])))
     (text,) = texts
     assert text.startswith(
-        "ranks gather bank 5 by different plans: 3 gathers through 2 slots on rank 1, 1 gathers through 1 slots on rank"
+        "ranks disagree on the plan by which they gather bank 5: 3 gathers through 2 slots on rank 1, 1 gathers "
     )
     assert {_error(group.check) for group in groups} == texts
 
@@ -166,7 +166,7 @@ def test_what_is_gathered_outside_of_a_run_follows_no_plan() -> None:
     plan = GatherSignature(7, 1, 1)
 
     def gathered_by() -> GatherSignature:
-        return transport.copy(spec, (), torch.empty(spec.nbytes, dtype=torch.uint8)).plan
+        return transport.copy(spec, (), torch.empty(spec.format.link_bytes, dtype=torch.uint8)).plan
 
     transport.begin_run(plan)
     assert gathered_by() == plan
@@ -213,11 +213,11 @@ def test_nothing_is_written_after_a_gather_has_failed() -> None:
     def exchange(rank: int) -> str:
         groups[rank].ask((5, 0, 8), True)
         if rank == 0:
-            text = _error(groups[0].exchange, (5, 0, 8), {1: []}, {1: [slot]})
+            text = _error(groups[0].gather, (5, 0, 8), {1: []}, {1: [slot]})
             has_failed.set()
             return text
         assert has_failed.wait(10)
-        return _error(groups[1].exchange, (5, 0, 8), {0: [part]}, {})
+        return _error(groups[1].gather, (5, 0, 8), {0: [part]}, {})
 
     texts = set(_on_ranks(2, exchange))
     assert texts == {"rank 1 did not bring its part of bank 5 within 0.4 s (transport 'collective')"}
@@ -229,7 +229,7 @@ def test_a_gather_that_fails_on_its_own_rank_is_told_to_the_others() -> None:
 
     def gather(rank: int) -> str:
         transport, spec, sources = _packed(store, rank, [0, 2, 4], tensors, Link())
-        slot = torch.full((spec.nbytes // (rank + 1),), UNTOUCHED, dtype=torch.uint8)
+        slot = torch.full((spec.format.link_bytes // (rank + 1),), UNTOUCHED, dtype=torch.uint8)
         return _error(transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait)
 
     (text,) = set(_on_ranks(2, gather))

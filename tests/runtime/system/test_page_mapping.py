@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.passes.ir.shards import Piece
+from moepass.runtime.system.page_mapping import has_written_pages
 from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, create_segment
 from moepass.runtime.system.slot_pages import slot_memory
 from moepass.runtime.transfer.copying import CopyError, CopyThread, PendingCopy
@@ -102,19 +101,6 @@ def test_one_slot_serves_banks_of_different_layouts() -> None:
     assert torch.equal(b, kept[1])
 
 
-def test_a_forked_child_writes_into_slots_of_its_own() -> None:
-    segment, memory = _segment()
-    slot = slot_memory(2 * NBYTES)
-    _fill(slot, _source(segment, memory, Piece(0, 0, NBYTES)))
-    expected = slot.clone()
-    child = os.fork()
-    if child == 0:
-        slot.fill_(1)
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert torch.equal(slot, expected)
-
-
 def test_a_mapping_that_fails_is_an_error_of_that_copy() -> None:
     segment, memory = _segment()
     slot = slot_memory(NBYTES)
@@ -123,3 +109,21 @@ def test_a_mapping_that_fails_is_an_error_of_that_copy() -> None:
     copy = CopyThread(Link()).submit(PendingCopy([source], slot, "layer"))
     with pytest.raises(CopyError, match=r"bank layer .*cannot be mapped: Bad file descriptor"):
         copy.wait()
+
+
+def test_pages_say_whether_they_were_written() -> None:
+    nbytes = 5 * PAGE_BYTES
+    segment = create_segment(nbytes, "test")
+    segment.map(0, nbytes).fill_(1)
+    memory = torch.frombuffer(segment.map_privately(0, nbytes), dtype=torch.uint8)
+    address = memory.data_ptr()
+    if has_written_pages(address, nbytes) is None:
+        pytest.skip("this system keeps /proc/self/pagemap to itself")
+    assert has_written_pages(address, nbytes) is False
+    assert int(memory.sum()) == nbytes
+    assert has_written_pages(address, nbytes) is False
+    memory[2 * PAGE_BYTES] = 1
+    written = [has_written_pages(address + page * PAGE_BYTES, PAGE_BYTES) for page in range(5)]
+    assert written == [False, False, True, False, False]
+    assert has_written_pages(address + 2 * PAGE_BYTES - 1, 2) is True
+    assert has_written_pages(address + PAGE_BYTES + 1, PAGE_BYTES - 1) is False

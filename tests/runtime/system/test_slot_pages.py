@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import resource
-import threading
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -225,28 +224,3 @@ def test_where_the_kernel_fails_to_move_pages_their_places_stay_ours(fills: int)
         _check_rounds([slot], banks, 2)
 
     _in_a_child(work)
-
-
-def test_a_forked_child_has_slots_of_its_own() -> None:
-    banks, slot = [_Bank(0), _Bank(1)], slot_memory(NBYTES)
-    _check_rounds([slot], banks, 2)
-    _in_a_child(lambda: _check_rounds([slot], banks[:1], 3))
-    assert torch.equal(slot, banks[1].complete)
-    _check_rounds([slot], banks, 2)
-
-
-def test_a_child_that_is_forked_at_any_moment_begins_with_what_is_there() -> None:
-    banks, slot, is_over = [_Bank(0), _Bank(1)], slot_memory(NBYTES), threading.Event()
-
-    def fill_on_and_on() -> None:
-        while not is_over.is_set():
-            _check_rounds([slot], banks, 1)
-
-    thread = threading.Thread(target=fill_on_and_on)
-    thread.start()
-    try:
-        for _ in range(20):
-            _in_a_child(lambda: _check_rounds([slot], banks, 2))
-    finally:
-        is_over.set()
-        thread.join()

@@ -11,6 +11,7 @@ import torch
 from emulated_clock import EmulatedClock
 
 from moepass.models.errors import InputError, OptionError
+from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, TensorSpec
 from moepass.runtime.banks.banks import ALIGNMENT_BYTES, Bank, pack_bank
 from moepass.runtime.transfer.copying import SLICE_BYTES, CopyError, CopyThread, PendingCopy
@@ -38,7 +39,7 @@ def test_a_packed_bank_gives_its_tensors_back() -> None:
     }
     bank = pack_bank(4, "layers.4", tensors, home="host", pin=False)
     assert bank.shard.dtype == torch.uint8
-    assert bank.shard.numel() == bank.spec.nbytes
+    assert bank.shard.numel() == bank.spec.format.slot_bytes
     for view, spec, (name, tensor) in zip(bank.views(bank.shard), bank.spec.tensors, tensors.items(), strict=True):
         assert (spec.name, spec.shape, spec.torch_dtype) == (name, tuple(tensor.shape), tensor.dtype)
         assert spec.offset_bytes % ALIGNMENT_BYTES == 0
@@ -52,7 +53,7 @@ def test_prefetch_and_acquire_bring_the_bank() -> None:
     up, down = ring.acquire(filled, bank.spec, 1)
     assert torch.equal(up, torch.ones(2, 1000))
     assert torch.equal(down, -torch.ones(2, 3, dtype=torch.bfloat16))
-    assert (ring.statistics.copies, ring.statistics.copied_bytes) == (1, bank.spec.nbytes)
+    assert (ring.statistics.copies, ring.statistics.copied_bytes) == (1, bank.spec.format.slot_bytes)
 
 
 def test_the_ring_is_all_that_is_allocated() -> None:
@@ -93,7 +94,7 @@ def test_a_slot_that_is_too_small_is_an_error_that_names_the_layer() -> None:
     ring, bank = _ring(slot_bytes=100), _bank(7)
     filled = ring.prefetch([bank.shard], bank.spec, 0, None)
     with pytest.raises(
-        CopyError, match=rf"bank layers\.7 .*{bank.spec.nbytes} contiguous bytes do not fit a slot of 100"
+        CopyError, match=rf"bank layers\.7 .*{bank.spec.format.slot_bytes} contiguous bytes do not fit a slot of 100"
     ):
         ring.acquire(filled, bank.spec, 0)
 
@@ -136,7 +137,7 @@ def test_the_copy_thread_ends_with_its_owner() -> None:
 def test_an_emulated_link_takes_bytes_over_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = EmulatedClock(monkeypatch, waits_for_reader=True)
     bank = _bank(count=50_000)
-    ring = _ring(link=Link(bank.spec.nbytes / 0.2), slot_bytes=bank.spec.nbytes)
+    ring = _ring(link=Link(bank.spec.format.slot_bytes / 0.2), slot_bytes=bank.spec.format.slot_bytes)
     ring.acquire(ring.prefetch([bank.shard], bank.spec, 0, None), bank.spec, 0)
     assert clock.seconds == pytest.approx(0.2)
     assert ring.statistics.waited_seconds == pytest.approx(0.2)
@@ -145,7 +146,7 @@ def test_an_emulated_link_takes_bytes_over_bandwidth(monkeypatch: pytest.MonkeyP
 def test_an_emulated_transfer_overlaps_what_comes_before_the_acquire(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = EmulatedClock(monkeypatch)
     bank = _bank(count=50_000)
-    ring = _ring(link=Link(bank.spec.nbytes / 0.3), slot_bytes=bank.spec.nbytes)
+    ring = _ring(link=Link(bank.spec.format.slot_bytes / 0.3), slot_bytes=bank.spec.format.slot_bytes)
     filled = ring.prefetch([bank.shard], bank.spec, 0, None)
     filled.finished.wait()
     assert clock.seconds == pytest.approx(0.3)
@@ -156,7 +157,7 @@ def test_an_emulated_transfer_overlaps_what_comes_before_the_acquire(monkeypatch
 def test_emulated_transfers_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = EmulatedClock(monkeypatch)
     bank = _bank(count=10_000)
-    ring = _ring(link=Link(bank.spec.nbytes / 0.1), slot_bytes=bank.spec.nbytes)
+    ring = _ring(link=Link(bank.spec.format.slot_bytes / 0.1), slot_bytes=bank.spec.format.slot_bytes)
     fillings = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot in (0, 1)]
     for slot, filled in enumerate(fillings):
         ring.acquire(filled, bank.spec, slot)
@@ -201,7 +202,8 @@ def test_views_of_two_banks_in_one_slot_stay_apart() -> None:
     first = _bank(0, value=1.0)
     spec = TensorSpec("up", (4, 10), "float64", 0)
     second = Bank(
-        BankSpec(1, "layers.1", "host", 320, (spec,)), torch.full((40,), 2.0, dtype=torch.float64).view(torch.uint8)
+        BankSpec(1, "layers.1", "host", BankFormat.plain(320), (spec,)),
+        torch.full((40,), 2.0, dtype=torch.float64).view(torch.uint8),
     )
     for _ in range(2):
         (up, _) = ring.acquire(ring.prefetch([first.shard], first.spec, 0, None), first.spec, 0)
@@ -233,10 +235,10 @@ def test_many_threads_wait_for_their_own_copies() -> None:
 def test_a_ring_grows_between_runs_and_never_shrinks() -> None:
     ring, bank, large = _ring(slots=1), _bank(), _bank(1, count=100_000, value=3.0)
     ring.acquire(ring.prefetch([bank.shard], bank.spec, 0, None), bank.spec, 0)
-    ring.reserve(2, large.spec.nbytes)
-    assert (ring.slots, ring.device_bytes) == (2, 2 * large.spec.nbytes)
+    ring.reserve(2, large.spec.format.slot_bytes)
+    assert (ring.slots, ring.device_bytes) == (2, 2 * large.spec.format.slot_bytes)
     for number, slot in ((bank, 0), (large, 1)):
         (up, _) = ring.acquire(ring.prefetch([number.shard], number.spec, slot, None), number.spec, slot)
         assert torch.equal(up, number.views(number.shard)[0])
     ring.reserve(1, 100)
-    assert (ring.slots, ring.device_bytes) == (2, 2 * large.spec.nbytes)
+    assert (ring.slots, ring.device_bytes) == (2, 2 * large.spec.format.slot_bytes)

@@ -1,0 +1,98 @@
+"""Bytes of weights as checkpoints store them, and of a bank at rest, on the link and in a slot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from moepass.models.errors import InputError
+from moepass.models.formulas.layers import expert_parameters, model_parameters
+from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
+from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
+from moepass.models.sizes.weight_formats import ATTENTION, DENSE_MLP, EXPERTS, SHARED_EXPERTS, WeightFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class BankSizes:
+    """Bytes of one bank: where it rests, on its way over a link, and in the slot that kernels read."""
+
+    home_bytes: int
+    link_bytes: int
+    slot_bytes: int
+
+
+def bank_sizes(experts: Experts, hidden: int, dtype: str, stored: WeightFormat | None = None) -> BankSizes:
+    """The sizes of a bank whose experts are computed in `dtype`.
+
+    With `stored` it rests and travels as the checkpoint stores it. The slot holds the same bytes where kernels compute
+    in that format, else what `dtype` makes of them.
+    """
+    plain = bank_bytes(experts, hidden, dtype)
+    if stored is None or EXPERTS not in stored.parts:
+        return BankSizes(plain, plain, plain)
+    # Biases are not quantised; they are in bf16 where matrices are in fp8.
+    wide = "bf16" if dtype == "fp8" else dtype
+    matrices = sum(stored.matrix_bytes(rows, columns) for _, rows, columns in _expert_matrices(experts, hidden))
+    numbers = sum(rows * columns for _, rows, columns in _expert_matrices(experts, hidden))
+    biases = expert_parameters(experts, hidden) - numbers
+    nbytes = experts.count * (matrices + biases * element_bytes(wide))
+    return BankSizes(nbytes, nbytes, nbytes if stored.name == dtype else plain)
+
+
+def dense_bytes(architecture: Architecture, dtype: str, stored: WeightFormat | None = None) -> int:
+    """Bytes of everything but the banks, with `stored` as the checkpoint stores it."""
+    if stored is None:
+        return resident_bytes(architecture, dtype)
+    wide = element_bytes("bf16" if dtype == "fp8" else dtype)
+    hidden, saved = architecture.hidden, 0
+    routed = 0
+    for layer, count in architecture.layer_counts.items():
+        if layer.experts is not None:
+            routed += count * layer.experts.count * expert_parameters(layer.experts, hidden)
+        for part, rows, columns in layer_matrices(layer, hidden):
+            if part in stored.parts and part != EXPERTS:
+                saved += count * (rows * columns * wide - stored.matrix_bytes(rows, columns))
+    return (model_parameters(architecture) - routed) * wide - saved
+
+
+def layer_matrices(layer: Layer, hidden: int) -> Iterator[tuple[str, int, int]]:
+    """Every matrix of a layer that formats quantise, as (part, rows, columns); of the routed experts those of one.
+
+    Routers, embeddings and heads are none of them. Raises InputError for attention that is no softmax attention.
+    """
+    for rows, columns in _attention_matrices(layer.attention, hidden):
+        yield ATTENTION, rows, columns
+    if layer.experts is None:
+        assert layer.dense_width is not None
+        yield from _mlp_matrices(DENSE_MLP, hidden, layer.dense_width, True)
+    else:
+        yield from _expert_matrices(layer.experts, hidden)
+        if layer.experts.shared_width:
+            yield from _mlp_matrices(SHARED_EXPERTS, hidden, layer.experts.shared_width, layer.experts.gated)
+
+
+def _expert_matrices(experts: Experts, hidden: int) -> Iterator[tuple[str, int, int]]:
+    return _mlp_matrices(EXPERTS, hidden, experts.width, experts.gated)
+
+
+def _mlp_matrices(part: str, hidden: int, width: int, gated: bool) -> Iterator[tuple[str, int, int]]:
+    yield from [(part, width, hidden)] * (2 if gated else 1)
+    yield part, hidden, width
+
+
+def _attention_matrices(attention: Attention, hidden: int) -> Iterator[tuple[int, int]]:
+    if attention.kind in ("linear", "state_space"):
+        raise InputError(f"the matrices of attention of kind {attention.kind!r} are not listed; those of softmax are")
+    latent = attention.latent
+    if latent is None:
+        yield attention.query_width * (2 if attention.output_gate else 1), hidden
+        yield attention.key_width, hidden
+        yield attention.value_width, hidden
+    else:
+        if latent.query_rank is not None:
+            yield latent.query_rank, hidden
+        yield attention.query_width, latent.query_rank or hidden
+        yield latent.kv_rank + latent.position_dim, hidden
+        plain_dim = attention.head_dim - latent.position_dim
+        yield attention.kv_heads * (plain_dim + attention.value_head_dim), latent.kv_rank
+    yield hidden, attention.output_width

@@ -1,0 +1,156 @@
+"""What the compiler does with a model, found out from its config alone.
+
+The model is built on the meta device, so that weights are neither needed nor loaded and nothing is computed; everything
+found comes from the plans that the passes made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from moepass.explaining.compiler_view import Explanation
+from moepass.models.checkpoint.checkpoint_folders import meta_model
+from moepass.models.errors import MoepassError
+from moepass.passes.ir.plan import BANK_TENSOR, Plan
+from moepass.passes.ir.protocol import PassContext
+from moepass.passes.pipeline import compile_graph
+from moepass.runtime.execute.captured import capture_notes, name_inputs
+from moepass.runtime.lowering.lower_segments import decompositions
+from moepass.runtime.offload.offload import find_expert_modules, offload_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# A capture is made once and thrown away, so there is no end to how many a process may make.
+_NO_LIMIT = 1 << 30
+
+
+def explain_model(path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lower: str = "inductor") -> Explanation:
+    """Plan the checkpoint folder or config file `path` for `batch` texts of `seq` tokens.
+
+    Raises CheckpointError where the config makes no model, OptionError and PlanError for slots that do not do.
+    """
+    return explain_meta_model(meta_model(path), batch, seq, slots, lower)
+
+
+def explain_meta_model(
+    model: PreTrainedModel, batch: int, seq: int, slots: int = 2, lower: str = "inductor"
+) -> Explanation:
+    """As `explain_model`, of a model on the meta device, whose experts are offloaded by this."""
+    expert_bytes = expert_layers = 0
+    if find_expert_modules(model):
+        report = offload_experts(model, device="meta", slots=slots)
+        expert_bytes, expert_layers = report.home_bytes, len(report.layers)
+    plans, stopped = capture_plans(model, batch, seq, slots=slots, lower=lower)
+    return Explanation(
+        model=type(model).__name__,
+        model_type=str(model.config.model_type),
+        batch=batch,
+        seq=seq,
+        slots=slots,
+        expert_layers=expert_layers,
+        expert_bytes=expert_bytes,
+        other_bytes=_bytes_of(model),  # offloaded experts are no parameters any more
+        plans=plans,
+        stopped=stopped,
+    )
+
+
+def capture_plans(
+    model: nn.Module, batch: int, seq: int, *, slots: int = 2, lower: str = "inductor"
+) -> tuple[tuple[Plan, ...], str | None]:
+    """The plans of a model on the meta device for input_ids [batch, seq], one for each graph that is captured.
+
+    The pipeline runs up to lowering; the "compiled" graph then gives outputs of the right shapes, so that capture goes
+    on behind a graph break. The second value says why capture ended early: where a model looks at values, there are
+    none.
+    """
+    plans: list[Plan] = []
+
+    def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        notes = capture_notes(graph)
+
+        def plan_only(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
+            name_inputs(captured, graph)
+            context = PassContext(slots=slots if _reads_banks(captured) else 0, capture=notes)
+            plans.append(compile_graph(captured, context).plan)
+            return _ShapesOnly(captured)
+
+        capture = aot_autograd(
+            fw_compiler=plan_only, decompositions=decompositions(lower), keep_inference_input_mutations=True
+        )
+        return capture(graph, example_inputs)
+
+    compiled = _compile_apart(model, backend)
+    unlimited = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
+    stopped = None
+    try:
+        with torch.no_grad(), unlimited, _quiet_shapes():
+            compiled(input_ids=torch.zeros((batch, seq), dtype=torch.int64, device="meta"), use_cache=False)
+    except MoepassError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        if not plans:
+            raise
+        stopped = " ".join(str(error).split())[:160]
+    return tuple(plans), stopped
+
+
+@contextlib.contextmanager
+def _quiet_shapes() -> Iterator[None]:
+    """No log of a failed operator, which torch writes with a traceback: the error that follows says it again."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _compile_apart(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.compile`, but what is captured does not count as a compilation of the models that others compile.
+
+    Dynamo counts by code, which all models of a family share, and gives up after 8. Versions of torch that cannot keep
+    compilations apart count them together.
+    """
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False, **apart)  # type: ignore[call-overload]
+    return compiled
+
+
+class _ShapesOnly:
+    """Stands for a compiled graph: outputs on the meta device, with the shapes that the graph's outputs have."""
+
+    _boxed_call = True
+
+    def __init__(self, captured: GraphModule) -> None:
+        (outputs,) = captured.graph.output_node().args
+        self.outputs = [getattr(node, "meta", {}).get("val") for node in outputs]  # type: ignore[union-attr]
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        inputs.clear()
+        return [
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in self.outputs
+        ]
+
+
+def _reads_banks(captured: GraphModule) -> bool:
+    return any(node.target is BANK_TENSOR for node in captured.graph.nodes)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(value.numel() * value.element_size() for value in model.parameters())

@@ -1,0 +1,93 @@
+"""The compiler's view in a report: captured now, or for a preset read from what the package stores.
+
+`captured_presets.json` holds what capture gives with the versions of torch and transformers that it names. With others
+installed a preset is captured, which takes seconds. A test compares what is stored with what capture gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from importlib import metadata, resources
+from typing import Any
+
+import msgspec
+
+from moepass.explaining.explained_models import ExplainedModel
+from moepass.explaining.report import CompilerPart
+from moepass.models.errors import CheckpointError, MoepassError
+
+STORED_FILE = "captured_presets.json"
+# Plans that are stored are those of a compilation with this.
+STORED_LOWERING = "inductor"
+# What the compiler finds does not depend on the number of tokens, but some families are captured token by token.
+_CAPTURE_BATCH, _CAPTURE_SEQ = 2, 16
+
+
+class StoredCaptures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`parts` by preset: captured with a ring of 1 slot, of 2, and so on. More slots give the plans of the last."""
+
+    versions: dict[str, str]
+    parts: dict[str, tuple[CompilerPart, ...]]
+
+
+def compiler_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart:
+    """What the compiler makes of the model, or of the telling first layers of it, planned with `slots` slots.
+
+    Raises CheckpointError where the model cannot be captured.
+    """
+    if not is_stored(found.preset, lower):
+        return captured_part(found, slots, lower)
+    return stored_part(found.preset, slots)
+
+
+def is_stored(model: str, lower: str) -> bool:
+    """Whether `model` is a preset whose capture is stored, for this lowering and the installed versions."""
+    return lower == STORED_LOWERING and model in _stored().parts and _stored().versions == installed_versions()
+
+
+def stored_part(preset: str, slots: int) -> CompilerPart:
+    """What is stored of a preset. Raises KeyError for what is none."""
+    parts = _stored().parts[preset]
+    part = parts[min(slots, len(parts)) - 1]
+    explanation = dataclasses.replace(part.explanation, slots=slots)
+    return msgspec.structs.replace(part, explanation=explanation)
+
+
+def captured_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart:
+    """As `compiler_part`, captured now."""
+    # They bring Dynamo and transformers along, which a stored preset needs nothing of.
+    from moepass.explaining.capture_model import explain_meta_model
+    from moepass.models.checkpoint.checkpoint_folders import meta_model_of
+    from moepass.models.sizes.cut_configs import cut_config
+
+    cut = cut_config(found.config, found.architecture) if found.architecture is not None else None
+    chosen = getattr(found.config, "_experts_implementation", None)
+    # The eager loop over experts depends on values, and cannot be captured.
+    form = chosen if chosen in ("grouped_mm", "batched_mm") else "grouped_mm"
+    model = meta_model_of(found.config if cut is None else cut, found.name, form)
+    try:
+        explanation = explain_meta_model(model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
+    except (RuntimeError, NotImplementedError) as error:  # torch's, about shapes that do not fit together, or values
+        if isinstance(error, MoepassError):
+            raise
+        told = " ".join(str(error).split())
+        # Dynamo tells of the call with all of its arguments first, then of what it gave.
+        told = told.partition(": got ")[2] or told
+        told = told.partition(" Hint: ")[0][:300]
+        raise CheckpointError(
+            f"{found.name} cannot be captured, so that its config may not fit together: {told}"
+        ) from error
+    text: Any = (found.config if cut is None else cut).get_text_config()
+    return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation)
+
+
+def installed_versions() -> dict[str, str]:
+    """Of what decides how a model is captured, without the part that names a build (`+cpu`)."""
+    return {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
+
+
+@functools.cache
+def _stored() -> StoredCaptures:
+    content = (resources.files("moepass.explaining") / STORED_FILE).read_bytes()
+    return msgspec.json.decode(content, type=StoredCaptures)

@@ -1,0 +1,101 @@
+"""The forecasts in a report: over the homes to try, and of a quantised checkpoint in its own format."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moepass.explaining.report import HomeTried, StoredPart
+from moepass.models.errors import InputError
+from moepass.passes.machine.times import peak_flops_per_s
+from moepass.passes.planner.forecast import Forecast, forecast
+from moepass.passes.planner.strategies import ASYNCEP, Setting, banks_bytes, homes_of
+
+# A home that is slower by no more than this part, and simpler, is preferred.
+_NO_MATTER = 0.01
+
+
+def best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Forecast, list[HomeTried]]:
+    """The forecast of the home with the fastest asyncep that fits, else of that which needs the least memory."""
+    if home is not None:
+        only = forecast(setting, home, most_slots=most_slots)
+        return only, [_tried(only)]
+    peak_flops_per_s(setting.hardware, setting.dtype)  # a dtype without a rate is no matter of the home
+    made: list[Forecast] = []
+    tried: list[HomeTried] = []
+    for candidate in homes_of(setting):
+        try:
+            made.append(forecast(setting, candidate, most_slots=most_slots))
+            tried.append(_tried(made[-1]))
+        except InputError as error:
+            # Other homes may do on this machine; the report says why this one does not.
+            tried.append(HomeTried(candidate, None, None, False, str(error)))
+    if not made:
+        raise InputError(f"no home does on {setting.hardware.name}: {tried[-1].note}")
+    fitting = [one for one in made if one.cost(ASYNCEP).fits]
+    if fitting:
+        enough = (1 + _NO_MATTER) * min(one.cost(ASYNCEP).step_seconds for one in fitting)
+        return next(one for one in fitting if one.cost(ASYNCEP).step_seconds <= enough), tried
+    return min(made, key=lambda one: one.memory.peak_bytes), tried
+
+
+def _tried(made: Forecast) -> HomeTried:
+    cost = made.cost(ASYNCEP)
+    if cost.fits:
+        return HomeTried(made.home, cost.step_seconds, cost.memory_bytes, True, "")
+    return HomeTried(made.home, None, cost.memory_bytes, False, _shortage(made))
+
+
+def _shortage(made: Forecast) -> str:
+    """What asyncep lacks, with the numbers."""
+    over = made.cost(ASYNCEP).memory_bytes - made.setting.budget_bytes
+    if over <= 0 and made.host.available_bytes is not None:
+        needed, available = made.host.needed_bytes / 1e9, made.host.available_bytes / 1e9
+        return f"needs {needed:.1f} GB of host memory, and the machine has {available:.1f} GB"
+    return f"needs {over / 1e9:.1f} GB more than the budget"
+
+
+def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPart | None:
+    """None where the checkpoint of `setting`'s architecture is not quantised, or in a format of unknown sizes.
+
+    `setting` is what moepass runs; `home` and `most_slots` as for `best_home`.
+    """
+    stored = setting.architecture.stored
+    if stored is None:
+        return None
+    has_rate = stored.computes_in in setting.hardware.flops
+    computes_in = stored.computes_in if has_rate else setting.architecture.dtype
+    native = dataclasses.replace(setting, stored=stored, dtype=computes_in)
+    experts = setting.architecture.typical_moe_layer.experts
+    assert experts is not None
+    (made, _), sizes = best_home(native, home, most_slots), native.bank(experts)
+    asyncep = made.cost(ASYNCEP)
+    others = [cost for cost in made.comparison if cost.strategy != ASYNCEP and cost.fits]
+    fastest = min(others, key=lambda cost: cost.step_seconds) if others else None
+    return StoredPart(
+        format=stored.name,
+        expert_bytes=banks_bytes(native),
+        other_bytes=native.dense_bytes,
+        bank_link_bytes=sizes.link_bytes,
+        bank_slot_bytes=sizes.slot_bytes,
+        computes_in=computes_in,
+        runs_as=setting.dtype if setting.stored is None else stored.name,
+        home=made.home,
+        asyncep_step_seconds=asyncep.step_seconds if asyncep.fits else None,
+        asyncep_memory_bytes=asyncep.memory_bytes,
+        fastest_other=fastest.strategy if fastest else None,
+        fastest_other_step_seconds=fastest.step_seconds if fastest else None,
+    )
+
+
+def stored_assumption(setting: Setting, unknown: str) -> str:
+    """What the report's numbers are of where the checkpoint is quantised; empty where it is not. `unknown` says why the
+    sizes of its format are not known."""
+    if unknown:
+        return f"{unknown}; all numbers are those of weights in {setting.dtype}, which moepass runs once dequantised"
+    stored = setting.architecture.stored
+    if stored is None or setting.stored is not None:
+        return ""
+    return (
+        f"the checkpoint is in {stored.name}, which moepass does not run yet: it runs the weights dequantised to "
+        f"{setting.dtype}, and all strategies are computed with these, but for the forecast in {stored.name}"
+    )

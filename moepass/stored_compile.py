@@ -1,0 +1,166 @@
+"""Compile a module once for all processes: what one of them captured and compiled, the next one runs without Dynamo."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from moepass import __version__
+from moepass.backend import note_compilation
+from moepass.options import parse_options
+from moepass.passes.graph.graph_records import NotStorableError
+from moepass.runtime.banks.banked_modules import BankedParameter
+from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store
+from moepass.runtime.captures.capture_watch import watch_capture
+from moepass.runtime.captures.fingerprint import (
+    describe_model,
+    digest_of,
+    file_digests,
+    machine,
+    settings,
+    short_versions,
+    versions,
+)
+from moepass.runtime.captures.stored_capture import CaptureRecord, StoredCapture, record_capture
+from moepass.runtime.torch_private import is_autocasting
+
+logger = logging.getLogger("moepass")
+
+# The folders of this package, whose sources decide what is compiled.
+_PACKAGES = ("moepass", "moepass.models", "moepass.passes", "moepass.runtime")
+
+
+class StoredModule:
+    """A module compiled with backend "asyncep": call it with tensors, without gradients.
+
+    The first call takes what earlier processes stored for this module. A call that none of that serves goes through
+    `torch.compile`, and what that compiles is stored, if it can be.
+
+    The module, torch's settings and the functions that transformers has registered must stay as they are from the first
+    call on, and in the process that stores as in the one that loads; what is registered is not compared. So this is for
+    programs that make their model themselves, as the command line does. `torch.compile` is for everybody else.
+    """
+
+    def __init__(
+        self, module: nn.Module, options: Mapping[str, Any], name: str, store: CaptureStore | None = None
+    ) -> None:
+        """`options` are those of the backend, `name` is what people call the model.
+
+        `store` None takes that of the environment, if there is one.
+        """
+        self._module = module
+        self._name = name
+        self._options = parse_options(options)
+        # Both are about what happens while compiling, or change how it runs.
+        is_inspected = self._options.dump is not None or self._options.debug
+        self._store = None if is_inspected else store or find_store()
+        self._compiled: Any = torch.compile(module, backend="asyncep", options=dict(options))
+        self._captures: list[StoredCapture] | None = None
+        # What captures are stored under; empty where what is compiled cannot be stored.
+        self._key = ""
+
+    def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
+        if self._store is None or torch.is_grad_enabled() or is_autocasting():
+            return self._call_compiled(*arguments)
+        if self._captures is None:
+            self._captures = self._load(self._store)
+        for capture in list(self._captures):
+            inputs = capture.inputs_for(arguments)
+            if inputs is not None and self._is_ready(capture):
+                result: torch.Tensor = capture.run(inputs)
+                return result
+        return self._call_and_store(self._store, arguments) if self._key else self._call_compiled(*arguments)
+
+    def _is_ready(self, capture: StoredCapture) -> bool:
+        assert self._store is not None
+        assert self._captures is not None
+        if "executor" in vars(capture):
+            return True
+        try:
+            note_compilation(capture.executor)
+        except ValueError as error:
+            self._store.report(self._key[:12], str(error))
+            self._captures.remove(capture)
+            return False
+        logger.info("%s runs as an earlier process has compiled it", self._name)
+        return True
+
+    def _load(self, store: CaptureStore) -> list[StoredCapture]:
+        try:
+            self._key = digest_of(self._description())
+        except NotStorableError as error:
+            self._do_not_store(error)
+            return []
+        found = []
+        for content in store.load(self._key):
+            try:
+                record = msgspec.json.decode(content, type=CaptureRecord)
+                if file_digests(record.files) != record.files:
+                    raise NotStorableError("other sources of the model")
+                found.append(StoredCapture(record, self._module, _bank_store(self._module)))
+            except NotStorableError as error:
+                logger.info("a stored capture of %s is not used, because it is of %s", self._name, error)
+            except ValueError as error:  # msgspec's errors are ValueErrors
+                store.report(self._key[:12], str(error))
+        return found
+
+    def _call_and_store(self, store: CaptureStore, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        with watch_capture() as watch:
+            result = self._call_compiled(*arguments)
+        if not watch.graphs and not watch.problem:
+            return result  # Dynamo had compiled it before
+        try:
+            files = {file for graph in watch.graphs for file in graph.files}
+            if digest_of(self._description()) != self._key:
+                self._captures = []
+                raise NotStorableError("a module that changed while it ran")
+            record = record_capture(watch, self._module, arguments, result, file_digests(files))
+        except NotStorableError as error:
+            self._do_not_store(error)
+            return result
+        content = msgspec.json.encode(record)
+        store.save(self._key, record.name(), content, self._name, {"moepass": __version__, **short_versions()})
+        return result
+
+    def _call_compiled(self, *arguments: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._compiled(*arguments)
+        return result
+
+    def _do_not_store(self, reason: Exception) -> None:
+        logger.info("what is compiled for %s is not stored for later processes: %s", self._name, reason)
+        self._key = ""
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "moepass": _own_digest(),
+            "versions": versions(),
+            "machine": machine(),
+            "settings": settings(),
+            "options": repr(self._options),
+            "model": describe_model(self._module),
+        }
+
+
+def _bank_store(module: nn.Module) -> BankStore | None:
+    stores = {id(part.store): part.store for part in module.modules() if isinstance(part, BankedParameter)}
+    if len(stores) > 1:
+        raise NotStorableError("a model of several offload_experts calls")
+    return next(iter(stores.values()), None)
+
+
+@functools.cache
+def _own_digest() -> str:
+    """Of all sources of moepass."""
+    roots = {Path(folder) for name in _PACKAGES for folder in sys.modules[name].__path__}
+    digests = file_digests({path.resolve() for root in roots for path in root.rglob("*.py")})
+    return digest_of([[Path(file).name, digest] for file, digest in digests.items()])

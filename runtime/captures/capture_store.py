@@ -1,0 +1,206 @@
+"""The folder of stored captures: one file per capture, which only its owner can write.
+
+A file is a line of JSON about it and, behind it, the capture, also JSON, whose digest that line has. Nothing in them is
+unpickled or evaluated. But a capture holds the source text of code that Inductor wrote, and that text is run. So a
+folder or a file that belongs to somebody else, or that others can write to, is not read. Whoever can write as the owner
+needs no cache to run code as him.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from moepass.models.errors import InputError
+
+logger = logging.getLogger("moepass")
+
+FOLDER_VARIABLE = "MOEPASS_CACHE_DIR"
+SCHEMA = "moepass.capture/1"
+_SUFFIX, _UNFINISHED = ".capture", ".part"
+# Those of the largest models have some ten MB.
+_MOST_BYTES = 256 << 20
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class EntryHeader(msgspec.Struct, frozen=True):
+    """What is known of a stored capture without reading it. `created` is in seconds since the epoch."""
+
+    key: str
+    digest: str
+    model: str
+    created: float
+    versions: dict[str, str]
+    schema: str = SCHEMA
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A file of the folder; `header` is None where it cannot be used, because of `problem`."""
+
+    path: Path
+    nbytes: int
+    header: EntryHeader | None
+    problem: str = ""
+
+
+class _UnusableError(Exception):
+    """A file or a folder is not what this user wrote; the text says why."""
+
+
+class CaptureStore:
+    """Stored captures in `folder`, which is made when the first one is saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, key: str) -> Iterator[bytes]:
+        """The captures that were saved under `key`. What cannot be trusted is reported in the log, and left out."""
+        try:
+            paths = self._paths(f"{key}-*{_SUFFIX}")
+        except _UnusableError as error:
+            logger.warning("stored captures in %s are ignored: %s", self.folder, error)
+            return
+        for path in paths:
+            try:
+                header, content = _split(_read_own(path))
+                if header.key != key:
+                    raise _UnusableError(f"it was stored for {header.key[:12]}, not for {key[:12]}")
+                if hashlib.sha256(content).hexdigest() != header.digest:
+                    raise _UnusableError("its content is not what was written")
+            except _UnusableError as error:
+                self.report(path, str(error))
+                continue
+            yield content
+
+    def report(self, path: Path | str, problem: str) -> None:
+        logger.warning("stored capture %s is ignored, and the model compiled anew: %s", path, problem)
+
+    def save(self, key: str, name: str, content: bytes, model: str, versions: Mapping[str, str]) -> bool:
+        """Store `content` under `key`, in place of what had the same `name` there.
+
+        Where that fails, the log says why: whatever is computed does not depend on it.
+        """
+        digest = hashlib.sha256(content).hexdigest()
+        now = datetime.datetime.now(datetime.timezone.utc).timestamp()
+        header = EntryHeader(key, digest, model, now, dict(versions))
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_own(self.folder.stat(), "the folder")
+            # Complete under its name or not at all, whoever else writes or reads it now.
+            number, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=_UNFINISHED)
+            try:
+                with open(number, "wb") as file:
+                    file.write(msgspec.json.encode(header) + b"\n" + content)
+                os.replace(temporary, self.folder / f"{key}-{name}{_SUFFIX}")
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except (OSError, _UnusableError) as error:
+            logger.warning("what was compiled is not stored in %s: %s", self.folder, error)
+            return False
+        return True
+
+    def entries(self) -> list[Entry]:
+        """The latest first, and what cannot be used last. Raises InputError where others can write to the folder."""
+        found = [self._entry(path) for path in self._listed(f"*{_SUFFIX}")]
+        return sorted(found, key=lambda entry: -entry.header.created if entry.header else 0.0)
+
+    def clear(self) -> list[Entry]:
+        """Remove every stored capture; gives what was removed. Raises InputError where one cannot be."""
+        removed = self.entries()
+        # What a process began to write, and did not finish, goes too.
+        for path in [*(entry.path for entry in removed), *self._listed(f".*{_UNFINISHED}")]:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise InputError(f"{path} cannot be removed: {error.strerror}") from error
+        return removed
+
+    def _listed(self, pattern: str) -> list[Path]:
+        try:
+            return self._paths(pattern)
+        except _UnusableError as error:
+            raise InputError(f"stored captures in {self.folder} cannot be used: {error}") from error
+
+    def _entry(self, path: Path) -> Entry:
+        nbytes = path.lstat().st_size
+        try:
+            return Entry(path, nbytes, _split(_read_own(path))[0])
+        except _UnusableError as error:
+            return Entry(path, nbytes, None, str(error))
+
+    def _paths(self, pattern: str) -> list[Path]:
+        """Raises _UnusableError."""
+        try:
+            _check_own(self.folder.stat(), "the folder")
+            return sorted(self.folder.glob(pattern))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _UnusableError(f"the folder cannot be read: {error.strerror}") from error
+
+
+def find_store() -> CaptureStore | None:
+    """The store that the environment names, else the one beside Inductor's cache.
+
+    None where stored captures are switched off: the variable is empty, or torch's own caches are off.
+    """
+    given = os.environ.get(FOLDER_VARIABLE)
+    if given == "":
+        return None
+    import torch
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if torch.compiler.config.force_disable_caches:
+        return None
+    return CaptureStore(Path(given or os.path.join(cache_dir(), "moepass")).absolute())
+
+
+def _read_own(path: Path) -> bytes:
+    """Raises _UnusableError."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            # The checks are of the file that is open, whatever takes its name meanwhile.
+            known = os.fstat(number)
+            if not stat.S_ISREG(known.st_mode):
+                raise _UnusableError("it is no ordinary file")
+            _check_own(known, "it")
+            if known.st_size > _MOST_BYTES:
+                raise _UnusableError(f"it has {known.st_size} bytes; the limit is {_MOST_BYTES}")
+            with open(number, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(number)
+    except OSError as error:
+        raise _UnusableError(f"it cannot be read: {error.strerror}") from error
+
+
+def _check_own(known: os.stat_result, what: str) -> None:
+    if known.st_uid != os.geteuid():
+        raise _UnusableError(f"{what} belongs to user {known.st_uid}, not to {os.geteuid()}, who runs this")
+    if known.st_mode & _OTHERS_MAY_WRITE:
+        raise _UnusableError(f"{what} can be written by others (mode {stat.S_IMODE(known.st_mode):o}, expected 700)")
+
+
+def _split(data: bytes) -> tuple[EntryHeader, bytes]:
+    first, _, content = data.partition(b"\n")
+    try:
+        header = msgspec.json.decode(first, type=EntryHeader)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _UnusableError(f"its first line is damaged: {error}") from error
+    if header.schema != SCHEMA:
+        raise _UnusableError(f"its schema is {header.schema!r}; this version reads {SCHEMA!r}")
+    return header, content

@@ -1,0 +1,333 @@
+"""One capture as data: a graph that was compiled for a model, and what must hold of a call for it to serve that call.
+
+Dynamo's guards are of two kinds. What the code read of the model and the process is in the key that the capture is
+stored under (see `fingerprint`). What it read of the arguments is here: type, device, shape and strides of each, in the
+graph's own sizes, and the conditions on these sizes that were found while the graph was traced and compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import sympy
+import torch
+from torch import nn
+from torch.fx import Graph
+
+from moepass.models.errors import InputError
+from moepass.models.formulas.text import evaluate_text
+from moepass.passes.graph.graph_records import NodeRecord, NotStorableError, read_graph, record_graph
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, symbolic_sizes
+from moepass.passes.graph.written_inputs import writes_to_inputs
+from moepass.passes.ir.plan import BANK_TENSOR, BankSpec, Plan, dtype_name
+from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.captures.capture_watch import CaptureWatch, CompiledGraph, GraphRun
+from moepass.runtime.execute.executor import Executor
+from moepass.runtime.lowering.segment_records import SegmentRecord, read_segments, reads_compiled_code
+from moepass.runtime.torch_private import vector_instructions
+
+_RELATIONS: dict[str, Callable[[float, float], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+class TensorLayout(msgspec.Struct, frozen=True):
+    """Sizes and strides are expressions in the graph's sizes."""
+
+    dtype: str
+    device: str
+    shape: tuple[str, ...]
+    stride: tuple[str, ...]
+
+    def holds_for(self, value: object, sizes: Mapping[str, int]) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and type(value) in (torch.Tensor, nn.Parameter)
+            and value.layout is torch.strided
+            and dtype_name(value.dtype) == self.dtype
+            and str(value.device) == self.device
+            and _are(value.shape, self.shape, sizes)
+            and _are(value.stride(), self.stride, sizes)
+        )
+
+
+class StateInput(msgspec.Struct, frozen=True, tag="state"):
+    """An input of the graph that is a parameter or a buffer of the model."""
+
+    path: str
+    layout: TensorLayout
+
+
+class ArgumentInput(msgspec.Struct, frozen=True, tag="argument"):
+    """An input that is an argument of the call."""
+
+    position: int
+    layout: TensorLayout
+
+
+class SizeInput(msgspec.Struct, frozen=True, tag="size"):
+    """An input that is a size, as an expression in those that the arguments show."""
+
+    text: str
+
+
+class Condition(msgspec.Struct, frozen=True, array_like=True):
+    """`left relation right`, of sizes."""
+
+    left: str
+    relation: str
+    right: str
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        return _RELATIONS[self.relation](evaluate_text(self.left, sizes), evaluate_text(self.right, sizes))
+
+
+class CaptureRecord(msgspec.Struct, frozen=True):
+    """`sizes` says by name which dimension of which argument is a size. `result` is the output that the call gave.
+
+    `files` are the sources of the traced code with their digests. `vector_instructions` are those that Inductor
+    compiled for; empty where it compiled nothing.
+    """
+
+    inputs: tuple[StateInput | ArgumentInput | SizeInput, ...]
+    sizes: dict[str, tuple[int, int]]
+    conditions: tuple[Condition, ...]
+    arguments: int
+    result: int
+    plan: Plan
+    top: tuple[NodeRecord, ...]
+    segments: dict[str, SegmentRecord]
+    files: dict[str, str]
+    vector_instructions: str = ""
+
+    def name(self) -> str:
+        """Equal for captures that serve the same calls."""
+        served = msgspec.json.encode((self.inputs, self.sizes, self.conditions, self.arguments), order="sorted")
+        return hashlib.sha256(served).hexdigest()[:16]
+
+
+def record_capture(
+    watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object, files: dict[str, str]
+) -> CaptureRecord:
+    """What one call of the compiled `model` compiled. Raises NotStorableError where that alone gives no such call."""
+    graph, run = _only_run(watch)
+    inputs = graph_inputs(graph.captured.graph)
+    tensors = {id(value): path for path, value in _state(model)}
+    places = {id(value): place for place, value in enumerate(arguments)}
+    # What Dynamo knows of an argument that is no input of its own is in guards that are not kept.
+    own = {id(value) for value in run.inputs} - tensors.keys()
+    if len(places) != len(arguments) or places.keys() - own:
+        raise NotStorableError("a call in which an argument is no tensor, is not read, or is given twice")
+    records: list[StateInput | ArgumentInput | SizeInput] = []
+    for node, value in zip(inputs, run.inputs, strict=True):
+        described = fake_value(node)
+        if isinstance(described, torch.SymInt):
+            records.append(SizeInput(_text(described)))
+        elif not isinstance(described, torch.Tensor):
+            raise NotStorableError(f"the input {node.name}, which is no tensor")
+        elif id(value) in places:
+            records.append(ArgumentInput(places[id(value)], _layout(described)))
+        elif id(value) in tensors:
+            records.append(StateInput(tensors[id(value)], _layout(described)))
+        else:
+            raise NotStorableError(f"the input {node.name}, which is neither an argument nor state of the model")
+    outputs = [place for place, value in enumerate(run.outputs) if value is result]
+    if not outputs:
+        raise NotStorableError("a result that is no output of the graph")
+    sizes = _sizes([record for record in records if isinstance(record, ArgumentInput)])
+    conditions = _conditions(graph.captured.graph)
+    for text in [side for condition in conditions for side in (condition.left, condition.right)]:
+        _check_text(text, sizes)
+    for record in records:
+        if isinstance(record, SizeInput):
+            _check_text(record.text, sizes)
+    return CaptureRecord(
+        tuple(records),
+        sizes,
+        conditions,
+        len(arguments),
+        outputs[0],
+        graph.executor.plan,
+        record_graph(graph.top.graph),
+        graph.segments,
+        files,
+        vector_instructions() if any(reads_compiled_code(segment) for segment in graph.segments.values()) else "",
+    )
+
+
+class StoredCapture:
+    """A capture for one model. Its executor is made when it is asked for."""
+
+    def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None) -> None:
+        """`store` has the banks of `model`. Raises ValueError where they, or its state, are not those of the record."""
+        self._record = record
+        self._store = store
+        self._state = [_StateReader(model, item) for item in record.inputs if isinstance(item, StateInput)]
+        _check_banks(record.plan.banks, store)
+        for reader in self._state:
+            if reader.read() is None:
+                raise ValueError(f"{reader.path} of the model is not what it was stored for")
+
+    def inputs_for(self, arguments: Sequence[Any]) -> list[Any] | None:
+        """The inputs of the graph for a call with these arguments; None where it is not right for them."""
+        record = self._record
+        if len(arguments) != record.arguments or not all(isinstance(value, torch.Tensor) for value in arguments):
+            return None
+        if any(dim >= arguments[place].dim() for place, dim in record.sizes.values()):
+            return None
+        sizes = {name: int(arguments[place].shape[dim]) for name, (place, dim) in record.sizes.items()}
+        if not all(condition.holds(sizes) for condition in record.conditions):
+            return None
+        inputs: list[Any] = []
+        state = iter(self._state)
+        for item in record.inputs:
+            if isinstance(item, SizeInput):
+                inputs.append(int(evaluate_text(item.text, sizes)))
+            elif isinstance(item, StateInput):
+                inputs.append(next(state).read())
+                if inputs[-1] is None:
+                    return None
+            else:
+                value = arguments[item.position]
+                if value.requires_grad or not item.layout.holds_for(value, sizes):
+                    return None
+                inputs.append(value)
+        return inputs
+
+    @functools.cached_property
+    def executor(self) -> Executor:
+        """Raises ValueError where the record makes no executor."""
+        record = self._record
+        try:
+            top = read_graph(record.top, read_segments(record.segments, record.vector_instructions))
+        except (KeyError, RuntimeError) as error:
+            raise ValueError(f"it makes no graph: {type(error).__name__}: {error}") from error
+        ring = self._store.ring() if self._store is not None and record.plan.slot_stays else None
+        return Executor(top, record.plan, ring)
+
+    def run(self, inputs: list[Any]) -> Any:
+        return self.executor(inputs)[self._record.result]
+
+
+class _StateReader:
+    """Reads a parameter or buffer of a model, in whose place another tensor may have come since the last call."""
+
+    def __init__(self, model: nn.Module, item: StateInput) -> None:
+        owner, _, self._name = item.path.rpartition(".")
+        try:
+            self._owner = model.get_submodule(owner)
+        except AttributeError as error:
+            raise ValueError(f"the model has no module {owner}") from error
+        self.path, self._layout = item.path, item.layout
+        self._last: torch.Tensor | None = None
+
+    def read(self) -> torch.Tensor | None:
+        """None where it is not of the record's type and shape."""
+        value = getattr(self._owner, self._name, None)
+        if value is None or value is not self._last:
+            self._last = value if self._layout.holds_for(value, {}) else None
+        return self._last
+
+
+def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
+    if watch.problem:
+        raise NotStorableError(watch.problem)
+    if len(watch.graphs) != 1 or len(watch.runs) != 1 or watch.runs[0].executor is not watch.graphs[0].executor:
+        raise NotStorableError(f"a call of {len(watch.runs)} runs of {len(watch.graphs)} new graphs; it must be one")
+    graph = watch.graphs[0]
+    plan, nodes = graph.executor.plan, graph.captured.graph.nodes
+    if plan.localised or plan.dispatch or any(bank.group for bank in plan.banks):
+        raise NotStorableError("expert parallelism, about which ranks agree in each process")
+    if writes_to_inputs(graph.captured.graph):
+        raise NotStorableError("a graph that writes to its inputs")
+    if any(is_call(node, BANK_TENSOR) for node in graph.top.graph.nodes):
+        raise NotStorableError("a graph that reads banks outside of its schedule")
+    for size in symbolic_sizes(nodes):
+        if any(size.node.shape_env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols):
+            raise NotStorableError(f"the size {size}, which only a run tells")
+    return graph, watch.runs[0]
+
+
+def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _layout(value: torch.Tensor) -> TensorLayout:
+    shape, stride = (tuple(_text(size) for size in sizes) for sizes in (value.shape, value.stride()))
+    return TensorLayout(dtype_name(value.dtype), str(value.device), shape, stride)
+
+
+def _text(size: object) -> str:
+    return str(size_expression(size))
+
+
+def _are(values: Sequence[int], texts: Sequence[str], sizes: Mapping[str, int]) -> bool:
+    return len(values) == len(texts) and all(
+        value == (int(text) if text.isdigit() else evaluate_text(text, sizes))
+        for value, text in zip(values, texts, strict=True)
+    )
+
+
+def _sizes(records: Sequence[ArgumentInput]) -> dict[str, tuple[int, int]]:
+    """Where each size that stands alone in the shape of an argument is read."""
+    found: dict[str, tuple[int, int]] = {}
+    for record in records:
+        for dim, text in enumerate(record.layout.shape):
+            if text.isidentifier():
+                found.setdefault(text, (record.position, dim))
+    return found
+
+
+def _conditions(graph: Graph) -> tuple[Condition, ...]:
+    """What was found to hold of the sizes of `graph`, and is not in the shapes of its inputs."""
+    env = next((size.node.shape_env for size in symbolic_sizes(graph.nodes)), None)
+    if env is None:
+        return ()
+    found: dict[Condition, None] = {}
+    for guard in env.guards:
+        for condition in _relations(guard.expr.xreplace(env.replacements)):
+            found[condition] = None
+    for symbol, bounds in env.var_to_range.items():
+        if symbol in env.replacements:
+            continue
+        if isinstance(bounds.lower, sympy.Integer):
+            found[Condition(str(bounds.lower), "<=", str(symbol))] = None
+        if isinstance(bounds.upper, sympy.Integer):
+            found[Condition(str(symbol), "<=", str(bounds.upper))] = None
+    return tuple(found)
+
+
+def _relations(expression: Any) -> list[Condition]:
+    if expression == sympy.true:
+        return []
+    if isinstance(expression, sympy.And):
+        return [condition for part in expression.args for condition in _relations(part)]
+    if isinstance(expression, sympy.core.relational.Relational) and expression.rel_op in _RELATIONS:
+        return [Condition(str(expression.lhs), expression.rel_op, str(expression.rhs))]
+    raise NotStorableError(f"the condition {expression}")
+
+
+def _check_text(text: str, sizes: Mapping[str, object]) -> None:
+    """Raises NotStorableError where `text` is not arithmetic on `sizes`."""
+    try:
+        evaluate_text(text, dict.fromkeys(sizes, 64))
+    except InputError as error:
+        raise NotStorableError(str(error)) from error
+
+
+def _check_banks(planned: Sequence[BankSpec], store: BankStore | None) -> None:
+    own = {} if store is None else {bank.spec.index: bank.spec for bank in store.banks}
+    for spec in planned:
+        if own.get(spec.index) != spec:
+            raise ValueError(f"bank {spec.index} of the model is {own.get(spec.index)}, not {spec}")

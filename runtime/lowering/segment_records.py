@@ -1,0 +1,174 @@
+"""Lowered segments as data and back: graphs as records, what Inductor made of them as the source text of its code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import torch
+from torch.fx import GraphModule, Node
+
+from moepass.passes.graph.graph_records import NodeRecord, NotStorableError, read_graph, record_graph
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ir.plan import dtype_name
+from moepass.passes.segments.expert_program import ExpertProgram, Product, RowWork
+from moepass.runtime.lowering.lower_experts import ExpertLoop, RowsInAnyNumber
+from moepass.runtime.lowering.lower_segments import LoweredSegment
+from moepass.runtime.torch_private import (
+    expect_vector_instructions,
+    inductor_source,
+    load_inductor_source,
+)
+
+
+class EagerGraph(msgspec.Struct, frozen=True, tag="eager"):
+    """A segment that runs operator by operator."""
+
+    nodes: tuple[NodeRecord, ...]
+
+
+class InductorCode(msgspec.Struct, frozen=True, tag="inductor"):
+    """A segment as the Python module that Inductor wrote."""
+
+    source: str
+
+
+class ProductStep(msgspec.Struct, frozen=True, tag="product"):
+    node: str
+    rows: str
+    weights: str
+
+
+class RowWorkStep(msgspec.Struct, frozen=True, tag="rows"):
+    """`graph` runs a single row, `source` more of them."""
+
+    nodes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: tuple[NodeRecord, ...]
+    source: str
+
+
+class ExpertLoopRecord(msgspec.Struct, frozen=True, tag="experts"):
+    """A segment that runs expert by expert. `rows` are sizes of one row and type of each value that is allocated."""
+
+    nodes: tuple[NodeRecord, ...]
+    ends: str
+    row_inputs: tuple[str, ...]
+    fixed: tuple[str, ...]
+    steps: tuple[ProductStep | RowWorkStep, ...]
+    outputs: tuple[str, ...]
+    rows: dict[str, tuple[tuple[int, ...], str]]
+
+
+class SegmentRecord(msgspec.Struct, frozen=True):
+    """A `LoweredSegment`."""
+
+    run: EagerGraph | InductorCode | ExpertLoopRecord
+    tensors: tuple[int, ...]
+    fresh: tuple[int, ...]
+
+
+def record_segments(lowered: GraphModule) -> dict[str, SegmentRecord]:
+    """The segments of a top-level graph by name, before the first run. Raises NotStorableError."""
+    return {
+        name: _record_segment(segment)
+        for name, segment in lowered.named_children()
+        if isinstance(segment, LoweredSegment)
+    }
+
+
+def reads_compiled_code(record: SegmentRecord) -> bool:
+    """Whether code that Inductor wrote belongs to it."""
+    return not isinstance(record.run, EagerGraph)
+
+
+def read_segments(records: Mapping[str, SegmentRecord], vector_instructions: str) -> dict[str, LoweredSegment]:
+    """The segments, which were compiled on this machine for these `vector_instructions`.
+
+    Raises ValueError or KeyError for records that `record_segments` did not make.
+    """
+    if vector_instructions:
+        # Inductor would ask a compiler and another process first, seconds in which nothing else happens.
+        expect_vector_instructions(vector_instructions)
+    return {name: _read_segment(record) for name, record in records.items()}
+
+
+def _record_segment(segment: LoweredSegment) -> SegmentRecord:
+    run: EagerGraph | InductorCode | ExpertLoopRecord
+    if isinstance(segment.run, GraphModule):
+        run = EagerGraph(record_graph(segment.run.graph))
+    elif isinstance(segment.run, ExpertLoop):
+        run = _record_loop(segment.run)
+    else:
+        run = InductorCode(_source_of(segment.run))
+    return SegmentRecord(run, tuple(segment.tensors), tuple(segment.fresh))
+
+
+def _read_segment(record: SegmentRecord) -> LoweredSegment:
+    tensors, fresh = list(record.tensors), list(record.fresh)
+    if isinstance(record.run, EagerGraph):
+        return LoweredSegment(read_graph(record.run.nodes, {}), tensors, fresh, boxed=False)
+    if isinstance(record.run, ExpertLoopRecord):
+        return LoweredSegment(_read_loop(record.run), tensors, fresh, boxed=True)
+    return LoweredSegment(load_inductor_source(record.run.source), tensors, fresh, boxed=True)
+
+
+def _source_of(compiled: object) -> str:
+    source = inductor_source(compiled)
+    if source is None:
+        raise NotStorableError("compiled code that is more than a source text for a CPU")
+    return source
+
+
+def _record_loop(loop: ExpertLoop) -> ExpertLoopRecord:
+    program = loop.program
+    allocated = {*program.outputs, *(step.node for step in program.steps if isinstance(step, Product))}
+    steps: list[ProductStep | RowWorkStep] = []
+    for step, work in loop.steps:
+        if isinstance(step, Product):
+            steps.append(ProductStep(step.node.name, step.rows.name, step.weights.name))
+        else:
+            assert work is not None
+            graph, source = record_graph(work.graph.graph), _source_of(work.compiled)
+            steps.append(RowWorkStep(_names(step.nodes), _names(step.inputs), _names(step.outputs), graph, source))
+    return ExpertLoopRecord(
+        record_graph(loop.segment.graph),
+        program.ends.name,
+        _names(program.row_inputs),
+        _names(program.fixed),
+        tuple(steps),
+        _names(program.outputs),
+        {
+            node.name: (tuple(map(int, fake_value(node).shape[1:])), dtype_name(fake_value(node).dtype))
+            for node in sorted(allocated)
+        },
+    )
+
+
+def _read_loop(record: ExpertLoopRecord) -> ExpertLoop:
+    segment = read_graph(record.nodes, {})
+    nodes = {node.name: node for node in segment.graph.nodes}
+    for name, (sizes, dtype) in record.rows.items():
+        nodes[name].meta["val"] = torch.empty((1, *sizes), dtype=getattr(torch, dtype), device="meta")
+
+    def of(names: tuple[str, ...]) -> tuple[Node, ...]:
+        return tuple(nodes[name] for name in names)
+
+    steps: list[Product | RowWork] = []
+    work: dict[RowWork, RowsInAnyNumber] = {}
+    for step in record.steps:
+        if isinstance(step, ProductStep):
+            steps.append(Product(nodes[step.node], nodes[step.rows], nodes[step.weights]))
+        else:
+            row_work = RowWork(of(step.nodes), of(step.inputs), of(step.outputs))
+            work[row_work] = RowsInAnyNumber(read_graph(step.graph, {}), load_inductor_source(step.source))
+            steps.append(row_work)
+    program = ExpertProgram(
+        nodes[record.ends], of(record.row_inputs), of(record.fixed), tuple(steps), of(record.outputs)
+    )
+    return ExpertLoop(segment, program, work)
+
+
+def _names(nodes: tuple[Node, ...]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)

@@ -1,0 +1,100 @@
+"""What `explain` says of quantised checkpoints and of host memory: the numbers, and which of them moepass runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import moepass
+from moepass.models.formulas.stored_weights import dense_bytes
+from moepass.models.sizes.presets import preset, preset_config
+from moepass.passes.machine.hardware import Figure, Hardware
+from moepass.profiles.hardware_profiles import load_hardware
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_an_fp8_checkpoint_is_shown_as_stored_and_as_run() -> None:
+    report, model = moepass.explain("deepseek-v3"), preset("deepseek-v3")
+    stored = report.stored
+    assert stored is not None
+    # What the published files hold, but for the prediction layer.
+    assert stored.expert_bytes == 58 * 256 * 3 * (7168 * 2048 + 56 * 16 * 4)
+    assert stored.other_bytes == dense_bytes(model, "bf16", model.stored)
+    assert report.model.dtype == stored.runs_as == "bf16"
+    assert report.model.expert_bytes == 58 * 256 * 3 * 7168 * 2048 * 2
+    assert stored.bank_link_bytes == stored.bank_slot_bytes == stored.expert_bytes // 58
+    assert any("dequantised to bf16, and all strategies are computed with these" in one for one in report.assumptions)
+    text = words(report.text())
+    assert "checkpoint fp8: 654.1 GB of experts, 19.1 GB else; moepass runs it dequantised to bf16: 1.3 TB" in text
+    assert "In fp8, a forecast alone" in text
+
+
+def test_an_mxfp4_bank_grows_on_its_way_into_a_slot() -> None:
+    stored = moepass.explain("gpt-oss-120b").stored
+    assert stored is not None
+    assert stored.expert_bytes + stored.other_bytes == 65_248_815_744
+    assert (stored.format, stored.computes_in, stored.runs_as) == ("mxfp4", "bf16", "bf16")
+    assert stored.bank_slot_bytes > 3.7 * stored.bank_link_bytes
+    assert stored.asyncep_step_seconds is not None
+
+
+def test_the_stored_format_that_is_asked_for_is_what_all_numbers_are_of() -> None:
+    default, asked = moepass.explain("deepseek-v3").stored, moepass.explain("deepseek-v3", dtype="fp8")
+    assert default is not None
+    assert asked.stored is not None
+    assert asked.schedule is not None
+    assert asked.stored.runs_as == "fp8"
+    assert asked.model.expert_bytes == default.expert_bytes
+    assert asked.schedule.step_seconds == default.asyncep_step_seconds
+    assert {block.bank_bytes for block in asked.blocks} == {default.bank_link_bytes}
+
+
+def test_a_machine_without_fp8_computes_what_is_stored_in_fp8_in_bf16() -> None:
+    stored = moepass.explain("deepseek-v3", hardware="8xa100").stored
+    assert stored is not None
+    assert stored.computes_in == "bf16"
+    assert stored.bank_slot_bytes > 1.9 * stored.bank_link_bytes
+
+
+def test_a_format_of_unknown_sizes_is_named_and_a_plain_checkpoint_has_none(tmp_path: Path) -> None:
+    assert moepass.explain("olmoe-1b-7b").stored is None
+    values = preset_config("olmoe-1b-7b", layers=1).to_dict()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    report = moepass.explain(file)
+    assert report.stored is None
+    assert any("quantised by 'gptq'" in one and "in bf16" in one for one in report.assumptions)
+
+
+def machine(host_memory_bytes: float) -> Hardware:
+    return dataclasses.replace(load_hardware("8xh100-80g"), host_memory_bytes=Figure(host_memory_bytes, "user"))
+
+
+def test_host_memory_is_that_of_all_ranks() -> None:
+    report = moepass.explain("qwen3-30b-a3b", hardware=machine(1e12), home="host", memory_budget_bytes=30e9)
+    assert report.memory is not None
+    assert report.memory.host_bytes == 8 * report.model.expert_bytes
+    assert report.memory.host_fits
+    assert "host memory of the machine fits: 463.9 GB of 1.0 TB" in words(report.text())
+    assert "host memory of the machine fits" in report.html()
+    unknown = moepass.explain("qwen3-30b-a3b", home="host", memory_budget_bytes=30e9)
+    assert unknown.memory is not None
+    assert unknown.memory.host_fits is None
+    assert "(the profile does not say how much it has)" in words(unknown.text())
+
+
+def test_a_home_that_host_memory_is_too_small_for_is_not_chosen() -> None:
+    report = moepass.explain("qwen3-235b-a22b", hardware=machine(1e12))
+    notes = {one.home: one.note for one in report.strategy.homes_tried}
+    assert notes["host"] == "needs 3633.5 GB of host memory, and the machine has 1000.0 GB"
+    assert report.strategy.home == "hybrid"
+    alone = moepass.explain("qwen3-235b-a22b", hardware=machine(1e12), home="host")
+    assert alone.memory is not None
+    assert alone.memory.host_fits is False
+    assert alone.schedule is None
+    assert "host memory of the machine does not fit: 3.6 TB of 1.0 TB" in words(alone.text())
+    assert alone.verdict != "asyncep"

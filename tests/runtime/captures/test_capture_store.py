@@ -1,0 +1,190 @@
+"""The folder of stored captures: complete files or none, and nothing that somebody else could have written."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from moepass.models.errors import InputError
+from moepass.runtime.captures import capture_store
+from moepass.runtime.captures.capture_store import CaptureStore
+
+KEY = "a" * 64
+VERSIONS = {"torch": "2.13.0"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CaptureStore:
+    return CaptureStore(tmp_path / "deep" / "captures")
+
+
+def _save(store: CaptureStore, content: bytes = b"content", key: str = KEY, name: str = "one") -> bool:
+    return store.save(key, name, content, "demo", VERSIONS)
+
+
+def _file(store: CaptureStore) -> Path:
+    (entry,) = store.entries()
+    return entry.path
+
+
+def test_what_was_saved_is_loaded_and_listed(store: CaptureStore) -> None:
+    assert list(store.load(KEY)) == []
+    assert _save(store)
+    assert _save(store, b"second\nwith lines\0", name="two")
+    assert _save(store, b"other", key="b" * 64)
+    assert list(store.load(KEY)) == [b"content", b"second\nwith lines\0"]
+    assert _save(store, b"newer")
+    assert next(store.load(KEY)) == b"newer"
+    entries = store.entries()
+    assert len(entries) == 3
+    assert all(entry.header is not None and entry.header.versions == VERSIONS for entry in entries)
+    assert (store.folder.stat().st_mode & 0o777, _mode(entries[0].path)) == (0o700, 0o600)
+
+
+def _mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_clear_removes_stored_captures_and_unfinished_ones_alone(store: CaptureStore) -> None:
+    _save(store)
+    (store.folder / ".abc.part").write_bytes(b"half")
+    (store.folder / "notes.txt").write_text("mine")
+    assert len(store.clear()) == 1
+    assert [path.name for path in store.folder.iterdir()] == ["notes.txt"]
+    assert store.clear() == []
+
+
+def _of_another_key(path: Path) -> None:
+    os.rename(path, path.with_name(path.name.replace("a" * 64, "b" * 64)))
+
+
+def _linked(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    os.rename(path, target)
+    path.symlink_to(target)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "key", "problem"),
+    [
+        (lambda path: path.chmod(0o620), KEY, "written by others"),
+        (lambda path: path.chmod(0o602), KEY, "written by others"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), KEY, "not what was written"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"content", b"context")), KEY, "not what was written"),
+        (lambda path: path.write_bytes(b""), KEY, "damaged"),
+        (lambda path: path.write_bytes(b"\x80\x04."), KEY, "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"capture/1", b"capture/9")), KEY, "capture/9"),
+        (_of_another_key, "b" * 64, "was stored for aaaaaaaaaaaa"),
+        (_linked, KEY, "cannot be read"),
+        (_pipe, KEY, "no ordinary file"),
+        (_folder, KEY, "no ordinary file"),
+    ],
+)
+def test_a_file_that_cannot_be_trusted_is_reported_and_not_loaded(
+    store: CaptureStore, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], Any], key: str, problem: str
+) -> None:
+    _save(store)
+    damage(_file(store))
+    assert list(store.load(key)) == []
+    (record,) = caplog.records
+    assert problem in record.getMessage()
+    assert "ignored" in record.getMessage()
+
+
+def test_files_of_another_user_are_not_loaded(
+    store: CaptureStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(store)
+    monkeypatch.setattr(capture_store.os, "geteuid", lambda: os.getuid() + 1)
+    assert list(store.load(KEY)) == []
+    assert not _save(store)
+    assert all(f"belongs to user {os.getuid()}" in record.getMessage() for record in caplog.records)
+    assert len(caplog.records) == 2
+    with pytest.raises(InputError, match="belongs to user"):
+        store.clear()
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(store: CaptureStore, caplog: pytest.LogCaptureFixture) -> None:
+    _save(store)
+    store.folder.chmod(0o777)
+    assert list(store.load(KEY)) == []
+    assert not _save(store, name="two")
+    assert all("mode 777, expected 700" in record.getMessage() for record in caplog.records)
+    with pytest.raises(InputError, match="mode 777"):
+        store.entries()
+    store.folder.chmod(0o700)
+    assert list(store.load(KEY)) == [b"content"]
+
+
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert not _save(CaptureStore(tmp_path / "file" / "captures"))
+    assert "not stored" in caplog.text
+
+
+def test_a_write_that_fails_leaves_nothing(store: CaptureStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(store)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(capture_store.os, "replace", fail)
+    assert not _save(store, b"newer")
+    assert [path.suffix for path in store.folder.iterdir()] == [".capture"]
+    assert list(store.load(KEY)) == [b"content"]
+
+
+@given(content=st.binary(max_size=200), place=st.integers(0, 400), value=st.integers(0, 255))
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_no_changed_byte_is_loaded(store: CaptureStore, content: bytes, place: int, value: int) -> None:
+    store.clear()
+    _save(store, content)
+    path = _file(store)
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] = value
+    path.write_bytes(data)
+    # What is not part of the content, as the name of the model, may change.
+    assert list(store.load(KEY)) in ([], [content])
+
+
+def _write_many(folder: Path, letter: bytes) -> None:
+    store = CaptureStore(folder)
+    for _ in range(200):
+        assert store.save(KEY, "same", letter * 100_000, "demo", VERSIONS)
+
+
+def test_writers_at_the_same_time_leave_one_complete_file(store: CaptureStore) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_many, args=(store.folder, letter)) for letter in (b"a", b"b")]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    while any(writer.is_alive() for writer in writers):
+        for content in store.load(KEY):
+            assert len(content) == 100_000
+            assert len(set(content)) == 1
+            seen.add(content[:1])
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert len(list(store.load(KEY))) == 1
+    assert [path.suffix for path in store.folder.iterdir()] == [".capture"]
+    assert seen <= {b"a", b"b"}

@@ -1,0 +1,281 @@
+"""Banks whose sizes at rest, on the link and in the slot differ, and that are decoded on the way: host home."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import halved_format
+import pytest
+import torch
+from backend_helper import Stack, tokens
+from fake_cuda import FakeCuda
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ring_runs import holds
+
+import moepass
+from moepass.models.errors import InputError
+from moepass.passes.ir.plan import GatherSignature
+from moepass.runtime.banks.banks import Bank, BankStore, pack_bank
+from moepass.runtime.homes import host_home
+from moepass.runtime.kernels import decoders
+from moepass.runtime.kernels.decoders import Codec, codec_of, register_codec
+from moepass.runtime.transfer import ring as ring_module
+from moepass.runtime.transfer.copying import CopyError
+from moepass.runtime.transfer.learned_order import Fetch
+from moepass.runtime.transfer.ring import Ring
+from moepass.runtime.transfer.stream_copier import StreamCopier
+
+CPU = torch.device("cpu")
+ROWS = tokens()
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def _offloaded(depth: int = 3, plain: tuple[int, ...] = (), **options: Any) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A model whose banks rest encoded, but those with numbers in `plain`; and what it gave before."""
+    torch.manual_seed(0)
+    model = Stack("dense_bmm", depth=depth, bias=True)
+    halved_format.halve(model)
+    expected = model(ROWS)
+
+    def pack(index: int, *arguments: Any, **keywords: Any) -> Bank:
+        return pack_bank(index, *arguments, **keywords, decoder="" if index in plain else halved_format.NAME)
+
+    with mock.patch.object(host_home, "pack_bank", pack):
+        moepass.offload_experts(model, **options)
+    return model, expected
+
+
+def _store(model: torch.nn.Module) -> BankStore:
+    store = next(module.store for module in model.modules() if hasattr(module, "store"))
+    assert isinstance(store, BankStore)
+    return store
+
+
+def test_what_rests_what_travels_and_what_fills_a_slot_differ() -> None:
+    model, _ = _offloaded()
+    for bank in _store(model).banks:
+        sizes = bank.spec.format
+        assert sizes.decoder == halved_format.NAME
+        assert sizes.link_bytes < sizes.home_bytes < sizes.slot_bytes
+        assert bank.shard.numel() == sizes.home_bytes
+    largest = _store(model).banks[0].spec.format
+    assert _store(model).ring_bytes == 2 * largest.slot_bytes + largest.link_bytes
+
+
+def test_uncompiled_code_reads_what_was_packed() -> None:
+    model, expected = _offloaded()
+    for _ in range(2):
+        assert torch.equal(model(ROWS), expected)
+
+
+@pytest.mark.parametrize("plain", [(), (1,), (0, 2)], ids=["all encoded", "one plain", "two plain"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_compiled_code_streams_and_decodes(slots: int, plain: tuple[int, ...]) -> None:
+    model, expected = _offloaded(depth=4, plain=plain, slots=slots)
+    with moepass.record_compilations() as compilations:
+        compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+        for _ in range(3):
+            assert torch.equal(compiled(ROWS), expected)
+    (compilation,) = compilations
+    plan, ring = compilation.plan, compilation.executor.ring
+    assert ring is not None
+    formats = [plan.bank(stay.bank).format for stay in plan.slot_stays]
+    encoded = [found for found in formats if found.is_encoded]
+    assert sum(step.op == "decode" for step in plan.steps) == len(encoded) == 4 - len(plain)
+    assert plan.streamed_bytes == sum(found.link_bytes for found in formats)
+    assert plan.device_bank_bytes == ring.device_bytes
+    statistics = ring.statistics
+    # What was filled ahead of the next run counts too.
+    assert statistics.decodes >= 3 * len(encoded)
+    assert statistics.copied_bytes < statistics.copies * plan.slot_bytes or len(plain) == 4
+    assert statistics.ahead_used > 0
+
+
+@pytest.mark.slow
+def test_inductor_streams_and_decodes() -> None:
+    model, expected = _offloaded()
+    compiled = torch.compile(model, backend="asyncep")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(ROWS), expected)
+
+
+def test_a_weight_outside_a_block_is_decoded_too() -> None:
+    model, _ = _offloaded()
+    blocks: Any = model.get_submodule("blocks")
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(x) * blocks[1].up.sum()
+        return result
+
+    expected = call(ROWS)
+    compiled = torch.compile(call, backend="asyncep", options={"lower": "eager", "debug": True})
+    for _ in range(2):
+        assert torch.equal(compiled(ROWS), expected)
+
+
+def test_other_backends_and_state_dicts_say_what_they_cannot_read() -> None:
+    model, _ = _offloaded()
+    with pytest.raises(InputError, match=r"rest encoded \(halved\)"):
+        model.state_dict()
+    other = torch.compile(model, backend="aot_eager")
+    with pytest.raises(moepass.MoepassError, match="rests encoded, and decoder 'halved' is not in this graph"):
+        other(ROWS)
+
+
+def test_a_decoder_that_fails_is_an_error_that_names_the_bank_and_the_ring_goes_on() -> None:
+    model, expected = _offloaded()
+    compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+    assert torch.equal(compiled(ROWS), expected)
+    calls = 0
+
+    def fail(link: torch.Tensor, slot: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ZeroDivisionError("bad bytes")
+        halved_format.decode(link, slot)
+
+    with _decoding_by(fail), pytest.raises(CopyError, match=r"bank blocks\.\d.* could not be copied .*bad bytes"):
+        _run_often(compiled)
+    assert torch.equal(compiled(ROWS), expected)
+
+
+def _run_often(compiled: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for _ in range(3):
+        compiled(ROWS)
+
+
+def _decoding_by(decode: Callable[[torch.Tensor, torch.Tensor], None]) -> Any:
+    codec = Codec(halved_format.encode, halved_format.CODEC.link_bytes, decode)
+    return mock.patch.dict(decoders._codecs, {halved_format.NAME: codec})
+
+
+def test_a_decoder_needs_a_name_of_its_own_and_must_be_there() -> None:
+    with pytest.raises(InputError, match="cannot be called 'halved'"):
+        register_codec(halved_format.NAME, copy.copy(halved_format.CODEC))
+    with pytest.raises(InputError, match=r"decoder is 'packed'; registered are .*halved"):
+        codec_of("packed")
+
+
+# ---- On a CUDA that is emulated: decodes on the copy stream ----------------------------------------------------------
+
+
+def _small_bank(index: int, decoder: str) -> Bank:
+    """Its numbers say which it is."""
+    tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
+    return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False, decoder=decoder)
+
+
+# Every other bank rests encoded.
+BANKS = [_small_bank(index, "" if index % 2 else halved_format.NAME) for index in range(5)]
+PLAIN = [_small_bank(index, "") for index in range(5)]
+SIZES = max(bank.spec.format.slot_bytes for bank in BANKS), max(bank.spec.format.link_bytes for bank in BANKS)
+
+
+def _run(ring: Ring, graph: int, numbers: list[int], slots: int, read: Callable[..., object]) -> None:
+    slots = min(slots, len(numbers))
+    banks = [BANKS[number] for number in numbers]
+
+    def fill(number: int, after: object) -> object:
+        spec, slot = banks[number].spec, number % slots
+        copied = ring.prefetch([banks[number].shard], spec, slot, after)
+        return ring.decode(copied, spec, slot) if spec.format.is_encoded else copied
+
+    with ring.run(graph, GatherSignature(slots=slots)):
+        filled = [fill(number, None) for number in range(slots)]
+        for number, bank in enumerate(banks):
+            slot, refill = number % slots, number + slots
+            read(ring.acquire(filled[number], bank.spec, slot), PLAIN[numbers[number]])
+            done = ring.release(slot, last=refill >= len(banks))
+            if refill < len(banks):
+                filled.append(fill(refill, done))
+
+
+def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int]) -> list[str]:
+    wrong: list[str] = []
+
+    def check(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
+        if not holds(tensors, bank):
+            wrong.append(bank.spec.name)
+
+    with FakeCuda(random.Random(seed)).installed() as cuda:
+
+        def decode(link: torch.Tensor, slot: torch.Tensor) -> None:
+            cuda.issue(functools.partial(halved_format.decode, link, slot))
+
+        with _decoding_by(decode):
+            ring = Ring(slots, SIZES[0], CPU, StreamCopier(CPU), debug=True)
+            ring.reserve(slots, *SIZES)
+            for number in order:
+                run = number % len(runs)
+                _run(ring, run, runs[run], slots, lambda *read: cuda.issue(functools.partial(check, *read)))
+            cuda.finish()
+    return wrong
+
+
+RUNS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 1 << 30), slots=st.integers(1, 4), runs=RUNS, order=st.lists(st.integers(0, 2), max_size=8))
+def test_every_bank_is_read_as_it_was_packed(seed: int, slots: int, runs: list[list[int]], order: list[int]) -> None:
+    assert _wrong_reads(seed, slots, runs, order) == []
+
+
+def _decode_on_the_compute_stream(copier: StreamCopier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
+    decoder(*memory)
+    return copied
+
+
+def _forget_the_decode(copier: StreamCopier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
+    _decode(copier, copied, decoder, *memory)
+    return copied
+
+
+def _fill_ahead_before_the_decode(ring: Ring, fetch: Fetch, buffer: int, after: object) -> object:
+    """What `prefetch` must not do: other banks come into the staging buffer before its own is decoded."""
+    filled = _begin_copy(ring, fetch, buffer, after)
+    if fetch.bank.format.is_encoded:
+        _begin_copy(ring, Fetch(BANKS[4].spec, ring.home.sources(BANKS[4].spec, [BANKS[4].shard])), buffer, after)
+    return filled
+
+
+_decode, _begin_copy = StreamCopier.decode, Ring._begin_copy
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "broken"),
+    [
+        (StreamCopier, "decode", _decode_on_the_compute_stream),
+        (StreamCopier, "decode", _forget_the_decode),
+        (Ring, "_begin_copy", _fill_ahead_before_the_decode),
+    ],
+)
+def test_the_emulation_notices_a_decode_out_of_order(owner: type, method: str, broken: Callable[..., Any]) -> None:
+    runs, order = [[0, 2, 4, 1], [3, 2, 0]], [0, 0, 1, 0, 1, 1, 0]
+    with mock.patch.object(owner, method, broken):
+        assert any(_wrong_reads(seed, 1, runs, order) for seed in range(120))
+
+
+def test_a_copy_is_decoded_once() -> None:
+    ring = ring_module.make_ring(1, SIZES[0], CPU, ring_module.Link())
+    ring.reserve(1, *SIZES)
+    bank = BANKS[0]
+    with ring.run("run", GatherSignature(slots=1)):
+        copied = ring.prefetch([bank.shard], bank.spec, 0, None)
+        filled = ring.decode(copied, bank.spec, 0)
+        with pytest.raises(InputError, match=r"layers\.0 was decoded already"):
+            ring.decode(copied, bank.spec, 0)
+        assert holds(ring.acquire(filled, bank.spec, 0), PLAIN[0])
+        ring.release(0, last=True)
