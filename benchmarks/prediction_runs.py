@@ -29,7 +29,7 @@ from moepass.models.formulas.expert_placement import ExpertPlacement
 from moepass.models.reference.expert_parallel import AllToAllExperts
 
 RANKS = 2
-_CAUSAL = "causal"
+CAUSAL = "causal"
 CROSSOVER_LAYERS = 2
 CROSSOVER_TOKENS = (256, 512, 768, 1024, 2048)
 _STEADY_STEPS = 3
@@ -73,8 +73,8 @@ def causal_attention() -> None:
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
         return mixed.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register(_CAUSAL, attend)
-    AttentionMaskInterface.register(_CAUSAL, lambda *_, **__: None)
+    AttentionInterface.register(CAUSAL, attend)
+    AttentionMaskInterface.register(CAUSAL, lambda *_, **__: None)
 
 
 class StreamedModels:
@@ -182,7 +182,7 @@ def _model(layers: int) -> PreTrainedModel:
     model = reference_model(layers)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.mul_(_ATTENTION_SCALE)
-    model.set_attn_implementation(_CAUSAL)
+    model.set_attn_implementation(CAUSAL)
     return model
 
 

@@ -28,7 +28,7 @@ from moepass.passes.planner.strategies import (
     compare_strategies,
     homes_of,
 )
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_results.json").read_text())
 MODEL = preset("qwen3-235b-a22b")

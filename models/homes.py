@@ -56,6 +56,10 @@ class HomeRecord:
     is_candidate: bool = False
 
     @property
+    def keeps_shards_on_device(self) -> bool:
+        return self.is_spread and self.rests_in == "device"
+
+    @property
     def is_in_files(self) -> bool:
         return self.rests_in == "files"
 

@@ -25,6 +25,7 @@ from moepass.passes.ir.protocol import CaptureNotes, PassContext
 from moepass.passes.machine.hardware import Hardware, with_emulated_link
 from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
+from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.captures.capture_watch import current_watch
 from moepass.runtime.execute.adoption import (
@@ -38,6 +39,7 @@ from moepass.runtime.execute.adoption import (
 from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.execute.dispatching import CapturedFallback
 from moepass.runtime.execute.executor import Executor
+from moepass.runtime.execute.run_report import RunReport, run_report
 from moepass.runtime.lowering.lower_segments import decompositions, lower_segments
 from moepass.runtime.lowering.vector_check import vector_check
 from moepass.runtime.ranks.eager_watch import eager_watch
@@ -51,10 +53,25 @@ class Compilation:
     """One graph that the backend compiled: the executor, whose `graph_module` is the schedule, and its plan."""
 
     executor: Executor
+    context: PassContext
 
     @property
     def plan(self) -> Plan:
         return self.executor.plan
+
+    def report(self) -> RunReport:
+        """What the plan predicts beside what the last runs took: a step, the part of it that waits for banks, memory.
+
+        The last up to 32 runs count that follow the schedule and have inputs of equal sizes, but not the first of
+        them. They are always measured, without `record_timeline`: by the clock on a CPU, by events on CUDA, where this
+        call waits until all is done. It predicts for their sizes. A model that is several graphs has a compilation for
+        each; a step is then one run of this one.
+
+        What is not predicted or not measured says why, for example that there is no hardware profile.
+        """
+        measured = self.executor.measured()
+        sizes = measured.sizes or dict(self.plan.sizes)
+        return run_report(decisions_for(self.plan, sizes, self.context), measured, self.executor.peak_bytes())
 
 
 _recorded: contextvars.ContextVar[list[Compilation] | None] = contextvars.ContextVar("recorded", default=None)
@@ -74,11 +91,11 @@ def record_compilations() -> Iterator[list[Compilation]]:
         _recorded.reset(token)
 
 
-def note_compilation(executor: Executor) -> None:
-    """Give `executor` to whoever records compilations now."""
+def note_compilation(executor: Executor, context: PassContext) -> None:
+    """Give `executor`, whose plan was made in `context`, to whoever records compilations now."""
     recorded = _recorded.get()
     if recorded is not None:
-        recorded.append(Compilation(executor))
+        recorded.append(Compilation(executor, context))
 
 
 def asyncep(
@@ -141,6 +158,7 @@ def _compile(
         all_to_all_below=options.all_to_all_below,
         hardware=_as_linked(options),
         transport=options.adoption().transport,
+        placed=None if store is None else store.placed,
         capture=notes,
     )
     dump = GraphDump(options.dump) if options.dump else None
@@ -166,7 +184,7 @@ def _compile(
     fallback = None if check is None else CapturedFallback(check, captured, options.lower)
     checks = run_checks(result.plan, captured, groups, options.adoption().timeout_s)
     executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback, checks, options.debug)
-    note_compilation(executor)
+    note_compilation(executor, context)
     _log(result.plan)
     watch = current_watch()
     return executor if watch is None else watch.watched(captured, lowered, executor)

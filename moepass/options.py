@@ -11,9 +11,9 @@ from typing import Any
 from moepass.models.errors import OptionError, one_of
 from moepass.models.limits import check_wait
 from moepass.passes.machine.hardware import Hardware
-from moepass.profiles.hardware_profiles import load_hardware
 from moepass.runtime.execute.adoption import AdoptionOptions
 from moepass.runtime.lowering.lower_segments import LOWERINGS
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.agree import LARGEST_EXACT
 from moepass.runtime.transfer.link import parse_link
 from moepass.runtime.transfer.transports import check_transport

@@ -86,7 +86,7 @@ class StoredModule:
         if "executor" in vars(capture):
             return True
         try:
-            note_compilation(capture.executor)
+            note_compilation(capture.executor, capture.context)
         except ValueError as error:
             self._store.report(self._key[:12], str(error))
             self._captures.remove(capture)

@@ -13,6 +13,7 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.schedule.assign_slots import plan
+from moepass.passes.schedule.predict import predict
 from moepass.passes.schedule.schedule_slots import schedule
 from moepass.passes.schedule.verify import verify
 from moepass.passes.segments.partition import partition
@@ -27,7 +28,8 @@ PASSES: tuple[Pass, ...] = (
     plan,  # needs the gathers in their final number and order
     schedule,  # carries out the plan
     verify,  # before the cut, while every reader of a slot is still in sight
-    partition,  # last: it follows the scheduling points and hides the nodes between them
+    partition,  # it follows the scheduling points and hides the nodes between them
+    predict,  # last: it reads the steps that will run, and changes nothing
 )
 
 

@@ -1,4 +1,4 @@
-"""Every test starts with an empty Dynamo, no stored captures, one thread per worker and no network.
+"""Every test starts with an empty Dynamo, no stored captures or profiles, one thread per worker and no network.
 
 `@pytest.mark.sampled(every=N)`: the fast tests take every N-th combination of a test's parameters, the others are slow.
 """
@@ -23,6 +23,14 @@ settings.register_profile("moepass", deadline=None, derandomize=True)
 settings.load_profile("moepass")
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    # What this machine was calibrated to must not decide what is planned in a test.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
 
 
 @pytest.fixture(autouse=True)

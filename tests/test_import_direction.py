@@ -21,9 +21,9 @@ MOST_FILES = 15
 # in EVERYWHERE, or import whatever they like and are imported by other folders alone.
 _BANKS = ("transfer", "kernels", "system")
 _HOMES = ("banks", "ranks", *_BANKS)
-_PACKERS = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
-_OFFLOAD = ("homes/registry", *_PACKERS)
-_EXECUTE = ("lowering", *_OFFLOAD)
+_EVERY_HOME = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
+_OFFLOAD = ("profiles", "homes/registry", *_EVERY_HOME)
+_EXECUTE = ("lowering", *_EVERY_HOME)
 _GRAPH = ("graph", "ir")
 ROOMS = {
     "models": {
@@ -55,13 +55,14 @@ ROOMS = {
     },
     "runtime": {
         "system": (),
+        "profiles": ("system",),
         "ranks": ("system",),
         "transfer": ("kernels", "system"),
         "banks": _BANKS,
         "homes": _HOMES,
         "homes/hybrid": ("homes", *_HOMES),
         "homes/disk": ("homes", *_HOMES),
-        "homes/registry": _PACKERS,
+        "homes/registry": _EVERY_HOME,
         "offload": _OFFLOAD,
         "kernels": ("system",),
         "lowering": ("kernels", "system"),
@@ -72,10 +73,9 @@ ROOMS = {
         "serving": ("execute", "offload", "ranks"),
     },
     "moepass": {
-        "profiles": (),
-        "explaining": ("profiles",),
-        "cli": ("profiles", "explaining", ""),
-        "": ("profiles", "explaining"),
+        "explaining": (),
+        "cli": ("explaining", ""),
+        "": ("explaining",),
     },
 }
 # The version, errors, homes, limits and the private parts of torch.
@@ -242,7 +242,7 @@ def test_nothing_unpickles_or_evaluates_what_others_brought() -> None:
         ("runtime", "transfer", "from moepass.runtime.homes import peers"),
         ("runtime", "homes", "from moepass.runtime.homes.disk import disk_home"),
         ("runtime", "execute", "from moepass.runtime import serving"),
-        ("moepass", "profiles", "from moepass.backend import asyncep"),
+        ("moepass", "explaining", "from moepass.backend import asyncep"),
     ],
 )
 def test_the_check_sees_imports_that_point_up(folder: str, room: str, source: str) -> None:

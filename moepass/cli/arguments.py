@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import re
-from typing import TYPE_CHECKING
-
 from moepass.models.errors import InputError
-from moepass.models.limits import (
-    MOST_THREADS,
-    check_limit,
-    decode_json,
-)
-
-if TYPE_CHECKING:
-    pass
+from moepass.models.limits import MOST_THREADS, check_limit, decode_json
 
 
 def parse_labels(text: str | None) -> list[str] | None:
@@ -28,22 +17,6 @@ def parse_labels(text: str | None) -> list[str] | None:
         return labels
     except InputError as error:
         raise InputError(f"labels {text!r} are no JSON list of strings: {error}") from error
-
-
-def parse_bytes(text: str | None) -> float | None:
-    """`60e9`, `60GB` or `56GiB` as bytes; None for None. Raises InputError for anything else."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*(?:([kMGT])(i?)B|B)?", text.strip())
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if not found or not 0 < number < math.inf:
-        raise InputError(f"memory budget {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB")
-    power = " kMGT".index(found[2]) if found[2] else 0
-    scale: int = (1024 if found[3] else 1000) ** power
-    return number * scale
 
 
 def set_threads(threads: int | None) -> None:

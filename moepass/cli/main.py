@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from moepass import __version__
-from moepass.cli.arguments import parse_bytes, parse_labels, set_threads
+from moepass.cli.arguments import parse_labels, set_threads
 from moepass.cli.input_lines import read_lines
 from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar, with_progress
 from moepass.cli.scoring import answer, make_scorer
@@ -26,6 +26,7 @@ from moepass.cli.streams import (
     open_output,
     process_streams,
 )
+from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, MoepassError, OptionError
 from moepass.models.homes import HOMES
 from moepass.models.limits import (
@@ -323,7 +324,9 @@ def calibrate(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Coarse grids and few samples, for a first look.")] = False,
 ) -> None:
-    """Measure this machine, and write a hardware profile of it.
+    """Measure this machine, write a hardware profile of it, and store that as the profile of this machine.
+
+    Models on this machine are then planned with it. With --quick it is written and not stored.
 
     Products, products by expert, attention, memory, copies into slots, collectives, and how much copies slow
     computation down. Leave the machine alone meanwhile: what else runs is measured too.
@@ -335,8 +338,9 @@ def calibrate(
     from rich.console import Console
 
     from moepass.explaining.hardware_report import print_hardware
-    from moepass.profiles.hardware_profiles import profile_json
     from moepass.runtime.calibrate.calibration import calibrate as measure
+    from moepass.runtime.profiles.hardware_profiles import profile_json
+    from moepass.runtime.profiles.stored_profiles import store_profile
 
     kind = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     with progress_bar("starting") as (bar, task):
@@ -347,7 +351,11 @@ def calibrate(
         hardware = measure(kind, ranks, threads, is_quick=quick, versions={"moepass": __version__}, report=report)
     with open_output(output, target) as sink:
         sink.write(profile_json(hardware))
-    print_hardware(Console(stderr=target is None), hardware)
+    console = Console(stderr=target is None)
+    print_hardware(console, hardware)
+    if not quick:
+        stored = store_profile(hardware)
+        console.print(f"stored as the profile of this machine: {stored}", highlight=False, soft_wrap=True)
 
 
 @app.command()

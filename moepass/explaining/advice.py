@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from moepass.models.errors import InputError
+from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import with_ranks
 from moepass.passes.machine.layer_times import texts_of
-from moepass.passes.planner.forecast import Forecast, least_memory_bytes
+from moepass.passes.planner.forecast import Forecast
 from moepass.passes.planner.host_memory import host_memory
-from moepass.passes.planner.strategies import ASYNCEP, RESIDENT, Setting, homes_of
+from moepass.passes.planner.model_problem import least_memory_bytes
+from moepass.passes.planner.strategies import Setting, homes_of
 
 _MOST_RANKS = 64
 # Part of the step below which waiting is not worth a word.

@@ -9,7 +9,7 @@ import re
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
 from moepass.passes.machine.hardware import Hardware, with_ranks
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 # [Empirical] What is left to the allocator, the kernels' workspaces and the driver, as vLLM's default has it.
 DEFAULT_MEMORY_SHARE = 0.9

@@ -82,7 +82,10 @@ def capture_plans(
 
         def plan_only(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
             name_inputs(captured, graph)
-            context = PassContext(slots=slots if _reads_banks(captured) else 0, capture=notes)
+            # Of a model's first layers nothing is predicted; the report has the plan of the model.
+            context = PassContext(
+                slots=slots if _reads_banks(captured) else 0, capture=notes, disabled=frozenset({"predict"})
+            )
             plans.append(compile_graph(captured, context).plan)
             return _ShapesOnly(captured)
 

@@ -36,18 +36,13 @@ from moepass.explaining.report import (
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import short_dtype
+from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, Decisions
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import Texts, texts_of
 from moepass.passes.machine.times import peak_flops_per_s
-from moepass.passes.planner.forecast import MOST_SLOTS as USEFUL_SLOTS
 from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast
-from moepass.passes.planner.strategies import (
-    ASYNCEP,
-    MICRO_BATCH_TOKENS,
-    RESIDENT,
-    Setting,
-    banks_bytes,
-)
+from moepass.passes.planner.make_plan import MOST_SLOTS as USEFUL_SLOTS
+from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, Setting, banks_bytes
 from moepass.passes.planner.threshold_curve import threshold_curve
 
 DEFAULT_HARDWARE = "8xh100-80g"
@@ -172,6 +167,7 @@ def explain(
         assumptions=tuple(assumptions),
         sources=_sources(found, machine),
         compiler=compiler,
+        plan=_plan(shown, crossover),
         how_to_run=how_to_run(
             strategy,
             schedule,
@@ -312,12 +308,13 @@ def _saturation_part(made: Forecast) -> SaturationPart:
 def _schedule_part(made: Forecast) -> SchedulePart | None:
     if made.schedule is None or made.simulation is None or made.mfu is None or not made.cost(ASYNCEP).fits:
         return None
-    found, run = made.schedule, made.simulation
+    assert made.decisions is not None
+    run = made.simulation
     return SchedulePart(
         strategy=_strategy(made),
-        slots=found.slots,
-        distance=found.distance,
-        resident_layers=tuple(int(made.stages[place].layer.removeprefix("layer ")) for place in found.resident),
+        slots=made.decisions.slots,
+        distance=made.schedule.distance,
+        resident_layers=made.decisions.resident_layers,
         step_seconds=run.step_seconds,
         compute_seconds=run.compute_seconds,
         exposed_seconds=run.exposed_seconds,
@@ -325,6 +322,13 @@ def _schedule_part(made: Forecast) -> SchedulePart | None:
         mfu=made.mfu,
         timeline=run.timeline.events,
     )
+
+
+def _plan(made: Forecast, crossover: int | None) -> Decisions | None:
+    """The planner's decisions, with the range in which AllToAll is the faster form where ranks can exchange tokens."""
+    if made.decisions is None or made.setting.ranks == 1 or not made.decisions.streamed_layers:
+        return made.decisions
+    return made.decisions.exchanged_below(crossover)
 
 
 def _memory_part(made: Forecast) -> MemoryPart:

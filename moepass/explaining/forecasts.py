@@ -6,9 +6,10 @@ import dataclasses
 
 from moepass.explaining.report import HomeTried, StoredPart
 from moepass.models.errors import InputError
+from moepass.passes.ir.decisions import ASYNCEP
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.forecast import Forecast, forecast
-from moepass.passes.planner.strategies import ASYNCEP, Setting, banks_bytes, homes_of
+from moepass.passes.planner.strategies import Setting, banks_bytes, homes_of
 
 # A home that is slower by no more than this part, and simpler, is preferred.
 _NO_MATTER = 0.01

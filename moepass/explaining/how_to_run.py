@@ -7,7 +7,7 @@ import json
 from moepass.explaining.report import SchedulePart, StrategyPart
 from moepass.models.homes import HOMES, home_named
 from moepass.models.sizes.weight_formats import WeightFormat
-from moepass.passes.planner.strategies import ASYNCEP, RESIDENT
+from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 
 # A longer list of layers is told by where it stands in the report.
 _MOST_LAYERS_SHOWN = 12

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from moepass.explaining.compiler_view import Explanation
+from moepass.passes.ir.decisions import Decisions
 from moepass.passes.ir.timeline import Event, Timeline, chrome_trace
 
 REPORT_SCHEMA = "moepass.explain/1"
@@ -203,7 +204,9 @@ class CompilerPart(_Part, frozen=True):
 class Report(_Part, frozen=True):
     """`saturation`, `schedule` and `memory` are None where there is nothing to forecast; `assumptions` says why.
 
-    `schedule` is also None where asyncep does not fit. `stored` is None where the checkpoint is not quantised.
+    `schedule` is also None where asyncep does not fit. `plan` is what the planner decided, as every compiled plan
+    carries it: what `schedule` and `memory` show was read off it. `stored` is None where the checkpoint is not
+    quantised.
     """
 
     schema: str
@@ -226,6 +229,7 @@ class Report(_Part, frozen=True):
     compiler: CompilerPart
     how_to_run: str = ""
     stored: StoredPart | None = None
+    plan: Decisions | None = None
 
     @property
     def verdict(self) -> str:

@@ -28,6 +28,7 @@ from moepass.models.errors import MoepassError
 from moepass.models.formulas.text import evaluate_text
 from moepass.models.homes import home_named
 from moepass.passes.ir.bank_format import BankFormat
+from moepass.passes.ir.decisions import Decisions
 
 PLAN_SCHEMA = "moepass.plan/2"
 # As many of a digest as fit a signed integer of 64 bits.
@@ -342,7 +343,9 @@ class Plan:
 
     `cost` is that of the whole graph, in its sizes; `sizes` are these by name, with the values at capture. Operators
     in `uncosted` count with their memory traffic only, because nobody knows what they compute. Without `dispatch` every
-    run follows the schedule. `replicated` are inputs of the graph that must hold the same on all ranks.
+    run follows the schedule. `replicated` are inputs of the graph that must hold the same on all ranks. `sequences` are
+    the number of sequences and the tokens of each, as expressions in the graph's sizes; empty where no input shows
+    them. `decisions` are those of the planner, for the sizes at capture.
     """
 
     schema: str = PLAN_SCHEMA
@@ -362,6 +365,8 @@ class Plan:
     sizes: tuple[tuple[str, int], ...] = ()
     uncosted: tuple[str, ...] = ()
     dispatch: Dispatch | None = None
+    sequences: tuple[str, ...] = ()
+    decisions: Decisions | None = None
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()

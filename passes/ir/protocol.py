@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moepass.models.errors import MoepassError, OptionError, one_of
+from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import SLOT_OPS, Plan, Refusal, gather
 from moepass.passes.machine.hardware import Hardware
 
@@ -70,8 +71,8 @@ class PassContext:
     `slots` is the size of the ring that the banks stream through; `groups` are the process groups that the graph talks
     to, by name, as this rank sees them. Runs of fewer than `all_to_all_below` tokens per rank are to keep their
     exchanges; None: as many as `hardware` makes worth it, and without a profile none. `transport` is what will gather.
-    `capture` is for the reasons of refusals alone. `leave` are blocks of expert parallelism that not all ranks take
-    alike, by name, and why.
+    `placed` says what was decided when the model's experts were placed. `capture` is for the reasons of refusals alone.
+    `leave` are blocks of expert parallelism that not all ranks take alike, by name, and why.
     """
 
     slots: int = 2
@@ -80,6 +81,7 @@ class PassContext:
     all_to_all_below: int | None = None
     hardware: Hardware | None = None
     transport: str = "pull"
+    placed: PlacedModel | None = None
     capture: CaptureNotes = NO_NOTES
     leave: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

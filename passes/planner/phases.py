@@ -19,7 +19,8 @@ class LayerPhase:
     """A stretch of computation that reads at most one bank from its beginning to its end.
 
     `bank_bytes` is 0 where it reads none: attention, a dense layer. `transfer_seconds` is what it takes to bring the
-    bank into a slot. Banks with the same `link` come one after the other, over different links side by side.
+    bank into a slot. Banks with the same `link` come one after the other, over different links side by side. `number`
+    is that of the layer, -1 where it has none.
     """
 
     name: str
@@ -28,6 +29,7 @@ class LayerPhase:
     bank_bytes: int = 0
     transfer_seconds: float = 0.0
     link: str = COPY
+    number: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,49 +79,65 @@ def streamed_stages(stages: Sequence[LayerPhase], resident: Collection[int] = ()
     return tuple(place for place, stage in enumerate(stages) if stage.bank_bytes > 0 and place not in resident)
 
 
-def stage_steps(
-    stages: Sequence[LayerPhase], slots: int, resident: Collection[int] = (), order: Sequence[int] | None = None
-) -> tuple[TimedStep, ...]:
+@dataclasses.dataclass(frozen=True)
+class RingSchedule:
+    """`resident` and `order` are positions of phases: the banks that stay, and the others in the order of need.
+
+    The others pass through `slots` slots of `slot_bytes`.
+    """
+
+    slots: int
+    slot_bytes: int
+    resident: tuple[int, ...]
+    order: tuple[int, ...]
+    resident_bytes: int
+
+    @property
+    def distance(self) -> int:
+        """How many layers with experts ahead of its use a bank starts to move."""
+        return max(0, self.slots - 1)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.resident_bytes + self.slots * self.slot_bytes
+
+
+def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection[int]) -> RingSchedule:
+    """The schedule with these residents; no more slots than there are banks to stream."""
+    order = streamed_stages(phases, resident)
+    return RingSchedule(
+        slots=min(slots, len(order)),
+        slot_bytes=max((phases[place].bank_bytes for place in order), default=0),
+        resident=tuple(sorted(resident)),
+        order=order,
+        resident_bytes=sum(phases[place].bank_bytes for place in resident),
+    )
+
+
+def stage_steps(stages: Sequence[LayerPhase], slots: int, resident: Collection[int] = ()) -> tuple[TimedStep, ...]:
     """The schedule of `stages` over `slots` slots, as the passes plan and schedule would make it of a graph.
 
-    `order` is that of the copies, as positions of stages; by default that in which the stages come. Each copy starts as
-    early as its turn, the link and the slots allow: copy k goes into the slot that the stage frees which is the
-    (k - slots)-th of those with a bank.
+    Banks are copied in the order in which stages need them, each as early as link and slots allow: copy k goes into
+    the slot of the copy k - slots, once its stage is done.
 
-    Raises PlanError where no slot would ever be free for a copy, ValueError where `order` is not one of these stages.
+    Raises PlanError where there is no slot for stages with banks.
     """
     needed = streamed_stages(stages, resident)
-    order = needed if order is None else tuple(order)
-    if sorted(order) != list(needed):
-        raise ValueError(f"order is {list(order)}; it must name each of the streamed stages {list(needed)} once")
     if needed and slots < 1:
         raise PlanError(f"slots is {slots}; stages with banks need 1 or more")
-    slot_of: dict[int, int] = {}
-    after: dict[int, int] = {}
-    for turn, place in enumerate(order):
-        if turn < slots:
-            slot_of[place] = turn
-            continue
-        freed_by = needed[turn - slots]
-        if freed_by not in slot_of:
-            raise PlanError(
-                f"order {list(order)} does not go with slots={slots}: {stages[place].name} would wait for the slot of "
-                f"{stages[freed_by].name}, which comes later"
-            )
-        slot_of[place] = slot_of[freed_by]
-        after[freed_by] = place
+    turn_of = {place: turn for turn, place in enumerate(needed)}
 
     def step(op: str, place: int, seconds: float = 0.0) -> TimedStep:
         stage = stages[place]
-        return TimedStep(op, stage.layer, seconds, slot_of[place], stage.bank_bytes, stage.link)
+        return TimedStep(op, stage.layer, seconds, turn_of[place] % slots, stage.bank_bytes, stage.link)
 
-    steps = [step("prefetch", place, stages[place].transfer_seconds) for place in order[:slots]]
+    steps = [step("prefetch", place, stages[place].transfer_seconds) for place in needed[:slots]]
     for place, stage in enumerate(stages):
         computing = TimedStep("segment", stage.name, stage.compute_seconds)
-        if place not in slot_of:
+        if place not in turn_of:
             steps.append(computing)
             continue
         steps += [step("acquire", place), computing, step("release", place)]
-        if place in after:
-            steps.append(step("prefetch", after[place], stages[after[place]].transfer_seconds))
+        for following in needed[turn_of[place] + slots : turn_of[place] + slots + 1]:
+            steps.append(step("prefetch", following, stages[following].transfer_seconds))
     return tuple(steps)

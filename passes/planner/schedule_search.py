@@ -1,13 +1,12 @@
-"""Find which banks stay resident, how many slots the others pass through, and in which order they are copied.
+"""Find which banks stay resident, and how many slots the others pass through.
 
 The best schedule is the one with the least exposed time within the memory budget; of equal ones that which moves less.
-Copies start as early as order, link and slots allow, because waiting never helps.
+Banks are copied in the order in which they are needed, as the ring does it, as early as link and slots allow.
 
 Pseudo-code
     for each number of slots:
-        resident sets that fill the budget: all of them where they are few, else some that stand for kinds of them
-        for each, the copies in the order of need; where that leaves more exposed time than the bounds explain, others
-    where not everything could be tried: exchange a resident and a streamed bank, or two copies, while that helps
+        for each resident set that fills the budget (all of them where they are few, else one of each kind): its step
+    where not everything could be tried: exchange a resident and a streamed bank while that helps
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.planner.phases import LayerPhase, streamed_stages
+from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_stages
 
 # Below this many schedules all are tried; above it, as many as this at most. 94 layers take about 0.3 ms each.
 MOST_TRIED = 1500
@@ -27,82 +26,84 @@ _PERIODS = 12
 _EPSILON = 1e-9
 
 
+class BudgetError(PlanError):
+    """Nothing fits into `memory_bytes`; `needed_bytes` are the least that do."""
+
+    def __init__(self, memory_bytes: int, what: str, needed_bytes: int) -> None:
+        super().__init__(f"memory_bytes is {memory_bytes}; {what} need {needed_bytes}")
+        self.memory_bytes = memory_bytes
+        self.needed_bytes = needed_bytes
+
+
 @dataclasses.dataclass(frozen=True)
-class FoundSchedule:
-    """`resident` and `order` are positions of stages; `order` is that of the copies, over `slots` slots.
+class FoundSchedule(RingSchedule):
+    """The best schedule that was found.
 
     `least_exposed_seconds` is a bound that no schedule within the budget can beat, from the longest path and the time
     that link and slots are busy. `tried` schedules were compared; with `is_exhaustive` there are no others.
     """
 
-    slots: int
-    slot_bytes: int
-    resident: tuple[int, ...]
-    order: tuple[int, ...]
     step_seconds: float
     exposed_seconds: float
     least_exposed_seconds: float
-    resident_bytes: int
     tried: int
     is_exhaustive: bool
 
-    @property
-    def distance(self) -> int:
-        """How many layers with experts ahead of its use a bank starts to move."""
-        return max(0, self.slots - 1)
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.resident_bytes + self.slots * self.slot_bytes
-
 
 def search_schedule(
-    stages: Sequence[LayerPhase], memory_bytes: int, most_slots: int = 4, most_tried: int = MOST_TRIED
+    stages: Sequence[LayerPhase],
+    memory_bytes: int,
+    most_slots: int = 4,
+    most_tried: int = MOST_TRIED,
+    slots: int | None = None,
 ) -> FoundSchedule:
     """The best schedule of `stages` whose resident banks and slots take `memory_bytes` together at most.
 
-    There are `most_slots` slots at most. Times are those of a steady state over one link, in which copies do not slow
-    computation down.
+    There are `slots` slots, or up to `most_slots` where that is None, but no more than banks to stream. Times are those
+    of a steady state over one link, in which copies do not slow computation down.
 
-    Raises PlanError where not even one slot fits, ValueError where `most_slots` is below 1 or there are several links.
+    Raises BudgetError where not even one slot, or `slots` of them, fit; ValueError where there may be no slot or there
+    are several links.
     """
-    if most_slots < 1:
-        raise ValueError(f"most_slots is {most_slots}; it must be a number of slots from 1 on")
+    counts = range(1, most_slots + 1) if slots is None else range(slots, slots + 1)
+    if not counts or counts[0] < 1:
+        raise ValueError(f"most_slots is {most_slots} and slots {slots}; there must be a slot or more")
     links = {stages[place].link for place in streamed_stages(stages)}
     if len(links) > 1:
         raise ValueError(f"banks come over {len(links)} links, {', '.join(sorted(links))}; the search knows one")
-    search = _Search(stages, memory_bytes, most_slots, most_tried)
-    if search.fits(most_slots, frozenset(search.banks)):
+    search = _Search(stages, memory_bytes, counts, most_tried)
+    if search.fits(counts[0], frozenset(search.banks)):
         return search.all_resident()
-    least = min(search.memory(1, frozenset(must_stay)) for must_stay in search.largest_first())
+    least = min(search.memory(counts[0], frozenset(must_stay)) for must_stay in search.largest_first())
     if memory_bytes < least:
-        raise PlanError(f"memory_bytes is {memory_bytes}; resident banks and one slot for the others need {least}")
+        held = "one slot" if counts[0] == 1 else f"{counts[0]} slots"
+        raise BudgetError(memory_bytes, f"resident banks and {held} for the others", least)
     return search.run()
 
 
-def steady_step(
-    stages: Sequence[LayerPhase], slots: int, resident: frozenset[int], order: Sequence[int]
-) -> tuple[float, list[float]]:
+def spread_evenly(places: Sequence[int], count: int) -> list[int]:
+    """`count` of `places`, so that as many of the others lie between two of them everywhere."""
+    return [places[(2 * index + 1) * len(places) // (2 * count)] for index in range(count)]
+
+
+def steady_step(stages: Sequence[LayerPhase], slots: int, resident: frozenset[int]) -> tuple[float, list[float]]:
     """Seconds of a step in the steady state, and how long each stage waits for its bank in the last one looked at.
 
     The same as `simulate_stages` gives for one link and no slowdown, by a recurrence that is quicker: copy k ends its
     transfer after copy k - 1 and after release k - slots.
     """
-    # For each streamed stage: compute in front of it, its turn among the copies. Then what follows the last one.
-    turn_of = {place: turn for turn, place in enumerate(order)}
-    transfers = [stages[place].transfer_seconds for place in order]
-    count = len(order)
+    # For each streamed stage: compute in front of it, and its own. Then what follows the last one.
+    places = streamed_stages(stages, resident)
+    streamed = set(places)
+    transfers = [stages[place].transfer_seconds for place in places]
+    count = len(places)
     before: list[float] = []
     inside: list[float] = []
-    turns: list[int] = []
-    places: list[int] = []
     gap = 0.0
     for place, stage in enumerate(stages):
-        if place in turn_of:
+        if place in streamed:
             before.append(gap)
             inside.append(stage.compute_seconds)
-            turns.append(turn_of[place])
-            places.append(place)
             gap = 0.0
         else:
             gap += stage.compute_seconds
@@ -111,7 +112,6 @@ def steady_step(
         return gap, waits
     slots = min(slots, count)
     released: list[float] = []
-    copied: list[float] = []
     link = now = 0.0
     ends: list[float] = [0.0]
     previous: list[float] = []
@@ -119,13 +119,9 @@ def steady_step(
         base = period * count
         for index in range(count):
             now += before[index]
-            last = base + turns[index]
-            while len(copied) <= last:
-                turn = len(copied)
-                free = released[turn - slots] if turn >= slots else 0.0
-                link = (link if link > free else free) + transfers[turn % count]
-                copied.append(link)
-            ready = copied[last]
+            turn = base + index
+            free = released[turn - slots] if turn >= slots else 0.0
+            link = ready = (link if link > free else free) + transfers[index]
             waits[places[index]] = ready - now if ready > now else 0.0
             if ready > now:
                 now = ready
@@ -141,32 +137,12 @@ def steady_step(
     return (ends[-1] - ends[half]) / (_PERIODS - half), waits
 
 
-def copy_orders(count: int, slots: int) -> Iterator[tuple[int, ...]]:
-    """Every order of `count` copies that `slots` slots can run, that of need first.
-
-    The copy with turn k waits for release k - slots, so bank q must have a turn before q + slots.
-    """
-
-    def extend(order: tuple[int, ...], left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if not left:
-            yield order
-            return
-        turn = len(order)
-        for index, bank in enumerate(left):
-            rest = left[:index] + left[index + 1 :]
-            if not rest or turn + 1 < rest[0] + slots:
-                yield from extend((*order, bank), rest)
-
-    return extend((), tuple(range(count)))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Tried:
     step_seconds: float
     moved_seconds: float
     slots: int
     resident: frozenset[int]
-    order: tuple[int, ...]
     waits: tuple[float, ...]
 
     def is_better_than(self, other: _Tried | None) -> bool:
@@ -179,9 +155,9 @@ class _Tried:
 
 
 class _Search:
-    def __init__(self, stages: Sequence[LayerPhase], memory_bytes: int, most_slots: int, most_tried: int) -> None:
+    def __init__(self, stages: Sequence[LayerPhase], memory_bytes: int, counts: range, most_tried: int) -> None:
         self.stages, self.memory_bytes, self.most_tried = stages, memory_bytes, most_tried
-        self.counts = range(1, most_slots + 1)
+        self.counts = counts
         self.banks = streamed_stages(stages)
         self.compute_seconds = sum(stage.compute_seconds for stage in stages)
         self.tried = 0
@@ -189,17 +165,16 @@ class _Search:
         self.best: _Tried | None = None
         self.best_with: dict[int, _Tried] = {}
 
+    def streamed(self, resident: frozenset[int]) -> tuple[int, ...]:
+        return streamed_stages(self.stages, resident)
+
     # ---- Memory
 
     def bytes_of(self, places: Iterable[int]) -> int:
         return sum(self.stages[place].bank_bytes for place in places)
 
-    def slot_bytes(self, resident: frozenset[int]) -> int:
-        return max((self.stages[place].bank_bytes for place in self.banks if place not in resident), default=0)
-
     def memory(self, slots: int, resident: frozenset[int]) -> int:
-        used = min(slots, len(self.banks) - len(resident))
-        return self.bytes_of(resident) + used * self.slot_bytes(resident)
+        return ring_schedule(self.stages, slots, resident).memory_bytes
 
     def fits(self, slots: int, resident: frozenset[int]) -> bool:
         return self.memory(slots, resident) <= self.memory_bytes
@@ -247,7 +222,7 @@ class _Search:
     # ---- Trying
 
     def all_resident(self) -> FoundSchedule:
-        self._try(1, frozenset(self.banks), ())
+        self._try(1, frozenset(self.banks))
         self.least = self.compute_seconds
         return self._found()
 
@@ -255,7 +230,8 @@ class _Search:
         self.least = self.least_step()
         for slots in self.counts:
             for resident in self._resident_sets(slots):
-                self._try_orders(slots, resident)
+                if self.best is None or self.pace(slots, resident) < self.best.step_seconds * (1 + _EPSILON):
+                    self._try(slots, resident)
                 if self.is_done:
                     break
         if not self.is_exhaustive:
@@ -271,11 +247,11 @@ class _Search:
         assert self.best is not None
         return self.best.step_seconds <= self.least * (1 + _EPSILON)
 
-    def _try(self, slots: int, resident: frozenset[int], order: tuple[int, ...]) -> _Tried:
+    def _try(self, slots: int, resident: frozenset[int]) -> _Tried:
         self.tried += 1
-        step, waits = steady_step(self.stages, slots, resident, order)
-        moved = sum(self.stages[place].transfer_seconds for place in order)
-        found = _Tried(step, moved, slots, resident, order, tuple(waits))
+        step, waits = steady_step(self.stages, slots, resident)
+        moved = sum(self.stages[place].transfer_seconds for place in self.streamed(resident))
+        found = _Tried(step, moved, slots, resident, tuple(waits))
         if found.is_better_than(self.best):
             self.best = found
         if found.is_better_than(self.best_with.get(slots)):
@@ -315,8 +291,7 @@ class _Search:
         room = self.memory_bytes - self.memory(slots, must_stay)
         size = max(self.bytes_of(movable) // len(movable), 1) if movable else 1
         count = min(len(movable), room // size)
-        spread = [movable[(2 * index + 1) * len(movable) // (2 * count)] for index in range(count)] if count else []
-        yield spread + movable
+        yield spread_evenly(movable, count) + movable
         yield movable
         yield movable[::-1]
         yield sorted(movable, key=lambda place: self.stages[place].compute_seconds)
@@ -324,34 +299,13 @@ class _Search:
         ranking: list[int] = []
         while len(ranking) < count and self.tried < self.most_tried // 2:
             resident = must_stay | frozenset(ranking)
-            order = tuple(place for place in self.banks if place not in resident)
             self.tried += 1
-            _, waits = steady_step(self.stages, slots, resident, order)
-            worst = max(order, key=lambda place: (waits[place], self.stages[place].transfer_seconds))
+            _, waits = steady_step(self.stages, slots, resident)
+            worst = max(self.streamed(resident), key=lambda place: (waits[place], self.stages[place].transfer_seconds))
             if not waits[worst]:
                 break
             ranking.append(worst)
         yield ranking + movable
-
-    def _try_orders(self, slots: int, resident: frozenset[int]) -> None:
-        needed = tuple(place for place in self.banks if place not in resident)
-        if self.best is not None and self.pace(slots, resident) >= self.best.step_seconds * (1 + _EPSILON):
-            return
-        self._try(slots, resident, needed)
-        if self.is_done or len({self.stages[place].transfer_seconds for place in needed}) <= 1:
-            # Transfers of equal length: that of the bank that is needed first is never worth putting off.
-            return
-        if (slots ** max(0, len(needed) - slots)) * min(slots, len(needed)) > self.most_tried // 8:
-            self.is_exhaustive = False
-            return
-        pace = self.pace(slots, resident)
-        for order in copy_orders(len(needed), slots):
-            self._try(slots, resident, tuple(needed[index] for index in order))
-            if self.best is not None and self.best.step_seconds <= pace * (1 + _EPSILON):
-                return
-            if self.tried >= self.most_tried:
-                self.is_exhaustive = False
-                return
 
     def _exchange(self) -> None:
         """Improve what was best with each number of slots step by step: first exchange that helps, until none does."""
@@ -364,34 +318,25 @@ class _Search:
         for neighbour in self._neighbours(best):
             if self.tried >= self.most_tried:
                 return None
+            if not self.fits(*neighbour):
+                continue
             found = self._try(*neighbour)
             if found.is_better_than(best):
                 return found
         return None
 
-    def _neighbours(self, best: _Tried) -> Iterator[tuple[int, frozenset[int], tuple[int, ...]]]:
-        # Copies: one goes to another turn nearby. First those at the stages that wait longest.
-        for place in sorted(best.order, key=lambda place: -best.waits[place]):
-            turn = best.order.index(place)
-            rest = best.order[:turn] + best.order[turn + 1 :]
-            for target in (turn - 1, turn + 1, turn - 2, turn + 2, turn - 3, turn + 3):
-                if 0 <= target <= len(rest):
-                    order = (*rest[:target], place, *rest[target:])
-                    if is_possible(order, best.slots):
-                        yield best.slots, best.resident, order
-        # Banks: one that waits changes places with a resident one, or takes the room of several, or of a slot.
-        waiting = sorted(best.order, key=lambda place: -best.waits[place])
+    def _neighbours(self, best: _Tried) -> Iterator[tuple[int, frozenset[int]]]:
+        # A bank that waits changes places with a resident one, or takes the room of several, or of a slot.
+        waiting = sorted(self.streamed(best.resident), key=lambda place: -best.waits[place])
         for place in waiting:
             for other in sorted(best.resident, key=lambda other: abs(other - place)):
-                resident = best.resident - {other} | {place}
-                if self.fits(best.slots, resident):
-                    yield from self._with_orders(best.slots, resident, best.order)
+                yield best.slots, best.resident - {other} | {place}
         for slots in (best.slots, best.slots - 1, best.slots + 1):
             if slots in self.counts:
                 for place in waiting:
-                    yield from self._with_orders(slots, self._filled(slots, best.resident, place, None), best.order)
+                    yield slots, self._filled(slots, best.resident, place, None)
                 for place in best.resident:
-                    yield from self._with_orders(slots, self._filled(slots, best.resident, None, place), best.order)
+                    yield slots, self._filled(slots, best.resident, None, place)
 
     def _filled(
         self, slots: int, resident: frozenset[int], entering: int | None, leaving: int | None
@@ -408,39 +353,14 @@ class _Search:
                 changed |= {place}
         return changed
 
-    def _with_orders(
-        self, slots: int, resident: frozenset[int], order: tuple[int, ...]
-    ) -> Iterator[tuple[int, frozenset[int], tuple[int, ...]]]:
-        """The order of need, and the one that follows `order` where it says something."""
-        if not self.fits(slots, resident):
-            return
-        needed = tuple(place for place in self.banks if place not in resident)
-        yield slots, resident, needed
-        similar = [place for place in order if place not in resident]
-        for place in needed:
-            if place not in similar:
-                similar.insert(next((at for at, other in enumerate(similar) if other > place), len(similar)), place)
-        if tuple(similar) != needed and is_possible(similar, slots):
-            yield slots, resident, tuple(similar)
-
     def _found(self) -> FoundSchedule:
         best = self.best
         assert best is not None
         return FoundSchedule(
-            slots=min(best.slots, len(best.order)),
-            slot_bytes=self.slot_bytes(best.resident),
-            resident=tuple(sorted(best.resident)),
-            order=best.order,
+            **vars(ring_schedule(self.stages, best.slots, best.resident)),
             step_seconds=best.step_seconds,
             exposed_seconds=max(0.0, best.step_seconds - self.compute_seconds),
             least_exposed_seconds=max(0.0, self.least - self.compute_seconds),
-            resident_bytes=self.bytes_of(best.resident),
             tried=self.tried,
             is_exhaustive=self.is_exhaustive,
         )
-
-
-def is_possible(order: Sequence[int], slots: int) -> bool:
-    """Whether `slots` slots can run copies in this order of positions: see `copy_orders`."""
-    rank = {place: index for index, place in enumerate(sorted(order))}
-    return all(turn < rank[place] + slots for turn, place in enumerate(order))

@@ -31,7 +31,7 @@ _MOST_STEPS = 48
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What no order of copies can beat, in seconds of one step.
+    """What no schedule over this link and these slots can beat, in seconds of one step.
 
     path   the longest chain of things that must follow each other; with slots filled ahead, all computation
     link   the busiest link's transfers
@@ -73,11 +73,10 @@ def simulate_stages(
     stages: Sequence[LayerPhase],
     slots: int,
     resident: Collection[int] = (),
-    order: Sequence[int] | None = None,
     machine: Machine = _PLAIN,
 ) -> Simulation:
     """A model that runs `stages` again and again. Raises as `stage_steps` and `simulate`."""
-    return simulate([stage_steps(stages, slots, resident, order)], slots, machine)
+    return simulate([stage_steps(stages, slots, resident)], slots, machine)
 
 
 def simulate_plan(

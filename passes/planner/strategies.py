@@ -22,6 +22,7 @@ from moepass.models.formulas.stored_weights import BankSizes, bank_sizes, dense_
 from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture, Experts, Layer
 from moepass.models.sizes.weight_formats import WeightFormat
+from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import LayerSeconds, Split, Texts, activation_dtype, head_seconds, layer_seconds
 from moepass.passes.machine.times import collective_seconds, token_exchange_seconds
@@ -30,8 +31,6 @@ from moepass.passes.planner.microbatches import micro_batches, pipeline_seconds,
 # [Empirical] Tokens of a micro-batch: between the 2048 and 8192 tokens that serving engines schedule at
 # once by default. Smaller ones read experts more often than they compute on them, larger ones need more memory.
 MICRO_BATCH_TOKENS = 4096
-
-ASYNCEP, RESIDENT = "asyncep", "resident"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +56,7 @@ class Setting:
     `dtype` is what products are computed in. With `stored` weights rest and travel as a checkpoint stores them, and
     every strategy computes from that; None: they rest in `dtype`.
     `engine_tokens` are those of a micro-batch of every strategy but asyncep; None: only pipelines have micro-batches.
+    `transport` is how ranks exchange the shards of banks.
     """
 
     architecture: Architecture
@@ -66,6 +66,7 @@ class Setting:
     budget_bytes: float
     engine_tokens: int | None = None
     stored: WeightFormat | None = None
+    transport: str = "pull"
 
     @property
     def ranks(self) -> int:
@@ -275,11 +276,13 @@ def banks_bytes(setting: Setting) -> int:
 def activations_bytes(setting: Setting, tokens: float | None = None) -> float:
     """The most that activations of `tokens`, all of a rank's by default, take at once in any layer."""
     tokens = setting.texts.tokens if tokens is None else tokens
-    wide = activation_dtype(setting.dtype)
-    return max(
-        float(activation_bytes(layer, setting.architecture.hidden, tokens, wide))
-        for layer in setting.architecture.layer_counts
-    )
+    return peak_activation_bytes(setting.architecture, tokens, setting.dtype)
+
+
+def peak_activation_bytes(architecture: Architecture, tokens: float, dtype: str) -> float:
+    """The most that activations of `tokens` take at once in any layer, where weights are `dtype`."""
+    wide = activation_dtype(dtype)
+    return max(float(activation_bytes(layer, architecture.hidden, tokens, wide)) for layer in architecture.layer_counts)
 
 
 def _memory(setting: Setting, name: str) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from moepass.passes.planner.forecast import Forecast, resting_memory, threshold
+from moepass.passes.planner.forecast import Forecast
+from moepass.passes.planner.model_problem import resting_memory, threshold
 
 _SLOTS = 2
 _MOST_POINTS = 9

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.planner.simulate import Simulation
-from moepass.passes.planner.strategies import ASYNCEP, RESIDENT, StrategyCost
+from moepass.passes.planner.strategies import StrategyCost
 
 # Of equally fast ones: that which moves nothing, then that which waits for nobody.
 _PREFERRED = {RESIDENT: 0, ASYNCEP: 1}

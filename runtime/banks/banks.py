@@ -15,6 +15,7 @@ import torch
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
 from moepass.passes.ir.bank_format import BankFormat
+from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, shard_layout
 from moepass.runtime.banks.identity import BankKeeper, register_bank
@@ -100,6 +101,8 @@ class BankStore(BankKeeper):
     is `slots` times the largest bank, however many shapes are compiled; no more slots than there are banks. Eager mode
     does not use it: there a bank is gathered into fresh memory, and only the last one is kept, because one layer reads
     its bank several times.
+
+    `placed` is what was decided for the model when its banks were brought here.
     """
 
     def __init__(self, device: torch.device, slots: int, link: Link, home: Home) -> None:
@@ -109,6 +112,7 @@ class BankStore(BankKeeper):
         self.link = link
         self.home = home
         self.banks: list[Bank] = []
+        self.placed: PlacedModel | None = None
         self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
         self._has_warned = False
         _stores[self.number] = self

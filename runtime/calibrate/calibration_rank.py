@@ -25,7 +25,7 @@ from moepass.runtime.calibrate.measure_compute import compute_experiments
 from moepass.runtime.calibrate.measure_overlap import measure_overlap
 from moepass.runtime.calibrate.measure_transfers import open_lanes, transfer_experiments
 from moepass.runtime.calibrate.stopwatch import Timing
-from moepass.runtime.kernels.cpu_gemm_library import cpu_info
+from moepass.runtime.system.device_names import device_name
 
 # Takes (points done, points in all, what comes next).
 Report = Callable[[int, int, str], object]
@@ -142,9 +142,8 @@ def machine_memory_bytes() -> int:
 def _describe(device: torch.device) -> tuple[str, int]:
     """The device's name, and the bytes of its memory; of a CPU all that the machine has."""
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return str(properties.name), int(properties.total_memory)
-    return cpu_info("model name") or "CPU", machine_memory_bytes()
+        return device_name(device), int(torch.cuda.get_device_properties(device).total_memory)
+    return device_name(device), machine_memory_bytes()
 
 
 def run_rank(task: RankTask, report: Report) -> RankMeasurements:

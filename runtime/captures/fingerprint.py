@@ -25,7 +25,7 @@ from torch import nn
 
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banks import BankStore
-from moepass.runtime.kernels.cpu_gemm_library import cpu_info
+from moepass.runtime.system.device_names import cpu_info
 
 # Of every module: what torch keeps in it, and what the walk over modules reaches by itself. Hooks count by what they
 # are, not by the numbers that a process gives them.

@@ -7,6 +7,7 @@ graph's own sizes, and the conditions on these sizes that were found while the g
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import operator
@@ -26,6 +27,8 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, symbolic_sizes
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.plan import BANK_TENSOR, BankSpec, Plan, dtype_name
+from moepass.passes.ir.protocol import PassContext
+from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.captures.capture_watch import CaptureWatch, CompiledGraph, GraphRun
 from moepass.runtime.execute.executor import Executor
@@ -214,7 +217,16 @@ class StoredCapture:
         except (KeyError, RuntimeError) as error:
             raise ValueError(f"it makes no graph: {type(error).__name__}: {error}") from error
         ring = self._store.ring() if self._store is not None and record.plan.slot_stays else None
-        return Executor(top, record.plan, ring)
+        plan = record.plan
+        if plan.decisions is not None:
+            # For the profile of now: it may be another one than when this was stored.
+            plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
+        return Executor(top, plan, ring)
+
+    @property
+    def context(self) -> PassContext:
+        """In which the plan is made."""
+        return PassContext(placed=None if self._store is None else self._store.placed)
 
     def run(self, inputs: list[Any]) -> Any:
         return self.executor(inputs)[self._record.result]

@@ -16,11 +16,13 @@ from torch.fx import GraphModule
 
 from moepass.models.errors import InputError, MoepassError
 from moepass.passes.blocks.detect import bank_arguments
+from moepass.passes.graph.input_sizes import read_sizes, size_sources
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call
 from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, Refusal, acquire, decode, prefetch, release
 from moepass.passes.ir.timeline import COMPUTE, HOST
 from moepass.runtime.banks.identity import MemoryTable, find_bank, memories_of
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics
+from moepass.runtime.execute.run_clock import MeasuredRuns, RunClock
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.tensor_memory import Memory
 from moepass.runtime.transfer.copying import CopyError
@@ -188,6 +190,9 @@ class Executor:
         self._fallback = fallback
         self._captured = None if fallback is None else SegmentCall(fallback.run, "the captured graph", "")
         self._top = top
+        self._clock = RunClock()
+        self._sizes = size_sources(top.graph)
+        self._device: torch.device | None = None
         self._checks = tuple(checks)
         self._is_debug = debug or (ring is not None and ring.debug)
         names = [node.name for node in graph_inputs(top.graph)]
@@ -241,10 +246,42 @@ class Executor:
                 self._refuse_blocks(reason)
                 return self._captured(*arguments)
         schedule = self._schedule_for(arguments)
+        device, sizes = device_of(arguments), read_sizes(self._sizes, arguments)
         if schedule.ring is None:
+            with self._clock.run(device, sizes, None, lambda: self._weight_bytes(arguments)):
+                return schedule.graph_module(*arguments)
+        ring = alive(schedule.ring)
+        # The clock inside, so that the runs of other threads do not count.
+        with (
+            ring.run(self._number, self._gathers),
+            self._clock.run(device, sizes, ring, lambda: self._weight_bytes(arguments)),
+        ):
             return schedule.graph_module(*arguments)
-        with alive(schedule.ring).run(self._number, self._gathers):
-            return schedule.graph_module(*arguments)
+
+    def measured(self) -> MeasuredRuns:
+        """What the last runs took. On CUDA this waits until they are over."""
+        return self._clock.measured(self._device or torch.device("cpu"), self.ring)
+
+    def peak_bytes(self) -> int | None:
+        """The most that torch has allocated at once on the device of the last run; None where nobody counts."""
+        device = self._device
+        return None if device is None or device.type != "cuda" else torch.cuda.max_memory_allocated(device)
+
+    def _weight_bytes(self, arguments: Sequence[Any]) -> int:
+        """Bytes of the inputs on the device of the run, each memory once, but for banks at rest elsewhere."""
+        self._device = device = device_of(arguments)
+        at_rest = {
+            place
+            for bank, places in zip(self._banks, self._inputs, strict=True)
+            if bank.home != "peer"
+            for place in places
+        }
+        held = {
+            value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+            for place, value in enumerate(arguments)
+            if isinstance(value, torch.Tensor) and value.device == device and place not in at_rest
+        }
+        return sum(held.values())
 
     def _refuse_blocks(self, reason: str) -> None:
         """Let the plan say that its blocks run as they came, because of `reason`."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
 from torch.nn import functional as F
 
+from moepass.runtime.system.device_names import cpu_info
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 
 # [Empirical] Where MKL is held back, oneDNN is faster from so many rows and multiplications on (on Zen 5). With fewer,
 # calling it takes longer than the product.
 _LEAST_ROWS, _LEAST_MULTIPLICATIONS = 8, 2 << 20
-
-
-def cpu_info(field: str) -> str | None:
-    """What the kernel says of this machine's first CPU, "model name" for example; None where it says nothing."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), None)
-    return None
 
 
 @functools.cache

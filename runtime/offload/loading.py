@@ -12,7 +12,9 @@ place in the bank.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import home_named
+from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.homes.disk.disk_home import streams_as_it_is
 from moepass.runtime.homes.peer_home import weights_digest
 from moepass.runtime.homes.peers import PeerGroup
@@ -43,8 +46,11 @@ from moepass.runtime.offload.offload import (
     expert_parameters,
     find_expert_modules,
     offload_experts,
+    place_experts,
+    resolve_device,
     split_layers,
 )
+from moepass.runtime.offload.placement import BankRoute, PlanWish
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.ranks.agree import Topic, agree
 
@@ -61,9 +67,12 @@ def load_pretrained(
     *,
     home: str | HomeOptions = "host",
     device: torch.device | str | None = None,
-    slots: int = 2,
+    slots: int | None = None,
     resident_bytes: int = 0,
     resident_layers: Sequence[int] = (),
+    memory_budget: str | float | None = None,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
+    tokens: int | tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
     experts_implementation: str = "grouped_mm",
     progress: Progress | None = None,
@@ -80,9 +89,9 @@ def load_pretrained(
 
     Args:
         path: a checkpoint folder.
-        home, device, slots, resident_bytes, resident_layers: as of `offload_experts`; `device` None is the CPU. Ranks
-            wait `timeout_s` for each other before and after they read their experts: give more than what one rank may
-            need longer than another.
+        home, device, slots, resident_bytes, resident_layers, memory_budget, hardware, tokens: as of `offload_experts`;
+            `device` None is the CPU. Ranks wait `timeout_s` for each other before and after they read their experts:
+            give more than what one rank may need longer than another.
         dtype: of the weights. None: what the checkpoint says.
         experts_implementation: how transformers runs the experts.
         progress: called with (bytes read, bytes in all), on any rank that gives it. None: a bar on a terminal, on
@@ -107,12 +116,28 @@ def load_pretrained(
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
             residents = Residents(resident_bytes, resident_layers)
             plan = _plan(path, dtype, experts_implementation, residents)
+            if memory_budget is not None:
+                # As offload_experts will decide it: the weights that stay are read as dense ones are.
+                route = BankRoute.of(options, resolve_device(plan.model, device))
+                wish = PlanWish(memory_budget, hardware, tokens)
+                placement = place_experts(plan.model, wish, route, residents, slots)
+                plan = dataclasses.replace(plan, residents=placement.residents)
             own_bytes = plan.own_bytes(rank, ranks, home_named(options.home).is_in_files)
             if meeting is not None:
                 deque(agree(meeting, _CHECKPOINT, plan.topics()), maxlen=0)
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             plan.files.on_read = on_read
-            report = offload_experts(plan.model, options, device, slots, resident_bytes, resident_layers)
+            report = offload_experts(
+                plan.model,
+                options,
+                device,
+                slots,
+                resident_bytes,
+                resident_layers,
+                memory_budget,
+                hardware,
+                tokens,
+            )
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
             plan.files.close()
@@ -193,7 +218,8 @@ class _Plan:
         samples = {stored.tensor.key: self.files.read(stored.tensor)[None] for stored in sources}
         dense = weights_digest(dict(sorted(samples.items())))
         self.files.close()
-        layers, checkpoint = sorted(self.residents.layers), "give every rank the same checkpoint"
+        checkpoint = "give every rank the same checkpoint"
+        layers = sorted(self.residents.layers) if self.residents.layers else list(self.residents.paths)
         return [
             # First: they decide which weights count as dense.
             Topic("resident_bytes", self.residents.nbytes, "give every rank the same resident_bytes"),

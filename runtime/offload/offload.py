@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from moepass.models.errors import InputError, OptionError
+from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import BankedParameter, bank_parameters, banked_parameters, move_as_a_whole
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.host_home import Packer
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.homes.registry.packers import make_packer, options_of
+from moepass.runtime.offload.placement import BankRoute, Placement, PlanWish, place
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.transfer.link import parse_link
 
@@ -79,6 +82,16 @@ def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list
     return {path: modules for path, modules in banks.items() if path not in resident}, resident
 
 
+def place_experts(
+    model: nn.Module, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
+) -> Placement:
+    """What stays of `model` and how many slots there are. Raises as `place`."""
+    banks = _in_banks(find_expert_modules(model))
+    return place(
+        model, {path: expert_parameters(modules[0]) for path, modules in banks.items()}, wish, route, residents, slots
+    )
+
+
 def _in_banks(found: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
     """The modules of each bank, by the path of the first: more than one where they share all of its parameters."""
     banks: dict[tuple[tuple[str, int], ...], tuple[str, list[nn.Module]]] = {}
@@ -92,9 +105,12 @@ def offload_experts(
     model: nn.Module,
     home: str | HomeOptions = "host",
     device: torch.device | str | None = None,
-    slots: int = 2,
+    slots: int | None = None,
     resident_bytes: int = 0,
     resident_layers: Sequence[int] = (),
+    memory_budget: str | float | None = None,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
+    tokens: int | tuple[int, int] | None = None,
 ) -> OffloadReport:
     """Move the experts of `model` to `home`; its unmodified forward then gathers them, layer by layer, on `device`.
 
@@ -109,32 +125,46 @@ def offload_experts(
             each with the complete model.
         device: where the model computes. None: where its other parameters lie.
         slots: buffers on `device`, each for the experts of one layer. 2 overlap copies with computation, 1 takes less
-            memory, and more than a few hide no more.
+            memory, and more than a few hide no more. None: 2, or what the planner chooses for a memory budget.
         resident_bytes: the first layers whose experts fit into so many bytes together stay on `device`, on every rank.
             Memory that is left is well spent on it: the stream has their compute time to begin with.
         resident_layers: the layers that stay instead, by the numbers in their modules' paths, as `moepass explain`
             gives them.
+        memory_budget: bytes, or text such as "6GB" or "512MiB", on `device` for this process: dense weights, layers
+            that stay, slots, staging buffers, this rank's shards where they lie there, and activations. The planner
+            then decides which layers stay: the fastest step whose memory fits. Banks at rest in host memory or in files
+            do not count, even where the device is the CPU.
+        hardware: the machine that is planned for, a preset or a profile. None: the profile that `moepass calibrate` has
+            stored for this machine. Without one, or for a family whose sizes are not known, nothing is predicted, and
+            layers that stay are spread evenly over the model.
+        tokens: those of a step that is planned for: a number, or the number of sequences and the tokens of each. None:
+            one sequence of 4096.
 
     Returns:
         What rests where, and how many bytes that takes.
 
     Raises:
-        OptionError: an unknown home, fewer slots than 1, no number of bytes or layers.
+        OptionError: an unknown home, fewer slots than 1, no number of bytes, layers or tokens, a memory budget beside
+            layers that are to stay.
         InputError: a model without experts, or whose experts would all stay; a missing device, or one that cannot
-            compute from that home yet; no process group; home `disk` without a folder where it needs one, or without
-            room. The model is then as it was.
+            compute from that home yet; a budget that is too small; a profile without a link or rate that is needed; no
+            process group; home `disk` without a folder where it needs one, or without room. The model is then as it
+            was.
         PeerError: ranks are missing, or differ in what they bring. The model is then as it was, unless a rank is lost
             after all agreed. Ranks that missed each other cannot use their group again.
         SharedMemoryError: ranks on this machine can have no memory in common. The model is then as it was.
     """
     options = options_of(home)
-    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
         raise OptionError(f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation")
-    residents = Residents(resident_bytes, resident_layers)
-    banks, resident = split_layers(model, residents)
-    if resident and not banks:
-        raise InputError(residents.complaint(len(resident)))
-    if not banks:
+    given = Residents(resident_bytes, resident_layers)
+    compute_device = resolve_device(model, device)
+    route = BankRoute.of(options, compute_device)
+    placement = place_experts(model, PlanWish(memory_budget, hardware, tokens), route, given, slots)
+    banks, resident = split_layers(model, placement.residents)
+    if resident and not banks and given.is_given:
+        raise InputError(given.complaint(len(resident)))
+    if not banks and not resident:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())
         reason = (
             "they were offloaded before"
@@ -143,9 +173,11 @@ def offload_experts(
             "have, or one holds matrices with different numbers of experts"
         )
         raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
-    compute_device = resolve_device(model, device)
     packer = make_packer(options, compute_device)
-    store = BankStore(compute_device, slots, parse_link(options.link), packer.home)
+    store = BankStore(compute_device, placement.slots, parse_link(options.link), packer.home)
+    store.placed = placement.placed
+    if not banks:  # all of them fit into the memory budget
+        return OffloadReport(store, options.home, (), 0, 0, resident)
     with torch.inference_mode(False), torch.no_grad():
         packer.agree({path: expert_parameters(modules[0]) for path, modules in banks.items()})
         for index, (path, modules) in enumerate(banks.items()):
@@ -223,5 +255,5 @@ def check_device(device: torch.device | str) -> torch.device:
 
 __all__ = [
     "BankedParameter", "OffloadReport", "check_device", "expert_parameters", "find_expert_modules", "offload_experts",
-    "resolve_device", "split_layers",
+    "place_experts", "resolve_device", "split_layers",
 ]  # fmt: skip

@@ -13,13 +13,15 @@ from moepass.models.limits import MOST_LAYERS
 
 @dataclasses.dataclass(frozen=True)
 class Residents:
-    """The first layers whose experts fit into `nbytes` together, or `layers` by the numbers in their modules' paths.
+    """The first layers whose experts fit into `nbytes` together, or `layers` by the numbers in their modules' paths, or
+    what a plan decided: `paths`.
 
     Raises OptionError for what is no number of bytes or layer, and for both at once.
     """
 
     nbytes: int = 0
     layers: Sequence[int] = ()
+    paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not _is_count(self.nbytes):
@@ -43,6 +45,8 @@ class Residents:
 
         Raises InputError where a layer has no bank.
         """
+        if self.paths:
+            return tuple(path for path in bank_bytes if path in self.paths)
         if not self.layers:
             ends = itertools.accumulate(bank_bytes.values())
             return tuple(path for path, end in zip(bank_bytes, ends, strict=True) if end <= self.nbytes)
@@ -54,6 +58,13 @@ class Residents:
                 f"{one_of(bank_bytes) or 'none'}"
             )
         return found
+
+    @property
+    def is_given(self) -> bool:
+        return bool(self.nbytes or self.layers)
+
+    def __str__(self) -> str:
+        return f"resident_layers is {list(self.layers)}" if self.layers else f"resident_bytes is {self.nbytes}"
 
     def complaint(self, layers: int) -> str:
         """That all `layers` would stay."""

@@ -16,10 +16,11 @@ import torch
 from tiny_checkpoint import broken_copy, edit_config, original_model, save_tiny_checkpoint
 from typer.testing import CliRunner
 
-from moepass.cli.arguments import parse_bytes, parse_labels
+from moepass.cli.arguments import parse_labels
 from moepass.cli.main import app
 from moepass.explaining.capture_model import capture_plans, explain_model
 from moepass.explaining.compiler_view import Moment, abbreviate
+from moepass.models.byte_counts import parse_bytes
 from moepass.passes.ir.plan import Plan
 from moepass.runtime.offload.offload import offload_experts
 

@@ -33,7 +33,7 @@ from moepass.passes.ir.plan import MoEBlock, Plan, Refusal
 from moepass.passes.machine.layer_times import Texts
 from moepass.passes.planner.forecast import Forecast, forecast
 from moepass.passes.planner.strategies import Setting
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 # The keys that the schema promises at least, by part.
 PROMISED = {

@@ -10,7 +10,7 @@ import moepass
 from moepass.models.formulas.stored_weights import dense_bytes
 from moepass.models.sizes.presets import preset, preset_config
 from moepass.passes.machine.hardware import Figure, Hardware
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 
 def words(text: str) -> str:

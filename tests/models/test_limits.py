@@ -11,9 +11,10 @@ import pytest
 from tiny_checkpoint import broken_copy, edit_config, save_tiny_checkpoint
 
 import moepass
-from moepass.cli.arguments import parse_bytes, parse_labels
+from moepass.cli.arguments import parse_labels
 from moepass.cli.input_lines import limited_lines, parse_lines
 from moepass.models import limits
+from moepass.models.byte_counts import parse_bytes
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_model, load_prompt, load_tokenizer
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.saturation import saturation
@@ -21,8 +22,8 @@ from moepass.models.limits import MOST_JSON_DEPTH, TooLargeError, decode_json, r
 from moepass.models.sizes.presets import preset, preset_config
 from moepass.options import parse_options
 from moepass.passes.planner.microbatches import pipeline_seconds
-from moepass.profiles.hardware_profiles import load_hardware, read_profile
 from moepass.runtime.offload.residents import Residents
+from moepass.runtime.profiles.hardware_profiles import load_hardware, read_profile
 from moepass.runtime.transfer.link import parse_link
 
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch.distributed import ProcessGroup
 
 from moepass.models.errors import OptionError, one_of
-from moepass.models.homes import HOMES, PULL
+from moepass.models.homes import HOMES, PULL, LinkName
 from moepass.models.limits import check_wait
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S
-from moepass.runtime.transfer.link import parse_link
+from moepass.runtime.transfer.link import Link, parse_link
 from moepass.runtime.transfer.transports import check_transport
 
 PAGE_CACHES = ("keep", "drop")
@@ -36,6 +36,10 @@ class HomeOptions:
 
     def __post_init__(self) -> None:
         parse_link(self.link)
+
+    def links(self) -> dict[LinkName, Link]:
+        """The links that banks travel over, by their names in a hardware profile."""
+        return {use.link: parse_link(self.link) for use in HOMES[self.home].travel}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,9 @@ class Hybrid(SpreadOptions):
             raise OptionError(
                 f"stages is {self.stages!r}; a rank needs at least 1, and 2 to stage one bank while ranks copy another"
             )
+
+    def links(self) -> dict[LinkName, Link]:
+        return {**super().links(), "host": parse_link(self.host_link)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from moepass.passes.machine.hardware import (
     with_ranks,
 )
 from moepass.passes.machine.seconds_table import Source, table_of
-from moepass.profiles.hardware_profiles import load_hardware, preset_names, profile_json, read_profile
+from moepass.runtime.profiles.hardware_profiles import load_hardware, preset_names, profile_json, read_profile
 
 H100 = load_hardware("8xh100-80g")
 BANK_BYTES = 128 * 3 * 4096 * 1536 * 2  # one layer of Qwen3-235B-A22B in bf16

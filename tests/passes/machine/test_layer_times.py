@@ -20,7 +20,7 @@ from moepass.passes.machine.hardware import (
 )
 from moepass.passes.machine.layer_times import Split, Texts, activation_dtype, head_seconds, layer_seconds
 from moepass.passes.machine.times import TILE_ROWS
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 H100 = load_hardware("8xh100-80g")
 HIDDEN = 4096

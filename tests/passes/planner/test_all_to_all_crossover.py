@@ -14,7 +14,7 @@ from moepass.passes.ir.plan import BankSpec, Cost, MoEBlock, Plan, TensorSpec
 from moepass.passes.machine.hardware import Hardware, with_emulated_link
 from moepass.passes.machine.times import collective_seconds, gather_seconds, memory_seconds
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS, CrossoverEstimate, exchange_seconds
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, LAYERS = 2048, 768, 128, 8, 4
 BANK_BYTES = 3 * EXPERTS * HIDDEN * WIDTH * 2

@@ -22,14 +22,12 @@ from moepass.passes.planner.forecast import (
     crossover_tokens,
     curve_point,
     forecast,
-    least_memory_bytes,
-    model_stages,
-    streaming_machine,
 )
+from moepass.passes.planner.model_problem import least_memory_bytes, model_stages, streaming_machine
 from moepass.passes.planner.strategies import Setting, StrategyCost, activations_bytes, banks_bytes, resident_cost
 from moepass.passes.planner.threshold_curve import threshold_curve
 from moepass.passes.planner.verdict import reason
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 H100 = load_hardware("8xh100-80g")
 QWEN = preset("qwen3-235b-a22b")

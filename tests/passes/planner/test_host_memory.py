@@ -12,7 +12,7 @@ from moepass.passes.machine.layer_times import Texts
 from moepass.passes.planner.forecast import forecast
 from moepass.passes.planner.host_memory import host_memory
 from moepass.passes.planner.strategies import ASYNCEP, Setting, banks_bytes
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 
 def setting(host_memory_bytes: float | None, **changes: object) -> Setting:

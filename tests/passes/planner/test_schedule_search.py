@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.planner.phases import LayerPhase, stage_steps, streamed_stages
-from moepass.passes.planner.schedule_search import FoundSchedule, copy_orders, is_possible, search_schedule, steady_step
+from moepass.passes.planner.phases import LayerPhase, streamed_stages
+from moepass.passes.planner.schedule_search import MOST_TRIED, FoundSchedule, search_schedule, steady_step
 from moepass.passes.planner.simulate import simulate_stages
 
 
@@ -31,7 +30,7 @@ def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
 
 
 def every_schedule(stages: Sequence[LayerPhase], memory_bytes: int, most_slots: int) -> Iterator[float]:
-    """Exposed seconds of every schedule that fits: resident sets, slots, and orders of copies that do not block."""
+    """Exposed seconds of every schedule that fits: resident sets and slots."""
     banks = streamed_stages(stages)
     compute = sum(part.compute_seconds for part in stages)
     for size in range(len(banks) + 1):
@@ -42,12 +41,7 @@ def every_schedule(stages: Sequence[LayerPhase], memory_bytes: int, most_slots: 
             for slots in range(1, most_slots + 1):
                 if resident_bytes + min(slots, len(needed)) * slot_bytes > memory_bytes:
                     continue
-                for order in itertools.permutations(needed):
-                    try:
-                        stage_steps(stages, slots, resident, order)
-                    except PlanError:
-                        continue
-                    yield steady_step(stages, slots, frozenset(resident), order)[0] - compute
+                yield steady_step(stages, slots, frozenset(resident))[0] - compute
 
 
 def check(stages: list[LayerPhase], budget: int, most_slots: int, most_tried: int) -> None:
@@ -66,7 +60,7 @@ def _check_claims(stages: list[LayerPhase], budget: int, most_slots: int, found:
     assert found.memory_bytes <= budget
     assert found.slots <= most_slots
     assert sorted((*found.resident, *found.order)) == list(streamed_stages(stages))
-    real = simulate_stages(stages, found.slots, found.resident, found.order)
+    real = simulate_stages(stages, found.slots, found.resident)
     assert real.step_seconds == pytest.approx(found.step_seconds, rel=1e-6, abs=1e-9)
     assert real.exposed_seconds == pytest.approx(found.exposed_seconds, rel=1e-5, abs=1e-6)
     assert found.least_exposed_seconds <= found.exposed_seconds + 1e-9
@@ -97,39 +91,9 @@ def test_instances_are_solved(stages: list[LayerPhase], budget: int, most_slots:
 @settings(max_examples=100, deadline=None)
 @given(model(most=7), st.integers(1, 4))
 def test_the_recurrence_is_the_simulator(stages: list[LayerPhase], slots: int) -> None:
-    needed = streamed_stages(stages)
-    slots = min(slots, len(needed))
-    for order in itertools.islice(copy_orders(len(needed), slots), 6):
-        places = [needed[index] for index in order]
-        step, _ = steady_step(stages, slots, frozenset(), places)
-        assert simulate_stages(stages, slots, order=places).step_seconds == pytest.approx(step, rel=1e-6, abs=1e-9)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3, 5])
-@pytest.mark.parametrize("count", [0, 1, 3, 5])
-def test_the_orders_are_those_that_do_not_block(count: int, slots: int) -> None:
-    stages = [stage(number, 1, 1, 1) for number in range(count)]
-    possible = []
-    for order in itertools.permutations(range(count)):
-        try:
-            stage_steps(stages, slots, order=order)
-        except PlanError:
-            assert not is_possible(order, slots)
-        else:
-            assert is_possible(order, slots)
-            possible.append(order)
-    assert list(copy_orders(count, slots)) == possible
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.builds(stage, st.just(0), SECONDS, st.just(1.0), st.just(4)), min_size=1, max_size=5), st.integers(1, 4)
-)
-def test_equal_banks_come_in_the_order_of_need(stages: list[LayerPhase], slots: int) -> None:
-    count = len(stages)
-    in_turn, _ = steady_step(stages, slots, frozenset(), range(count))
-    for order in copy_orders(count, slots):
-        assert in_turn <= steady_step(stages, slots, frozenset(), order)[0] + 1e-9
+    slots = min(slots, len(streamed_stages(stages)))
+    step, _ = steady_step(stages, slots, frozenset())
+    assert simulate_stages(stages, slots).step_seconds == pytest.approx(step, rel=1e-6, abs=1e-9)
 
 
 # Models as they are: a first layer without experts, dense layers between, two kinds of attention.
@@ -144,12 +108,11 @@ def _real(layers: int) -> list[LayerPhase]:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
-def test_deep_models_are_planned_in_well_under_a_second(share: float) -> None:
+def test_deep_models_are_planned_after_few_trials(share: float) -> None:
     stages = _real(94)
     banks = sum(part.bank_bytes for part in stages)
-    started = time.process_time()
     found = search_schedule(stages, int(share * banks))
-    assert time.process_time() - started < 1
+    assert found.tried <= MOST_TRIED
     _check_claims(stages, int(share * banks), 4, found)
     compute = sum(part.compute_seconds for part in stages)
     in_turn = simulate_stages(stages, slots=2, resident=_first(stages, int(share * banks) - 2 * 1_200))
@@ -175,12 +138,13 @@ def test_a_budget_for_all_banks_keeps_all() -> None:
     assert found.distance == 0
 
 
-def test_a_long_copy_begins_before_a_short_one_where_that_helps() -> None:
+def test_of_unequal_banks_that_stays_which_saves_most() -> None:
+    """The second bank takes 9 seconds to copy, with 1 second of computation before it."""
     stages = [stage(0, 10, 1, 5), stage(1, 1, 1, 5), stage(2, 1, 9, 5), stage(3, 10, 4, 5)]
-    found = search_schedule(stages, memory_bytes=10, most_slots=2)
-    assert (found.order, found.resident, found.distance) == ((0, 2, 1, 3), (), 1)
+    found = search_schedule(stages, memory_bytes=15, most_slots=2)
+    assert (found.resident, found.order, found.slots) == ((2, 3), (0, 1), 1)
     assert found.is_exhaustive
-    assert found.exposed_seconds == 4
+    assert found.exposed_seconds == 1
 
 
 def test_what_cannot_be_searched_is_refused() -> None:

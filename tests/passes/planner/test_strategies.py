@@ -22,7 +22,7 @@ from moepass.passes.planner.strategies import (
     resident_cost,
     strategy_cost,
 )
-from moepass.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 H100 = load_hardware("8xh100-80g")
 QWEN = preset("qwen3-235b-a22b")

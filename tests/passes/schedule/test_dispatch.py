@@ -23,8 +23,8 @@ from moepass.passes.graph.input_sizes import SizeSource, read_sizes, size_source
 from moepass.passes.ir.plan import Dispatch, Plan
 from moepass.passes.planner.all_to_all_crossover import CrossoverEstimate
 from moepass.passes.schedule.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
-from moepass.profiles.hardware_profiles import load_hardware
 from moepass.runtime.lowering.lower_later import lower_later
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.agreement import RunVote
 
 FORMS = [None, GATHERED, EXCHANGED]

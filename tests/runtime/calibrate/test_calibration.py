@@ -22,13 +22,13 @@ from moepass.explaining.hardware_report import print_hardware
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.machine import times
 from moepass.passes.machine.hardware import COLLECTIVES, Conditions
-from moepass.profiles.hardware_profiles import profile_json, read_profile
 from moepass.runtime.calibrate import calibration
 from moepass.runtime.calibrate.calibration import CalibrationError, calibrate, profile_of
 from moepass.runtime.calibrate.calibration_rank import Measured, RankMeasurements, measure_rank
 from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, Sizes, quick
 from moepass.runtime.calibrate.measure_transfers import ThreadLane
 from moepass.runtime.calibrate.stopwatch import Timing, TimingEffort, time_calls, timing_of
+from moepass.runtime.profiles.hardware_profiles import profile_json, read_profile
 
 CPU = torch.device("cpu")
 TINY = Sizes(

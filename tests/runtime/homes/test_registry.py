@@ -18,10 +18,10 @@ from moepass.models.formulas.communication import background_bytes
 from moepass.models.homes import HOMES, HomeRecord, LinkUse, home_named
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.machine.times import gather_seconds
-from moepass.profiles.hardware_profiles import load_hardware
 from moepass.runtime.banks.banks import Bank, pack_bank
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.homes.registry.packers import RUNNING_HOMES, RunningHome
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.sources import Source, whole
 from moepass.runtime.transfer.transports import TRANSPORTS

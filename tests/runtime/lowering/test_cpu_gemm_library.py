@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moepass.runtime.kernels import cpu_gemm_library
-from moepass.runtime.kernels.cpu_gemm_library import cpu_info, multiply
+from moepass.runtime.kernels.cpu_gemm_library import multiply
 from moepass.runtime.lowering import lower_experts
+from moepass.runtime.system.device_names import cpu_info
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("this torch comes without oneDNN", allow_module_level=True)

@@ -23,8 +23,8 @@ import moepass
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.machine.hardware import with_emulated_link
 from moepass.passes.schedule.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
-from moepass.profiles.hardware_profiles import load_hardware
 from moepass.runtime.execute.dispatching import FormStatistics
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")

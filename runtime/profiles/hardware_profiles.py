@@ -74,7 +74,7 @@ def profile_json(hardware: Hardware) -> bytes:
 
 @functools.cache
 def _presets() -> dict[str, dict[str, Any]]:
-    text = (resources.files("moepass.profiles") / "hardware_presets.json").read_bytes()
+    text = (resources.files("moepass.runtime.profiles") / "hardware_presets.json").read_bytes()
     devices: dict[str, dict[str, Any]] = msgspec.json.decode(text)["devices"]
     return devices
 

@@ -1,0 +1,204 @@
+"""The planning problem of one captured graph: what its plan says of banks and costs, for some sizes of its inputs.
+
+A graph that runs a whole model of known sizes is planned by the formulas of these sizes: they know the shapes of its
+GEMMs, which a cost in FLOPs does not tell. Any other graph is planned by its costs: FLOPs at the reached rates, and no
+less than its bytes take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+from moepass.models.errors import InputError
+from moepass.models.formulas.text import evaluate_text
+from moepass.models.sizes.architecture import short_dtype
+from moepass.passes.ir.decisions import Decisions
+from moepass.passes.ir.placed_model import PlacedModel
+from moepass.passes.ir.plan import Plan
+from moepass.passes.machine.hardware import Hardware, with_ranks, without_emulation
+from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.times import gather_seconds, work_seconds
+from moepass.passes.planner.make_plan import NO_PROFILE, PlanningProblem, Profile, make_plan
+from moepass.passes.planner.model_problem import model_problem, profile_of
+from moepass.passes.planner.phases import LayerPhase
+from moepass.passes.planner.simulate import Machine
+from moepass.passes.planner.strategies import Setting, activations_bytes
+
+
+def plan_graph(
+    plan: Plan,
+    sizes: Mapping[str, float],
+    placed: PlacedModel | None = None,
+    hardware: Hardware | None = None,
+    transport: str = "pull",
+    ranks: int = 1,
+) -> Decisions:
+    """The decisions by which a graph with this plan runs, with these sizes of its inputs.
+
+    Of a `placed` model residents and slots are those that were decided when it was placed, and its profile is used; of
+    another one they are the plan's, and `hardware`, `transport` and `ranks` say where, how and between how many
+    devices banks travel.
+
+    Raises InputError where the profile lacks a rate or a link.
+    """
+    problem = None if placed is None else _model_problem(plan, sizes, placed)
+    if problem is None:
+        machine = None if hardware is None else with_ranks(hardware, ranks)
+        problem = _graph_problem(plan, sizes, placed, machine, transport)
+    decisions = make_plan(problem).decisions
+    if placed is not None:
+        decided = {name: placed.decisions.source(name) for name in ("resident_layers", "slots")}
+        decisions = dataclasses.replace(
+            decisions,
+            resident_layers=placed.decisions.resident_layers,
+            memory_budget_bytes=placed.decisions.memory_budget_bytes,
+            sources=tuple(sorted({**dict(decisions.sources), **decided}.items())),
+        )
+    if plan.dispatch is not None and plan.slot_stays:
+        return decisions.exchanged_below(plan.dispatch.crossover_tokens)
+    return decisions
+
+
+def bank_phases(bank_bytes: Iterable[tuple[str, int]], numbers: Mapping[str, int]) -> tuple[LayerPhase, ...]:
+    """Phases of which nothing but the banks is known, given by name; `numbers` tells the layer of each."""
+    return tuple(LayerPhase(name, name, 0.0, nbytes, number=numbers[name]) for name, nbytes in bank_bytes)
+
+
+def layer_numbers(paths: Iterable[str]) -> dict[str, int]:
+    """The number of the layer that each path of a module belongs to: the first in it, or its place without one."""
+    numbers = {}
+    for place, path in enumerate(paths):
+        found = re.search(r"(?<![^.])\d+(?![^.])", path)
+        numbers[path] = int(found[0]) if found else place
+    return numbers
+
+
+def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) -> PlanningProblem | None:
+    """By the model's sizes; None where they are not known, or the graph is not the whole model."""
+    streamed = sorted(plan.bank(stay.bank).name for stay in plan.slot_stays)
+    if placed.architecture is None or placed.hardware is None or streamed != sorted(name for name, _ in placed.banks):
+        return None
+    counts = _sequences(plan, sizes)
+    if counts is None:
+        return None
+    budget = placed.decisions.memory_budget_bytes
+    setting = Setting(
+        placed.architecture,
+        placed.hardware,
+        Texts(*counts),
+        placed.dtype,
+        math.inf if budget is None else budget,
+        transport=placed.transport,
+    )
+    return model_problem(
+        setting,
+        placed.decisions.home,
+        slots=plan.slots,
+        resident_layers=placed.decisions.resident_layers,
+        resting=dataclasses.replace(placed.weights, activation_bytes=activations_bytes(setting)),
+    )
+
+
+def _sequences(plan: Plan, sizes: Mapping[str, float]) -> tuple[int, int] | None:
+    if not plan.sequences:
+        return None
+    try:
+        batch, sequence = (int(evaluate_text(text, sizes)) for text in plan.sequences)
+    except InputError:  # a size that only a run tells
+        return None
+    return (batch, sequence) if batch > 0 and sequence > 0 else None
+
+
+def _graph_problem(
+    plan: Plan, sizes: Mapping[str, float], placed: PlacedModel | None, hardware: Hardware | None, transport: str
+) -> PlanningProblem:
+    """By what the plan's steps cost."""
+    if placed is not None:
+        hardware, transport = placed.hardware, placed.transport
+    home = plan.bank(plan.slot_stays[0].bank).home if plan.slot_stays else "device"
+    names = [plan.bank(stay.bank).name for stay in plan.slot_stays]
+    numbers = layer_numbers(names) if placed is None else {**layer_numbers(names), **dict(placed.banks)}
+    batch, sequence = _sequences(plan, sizes) or (0, 0)
+    unknown = NO_PROFILE if placed is None or not placed.unknown else placed.unknown
+    phases: tuple[LayerPhase, ...] | None = None
+    profile = None
+    if hardware is not None:
+        phases, unknown = _timed_phases(plan, sizes, hardware, home, transport, numbers)
+        profile = None if phases is None else _graph_profile(plan, hardware, home, transport)
+    if phases is None:
+        stays = [plan.bank(stay.bank) for stay in plan.slot_stays]
+        phases = bank_phases([(bank.name, bank.format.slot_bytes) for bank in stays], numbers)
+    return PlanningProblem(
+        phases=phases,
+        home=home,
+        resting=None if placed is None else placed.weights,
+        batch=batch,
+        sequence=sequence,
+        profile=profile,
+        resident=(),
+        slots=plan.slots,
+        unknown=unknown,
+    )
+
+
+def _timed_phases(
+    plan: Plan, sizes: Mapping[str, float], hardware: Hardware, home: str, transport: str, numbers: Mapping[str, int]
+) -> tuple[tuple[LayerPhase, ...] | None, str]:
+    """The segments between slot operations, with the bank that they read; None where costs are not known, and why."""
+    segments = [step for step in plan.steps if step.op == "segment"]
+    if plan.cost is None or not segments:
+        return (
+            None,
+            f"the graph has no costs of segments, since pass {'partition' if plan.cost else 'cost'} is disabled",
+        )
+    try:
+        costs = iter([(0.0, 0.0, 0.0) if step.cost is None else step.cost.at(sizes) for step in segments])
+        experts = {block.name: (0.0, 0.0, 0.0) if block.cost is None else block.cost.at(sizes) for block in plan.blocks}
+    except InputError as error:
+        return None, f"the graph's costs cannot be told from its inputs: {error}"
+    dtype = short_dtype(plan.blocks[0].dtype) if plan.blocks else next(iter(hardware.flops))
+    phases: list[LayerPhase] = []
+    reading: list[int] = []
+    for step in plan.steps:
+        if step.op == "acquire":
+            assert step.bank is not None
+            bank = plan.bank(step.bank)
+            copying = gather_seconds(hardware, bank.format.link_bytes, home, transport)
+            computing = work_seconds(hardware, dtype, *experts.get(step.name, (0.0, 0.0))[:2], "grouped_gemm")
+            nbytes, number = bank.format.slot_bytes, numbers[bank.name]
+            phases.append(LayerPhase(bank.name, bank.name, computing, nbytes, copying, number=number))
+            reading.append(step.bank)
+        elif step.op == "release":
+            assert step.bank is not None
+            reading.remove(step.bank)
+        elif step.op == "segment":
+            flops, moved, _ = next(costs)
+            if not reading:
+                phases.append(LayerPhase(step.name, step.name, work_seconds(hardware, dtype, flops, moved)))
+                continue
+            # What a segment computes beside the grouped GEMMs of its block, which are counted already.
+            block_flops, block_moved, _ = experts.pop(_block_of(plan, reading[-1]), (0.0, 0.0, 0.0))
+            others = work_seconds(hardware, dtype, max(0.0, flops - block_flops), max(0.0, moved - block_moved))
+            phases[-1] = dataclasses.replace(phases[-1], compute_seconds=phases[-1].compute_seconds + others)
+    return tuple(phases), ""
+
+
+def _block_of(plan: Plan, bank: int) -> str:
+    return next(stay.block for stay in plan.slot_stays if stay.bank == bank)
+
+
+def _graph_profile(plan: Plan, hardware: Hardware, home: str, transport: str) -> Profile:
+    """How copies slow computation down, taken as GEMMs alone; an emulated link slows nothing while it waits."""
+    nbytes = max((plan.bank(stay.bank).format.link_bytes for stay in plan.slot_stays), default=0)
+    slowed = gather_seconds(hardware, nbytes, home, transport)
+    copying = gather_seconds(without_emulation(hardware), nbytes, home, transport)
+    part = min(1.0, copying / slowed) if slowed else 0.0
+    on_host = hardware.conditions is not None and hardware.conditions.computes_on_host
+    slowdown = 1.0 + max(0.0, hardware.overlap.gemm.value - 1.0) * part
+    return profile_of(
+        hardware,
+        Machine(copy_slowdown=slowdown, host_runs_ahead=not on_host, fills_ahead=transport != "collective"),
+    )

@@ -1,0 +1,211 @@
+"""The planner: from what a model's layers cost on a machine to the decisions by which it runs.
+
+`explain`, placement at load time and the compiler all come here. They differ in what they know: `model_problem.py`
+poses the problem from sizes alone, `graph_problem.py` from a captured graph, and either may say what is decided
+already.
+
+Pseudo-code
+    residents and slots were decided before: take them
+    no memory budget: everything is streamed
+    no hardware profile: fill the budget with layers that are spread evenly, beside two slots
+    else: search for the residents and slots with the least exposed time within the budget
+    simulate the schedule in its steady state, where seconds are known
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, STRUCTURAL, Decisions, DeviceMemory, FormRange
+from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_stages
+from moepass.passes.planner.schedule_search import BudgetError, search_schedule, spread_evenly
+from moepass.passes.planner.simulate import Machine, Simulation, simulate_stages
+
+DEFAULT_SLOTS = 2
+MOST_SLOTS = 4
+# Relative: what differs by less takes the same time. A bank less that stays may cost the memory its copy takes.
+ROUNDING = 1e-3
+
+NO_PROFILE = "no hardware profile"
+GIVEN = "given"
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """The machine of a problem: what its profile is called and where its figures come from, and how copies and
+    computation act together on it."""
+
+    name: str
+    sources: str
+    machine: Machine
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanningProblem:
+    """What a plan is made for.
+
+    phases        one step, in order; `LayerPhase.number` tells the layer of a bank. Without `profile` seconds are 0
+    resting       bytes on the device whatever is decided: dense weights, shards, stages, activations; None: not known
+    budget_bytes  that may be used on the device; None: no limit was given, so that nothing but `resident` stays
+    resident      positions of phases that stay, where that is decided already
+    slots         of the ring, where that is decided already; `most_slots` where it is not
+    threshold     tokens per rank and step from which on transfers are hidden
+    unknown       why seconds are not known, without `profile`
+    memory_source where the numbers of `resting` come from
+    """
+
+    phases: tuple[LayerPhase, ...]
+    home: str
+    resting: DeviceMemory | None
+    batch: int = 0
+    sequence: int = 0
+    profile: Profile | None = None
+    budget_bytes: float | None = None
+    resident: tuple[int, ...] | None = None
+    slots: int | None = None
+    most_slots: int = MOST_SLOTS
+    threshold: int | None = None
+    unknown: str = NO_PROFILE
+    memory_source: str = "predicted: formulas of weights, banks and activations; allocators round up"
+
+
+@dataclasses.dataclass(frozen=True)
+class MadePlan:
+    """The decisions, and what they were read off. `simulation` is None without a profile."""
+
+    decisions: Decisions
+    schedule: RingSchedule
+    simulation: Simulation | None
+    memory: DeviceMemory | None
+
+
+def make_plan(problem: PlanningProblem) -> MadePlan:
+    """Decide what is not decided yet, and predict the step.
+
+    Raises BudgetError where not even one slot fits into the budget, or `problem.slots` where that is given. ValueError
+    for `most_slots` below 1.
+    """
+    schedule, why = _decide(problem)
+    simulation = None
+    if problem.profile is not None:
+        simulation = simulate_stages(problem.phases, schedule.slots, schedule.resident, problem.profile.machine)
+    memory = None
+    if problem.resting is not None:
+        memory = dataclasses.replace(
+            problem.resting,
+            resident_bytes=problem.resting.resident_bytes + schedule.resident_bytes,
+            slot_bytes=problem.resting.slot_bytes + schedule.slots * schedule.slot_bytes,
+        )
+    return MadePlan(_decisions(problem, schedule, simulation, memory, why), schedule, simulation, memory)
+
+
+def _decide(problem: PlanningProblem) -> tuple[RingSchedule, dict[str, str]]:
+    """The schedule, and where its residents and slots come from."""
+    phases = problem.phases
+    if problem.resident is not None or problem.budget_bytes is None:
+        slots = DEFAULT_SLOTS if problem.slots is None else problem.slots
+        stay = GIVEN if problem.resident is not None else f"{STRUCTURAL}: no memory budget"
+        why = {"resident_layers": stay, "slots": STRUCTURAL if problem.slots is None else GIVEN}
+        return ring_schedule(phases, slots, problem.resident or ()), why
+    room = int(problem.budget_bytes - (0.0 if problem.resting is None else problem.resting.peak_bytes))
+    if problem.profile is None:
+        resident, slots = _filled_evenly(phases, room, problem.slots)
+        source = f"{STRUCTURAL}: {problem.unknown}; as many layers stay as fit, spread evenly"
+        why = {"resident_layers": source, "slots": GIVEN if problem.slots is not None else f"{STRUCTURAL}"}
+        return ring_schedule(phases, slots, resident), why
+    found: RingSchedule = search_schedule(phases, room, problem.most_slots, slots=problem.slots)
+    if problem.slots is None:
+        found = _with_second_slot(problem, found, room)
+    searched = f"searched: the least exposed time within the budget, with profile {problem.profile.name}"
+    return found, {"resident_layers": searched, "slots": GIVEN if problem.slots is not None else searched}
+
+
+def _filled_evenly(phases: Sequence[LayerPhase], room: int, slots: int | None) -> tuple[tuple[int, ...], int]:
+    """Positions that stay, spread evenly, beside `slots` slots: two, or one where two do not fit.
+
+    Slots fill across steps, so no layer is the first of a steady stream: what counts is that every streamed bank has
+    computation before it to hide behind, as much as the others.
+    """
+    banks = streamed_stages(phases)
+    for count in (DEFAULT_SLOTS, 1) if slots is None else (slots,):
+        resident: list[int] = []
+        # The even spread for as many as fit; what a smaller bank leaves is filled up.
+        wanted = max(
+            (number for number in range(len(banks) + 1) if _fits(phases, banks, number, count, room)), default=-1
+        )
+        if wanted < 0:
+            continue
+        resident = spread_evenly(banks, wanted)
+        for place in banks:
+            if place not in resident and ring_schedule(phases, count, [*resident, place]).memory_bytes <= room:
+                resident.append(place)
+        return tuple(sorted(resident)), min(count, len(banks) - len(resident))
+    needed = ring_schedule(phases, slots or 1, ()).memory_bytes
+    held = "one slot" if slots in (None, 1) else f"{slots} slots"
+    raise BudgetError(room, f"{held} for the largest bank", needed)
+
+
+def _fits(phases: Sequence[LayerPhase], banks: Sequence[int], number: int, slots: int, room: int) -> bool:
+    return ring_schedule(phases, slots, spread_evenly(banks, number)).memory_bytes <= room
+
+
+def _with_second_slot(problem: PlanningProblem, found: RingSchedule, room: int) -> RingSchedule:
+    """`found`; where it has one slot, a second one takes the place of a resident bank if that costs no time.
+
+    Behind one slot only attention hides a transfer. What the search cannot know is how well its times are known.
+    """
+    if found.slots != 1 or problem.most_slots < 2 or len(found.order) < 1:
+        return found
+    resident = found.resident if found.memory_bytes + found.slot_bytes <= room else found.resident[:-1]
+    changed = ring_schedule(problem.phases, 2, resident)
+    if changed.memory_bytes > room:
+        return found
+    assert problem.profile is not None
+    before, after = (
+        simulate_stages(problem.phases, one.slots, one.resident, problem.profile.machine).step_seconds
+        for one in (found, changed)
+    )
+    return found if after > before * (1 + ROUNDING) else changed
+
+
+def _decisions(
+    problem: PlanningProblem,
+    schedule: RingSchedule,
+    simulation: Simulation | None,
+    memory: DeviceMemory | None,
+    why: dict[str, str],
+) -> Decisions:
+    def layers(places: Sequence[int]) -> tuple[int, ...]:
+        return tuple(problem.phases[place].number for place in places)
+
+    if problem.profile is None:
+        predicted = f"{STRUCTURAL}: {problem.unknown}"
+    else:
+        predicted = f"predicted: with profile {problem.profile.name} ({problem.profile.sources})"
+    sources = {
+        **why,
+        "threshold_tokens": predicted if problem.threshold is not None else f"not known: {problem.unknown}",
+        "step_seconds": predicted,
+        "memory": "not known: a graph does not tell what else is on the device"
+        if memory is None
+        else problem.memory_source,
+    }
+    return Decisions(
+        home=problem.home,
+        profile="" if problem.profile is None else problem.profile.name,
+        batch=problem.batch,
+        sequence=problem.sequence,
+        forms=(FormRange(ASYNCEP if schedule.order else RESIDENT),),
+        resident_layers=layers(schedule.resident),
+        streamed_layers=layers(schedule.order),
+        slots=schedule.slots,
+        slot_bytes=schedule.slot_bytes,
+        memory_budget_bytes=problem.budget_bytes,
+        threshold_tokens=problem.threshold,
+        step_seconds=None if simulation is None else simulation.step_seconds,
+        compute_seconds=None if simulation is None else simulation.compute_seconds,
+        exposed_seconds=None if simulation is None else simulation.exposed_seconds,
+        memory=memory,
+        sources=tuple(sorted(sources.items())),
+    )

@@ -1,0 +1,186 @@
+"""The planning problem of a model on a machine, posed from the sizes of its layers alone.
+
+A bank is read from its router on, so token mixing is a phase of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from moepass.models.formulas.layers import flops_per_token
+from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
+from moepass.models.homes import home_named
+from moepass.models.sizes.architecture import Layer
+from moepass.passes.ir.decisions import DeviceMemory
+from moepass.passes.machine.hardware import Hardware, without_emulation
+from moepass.passes.machine.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds
+from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
+from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
+from moepass.passes.planner.phases import LayerPhase
+from moepass.passes.planner.simulate import Machine
+from moepass.passes.planner.strategies import Setting, activations_bytes, banks_bytes, resident_cost
+
+# Of the threshold and its rate; a few are enough.
+_MOST_ROUNDS = 50
+
+
+def model_problem(
+    setting: Setting,
+    home: str,
+    *,
+    most_slots: int = MOST_SLOTS,
+    slots: int | None = None,
+    resident_layers: tuple[int, ...] | None = None,
+    resting: DeviceMemory | None = None,
+    threshold_tokens: int | None = None,
+) -> PlanningProblem:
+    """What is to be planned: `setting`, with experts at rest in `home`.
+
+    `slots` and `resident_layers` are those that are decided already; `resting` is what is known of the device's memory
+    better than from sizes, `threshold_tokens` the threshold where it is known. A budget of infinity is none. With home
+    `device` everything stays, whether it fits or not.
+
+    Raises InputError where the machine lacks the link, where the model has no experts, or for a dtype without a rate.
+    """
+    phases = model_stages(setting, home)
+    if threshold_tokens is None:
+        layer = setting.architecture.typical_moe_layer
+        threshold_tokens = threshold(setting, layer, bank_transfer(setting, layer, home)[1]).tokens
+    stay = None if resident_layers is None else set(resident_layers)
+    if home == "device":
+        stay, slots = set(setting.architecture.moe_layers), 0
+    return PlanningProblem(
+        phases=phases,
+        home=home,
+        resting=resting_memory(setting, home) if resting is None else resting,
+        batch=setting.texts.batch,
+        sequence=setting.texts.sequence,
+        profile=profile_of(setting.hardware, streaming_machine(setting, home)),
+        budget_bytes=setting.budget_bytes if math.isfinite(setting.budget_bytes) else None,
+        resident=None
+        if stay is None
+        else tuple(place for place, phase in enumerate(phases) if phase.bank_bytes and phase.number in stay),
+        slots=slots,
+        most_slots=most_slots,
+        threshold=threshold_tokens,
+    )
+
+
+def profile_of(hardware: Hardware, machine: Machine) -> Profile:
+    """The profile as plans name it."""
+    sources = sorted({text.partition(":")[0] for text in hardware.sources().values()})
+    return Profile(hardware.name, ", ".join(sources), machine)
+
+
+def model_stages(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
+    """All layers in order; a bank is read from its router on, so mixing is a stage of its own."""
+    stages: list[LayerPhase] = []
+    seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
+    banks = {layer: bank_transfer(setting, layer, home) for layer in seconds}
+    for index, layer in enumerate(setting.architecture.layers):
+        name, (nbytes, transfer) = f"layer {index}", banks[layer]
+        stages.append(LayerPhase(f"{name} attention", name, seconds[layer].mixing, number=index))
+        stages.append(
+            LayerPhase(
+                f"{name} {'experts' if nbytes else 'mlp'}", name, seconds[layer].mlp, nbytes, transfer, number=index
+            )
+        )
+    head = head_seconds(setting.hardware, setting.architecture, setting.texts, setting.dtype)
+    stages.append(LayerPhase("head", "head", head))
+    return tuple(stages)
+
+
+def threshold(setting: Setting, layer: Layer, transfer: float, gamma: float = GAMMA) -> Saturation:
+    """The threshold at the rate that is reached with as many tokens, whatever number of them is planned.
+
+    Few tokens wait for memory, far below the rate of many: a threshold at their rate would be too low. From above the
+    rate comes down with the tokens until they agree.
+    """
+    found = saturation_at(setting, layer, transfer, peak_flops_per_s(setting.hardware, setting.dtype).value, gamma)
+    for _ in range(_MOST_ROUNDS):
+        last, rate = found.tokens, _reached_rate(setting, layer, max(1, found.tokens))
+        found = saturation_at(setting, layer, transfer, rate, gamma)
+        if abs(found.tokens - last) <= last * ROUNDING / 10:
+            break
+    return found
+
+
+def _reached_rate(setting: Setting, layer: Layer, tokens: int) -> float:
+    """FLOP/s of a layer's products and passes together, attention scores apart: what n · f runs at."""
+    seconds = _seconds(dataclasses.replace(setting, texts=Texts(tokens, 1)), layer)
+    without_scores = seconds.total - seconds.mixing_scores
+    return tokens * flops_per_token(layer, setting.architecture.hidden) / without_scores
+
+
+def least_memory_bytes(setting: Setting, home: str) -> float:
+    """The least that asyncep needs on one device: what rests there, activations, and one slot."""
+    if home == "device":
+        return resident_cost(setting).memory_bytes
+    largest = max(bank_transfer(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
+    return resting_memory(setting, home).peak_bytes + largest
+
+
+def resting_memory(setting: Setting, home: str) -> DeviceMemory:
+    """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
+    dense, activations = setting.dense_bytes, activations_bytes(setting)
+    record = home_named(home)
+    shards = banks_bytes(setting) / setting.ranks if record.keeps_shards_on_device else 0.0
+    largest = max(link_bytes(setting, layer) for layer in setting.architecture.layer_counts)
+    stages = record.staging_buffers * largest / setting.ranks
+    return DeviceMemory(dense + shards, stages, activations)
+
+
+def streaming_machine(setting: Setting, home: str) -> Machine:
+    """How copies and computation act together.
+
+    Copies slow products and memory passes down by different factors: their mean over the model. An emulated link is
+    busy for longer than it copies, and slows nothing down while it waits: the mean over that time too.
+    """
+    kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
+    total = sum(count * seconds.total for count, seconds in kinds)
+    passes = sum(count * (seconds.mixing_passes + seconds.mlp_passes) for count, seconds in kinds)
+    overlap = setting.hardware.overlap
+    slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
+    on_host = setting.hardware.device_kind == "cpu"
+    layer = setting.architecture.typical_moe_layer
+    nbytes, (_, transfer) = link_bytes(setting, layer), bank_transfer(setting, layer, home)
+    true = without_emulation(setting.hardware)
+    copying = gather_seconds(true, nbytes, home)
+    if on_host:
+        # A processor that computes makes one copy after the other; devices have an engine for each link.
+        copying = sum(link_seconds(true, nbytes, home))
+    copied_part = min(1.0, copying / transfer) if transfer else 0.0
+    return Machine(
+        copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part,
+        host_runs_ahead=not on_host,
+        fills_ahead=setting.transport != "collective",
+    )
+
+
+def bank_transfer(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
+    """Bytes of a layer's bank in a slot, and the seconds that it takes to get there."""
+    if layer.experts is None:
+        return 0, 0.0
+    sizes = setting.bank(layer.experts)
+    return sizes.slot_bytes, gather_seconds(setting.hardware, sizes.link_bytes, home, setting.transport)
+
+
+def link_bytes(setting: Setting, layer: Layer) -> int:
+    """Bytes of a layer's bank on its way into a slot."""
+    return setting.bank(layer.experts).link_bytes if layer.experts is not None else 0
+
+
+def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:
+    return layer_seconds(setting.hardware, layer, setting.architecture.hidden, setting.texts, setting.dtype)
+
+
+def saturation_at(setting: Setting, layer: Layer, transfer: float, rate: float, gamma: float) -> Saturation:
+    return saturation(
+        layer,
+        setting.architecture.hidden,
+        transfer_seconds=transfer,
+        flops_per_s=rate,
+        gamma=gamma,
+        sequence=setting.texts.sequence,
+    )

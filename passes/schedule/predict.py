@@ -1,0 +1,49 @@
+"""Write down by which decisions the graph runs, and what they are predicted to take.
+
+Contract
+    in    a scheduled graph, whose plan has slots and, where pass partition ran, steps with their costs
+    out   the same graph, untouched; `plan.sequences` and `plan.decisions`
+
+Pseudo-code
+    the number of sequences and their tokens: the sizes of the first input that holds token ids
+    the planner's decisions, with what was fixed before: residents when the model was placed, slots by its ring
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, graph_inputs
+from moepass.passes.ir.decisions import Decisions
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.planner.graph_problem import plan_graph
+
+
+@graph_pass(requires={"planned"})
+def predict(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Ask the planner. Raises InputError where the profile lacks a rate or a link."""
+    plan = dataclasses.replace(plan, sequences=_sequences(module.graph))
+    decisions = decisions_for(plan, dict(plan.sizes), context)
+    return PassResult(module, dataclasses.replace(plan, decisions=decisions))
+
+
+def decisions_for(plan: Plan, sizes: Mapping[str, float], context: PassContext) -> Decisions:
+    """By which decisions a run with these sizes goes. Raises InputError where the profile lacks a rate or a link."""
+    group = next((bank.group for bank in plan.banks if bank.group), None)
+    ranks = 1 if group is None else context.groups[group].ranks
+    return plan_graph(plan, sizes, context.placed, context.hardware, context.transport, ranks)
+
+
+def _sequences(graph: Graph) -> tuple[str, ...]:
+    """Token ids are whole numbers [sequences, tokens], and so are masks and positions."""
+    for node in graph_inputs(graph):
+        value = fake_value(node)
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32):
+            return tuple(str(size_expression(size)) for size in value.shape)
+    return ()

@@ -1,0 +1,361 @@
+"""Which layers stay on the device and through how many slots the others stream: the planner, asked of a real model.
+
+What is known of the model: its weights by shape and type, its config where a formula knows the family. What is known of
+the machine: the profile that was given, else the one that `moepass calibrate` has stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moepass.models.byte_counts import parse_bytes
+from moepass.models.errors import InputError, OptionError
+from moepass.models.formulas.memory import bank_bytes
+from moepass.models.homes import PULL, LinkName, home_named
+from moepass.models.limits import MOST_TOKENS, check_limit
+from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
+from moepass.models.sizes.families import from_config
+from moepass.passes.ir.decisions import DeviceMemory
+from moepass.passes.ir.placed_model import PlacedModel
+from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_ranks
+from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
+from moepass.passes.planner.graph_problem import bank_phases, layer_numbers
+from moepass.passes.planner.make_plan import DEFAULT_SLOTS, NO_PROFILE, MadePlan, PlanningProblem, make_plan
+from moepass.passes.planner.model_problem import model_problem
+from moepass.passes.planner.schedule_search import BudgetError
+from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
+from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptions
+from moepass.runtime.offload.residents import Residents
+from moepass.runtime.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.stored_profiles import calibrate_command, stored_profile
+
+# One sequence of so many tokens is planned for where nobody says another number.
+DEFAULT_TOKENS = (1, 4096)
+
+Experts = Mapping[str, Mapping[str, nn.Parameter]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanWish:
+    """What the user says of the plan: bytes of the device's memory, the machine, the tokens of a step.
+
+    Raises OptionError for what is no number of bytes or tokens, InputError for an unknown machine.
+    """
+
+    memory_budget: str | float | None = None
+    hardware: str | os.PathLike[str] | Hardware | None = None
+    tokens: int | tuple[int, int] | None = None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        given = self.memory_budget
+        if given is None:
+            return None
+        try:
+            number = parse_bytes(given) if isinstance(given, str) else given
+        except InputError as error:
+            raise OptionError(f"memory_budget: {error}") from error
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < math.inf:
+            raise OptionError(f"memory_budget is {given!r}; it must be bytes above 0, such as 6e9, '6GB' or '512MiB'")
+        return int(number)
+
+    @property
+    def texts(self) -> Texts:
+        given = DEFAULT_TOKENS if self.tokens is None else self.tokens
+        counts = (1, given) if isinstance(given, int) else given
+        if (
+            not isinstance(counts, Sequence)
+            or len(counts) != 2
+            or not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in counts)
+        ):
+            raise OptionError(
+                f"tokens is {self.tokens!r}; it must be a number of tokens from 1 on, or a pair: the number of "
+                "sequences in a step, and the tokens of each"
+            )
+        check_limit("tokens", counts[0] * counts[1], MOST_TOKENS, "share the sequences out over several steps")
+        return Texts(*counts)
+
+    def machine(self, device: torch.device, ranks: int) -> Hardware | None:
+        """The profile that was given, else that of this machine; None where there is none."""
+        if self.hardware is None:
+            return stored_profile(device, ranks)
+        if isinstance(self.hardware, Hardware):
+            return self.hardware
+        if isinstance(self.hardware, (str, os.PathLike)):
+            return load_hardware(self.hardware)
+        raise OptionError(
+            f"hardware is {self.hardware!r}; it must be a preset such as 8xh100-80g, the file of a profile, or None"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BankRoute:
+    """How banks of a model travel: from which home, between how many ranks, by which transport.
+
+    `links` has the bytes per second of those that are emulated, by their names in a hardware profile.
+    `staging_buffers` is 0 but for homes that stage shards.
+    """
+
+    home: str
+    device: torch.device
+    ranks: int = 1
+    transport: str = PULL
+    links: Mapping[LinkName, float] = dataclasses.field(default_factory=dict)
+    staging_buffers: int = 0
+
+    @staticmethod
+    def of(options: HomeOptions, device: torch.device) -> BankRoute:
+        """The way from the home with these options to `device`."""
+        links = {name: link.bytes_per_s for name, link in options.links().items() if link.bytes_per_s is not None}
+        is_spread = isinstance(options, SpreadOptions) and dist.is_available() and dist.is_initialized()
+        return BankRoute(
+            options.home,
+            device,
+            # -1 where this process is not in the group, which the home refuses.
+            max(1, dist.get_world_size(getattr(options, "group", None))) if is_spread else 1,
+            getattr(options, "transport", PULL),
+            links,
+            getattr(options, "stages", 0),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """`residents` stay as they are; the others stream through `slots` slots."""
+
+    residents: Residents
+    slots: int
+    placed: PlacedModel
+
+
+def place(
+    model: nn.Module, experts: Experts, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
+) -> Placement:
+    """Decide what stays and how many slots there are, as far as `residents` and `slots` do not say so.
+
+    `experts` are the expert weights of each bank, by path.
+
+    Raises OptionError where both a budget and residents are given, and what `PlanWish` raises; InputError where the
+    budget is too small, with the least that would do, and where the profile lacks a link or a rate.
+    """
+    budget, _ = wish.budget_bytes, wish.texts
+    if budget is not None and residents.is_given:
+        raise OptionError(
+            f"memory_budget is {wish.memory_budget!r}, and {residents}: the plan decides which layers stay; "
+            "give one of both"
+        )
+    known = _Known.of(model, experts, wish, route)
+    stay = residents.among(known.bank_bytes) if residents.is_given else None
+    made = known.plan(stay, slots)
+    by_number = {number: path for path, number in known.numbers.items()}
+    paths = tuple(by_number[number] for number in made.decisions.resident_layers)
+    streamed = tuple((path, number) for path, number in known.numbers.items() if path not in paths)
+    placed = PlacedModel(
+        made.decisions,
+        streamed,
+        known.weights(),
+        known.dtype,
+        known.architecture,
+        known.hardware,
+        route.transport,
+        known.unknown,
+    )
+    if slots is None:
+        # A ring has no more slots than banks, whatever is asked for; banks may come later.
+        slots = DEFAULT_SLOTS if budget is None else max(1, made.decisions.slots)
+    return Placement(Residents(paths=paths), slots, placed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What is known of a model and its machine."""
+
+    wish: PlanWish
+    route: BankRoute
+    bank_bytes: dict[str, int]
+    numbers: dict[str, int]
+    dense_bytes: int
+    dtype: str
+    architecture: Architecture | None
+    hardware: Hardware | None
+    unknown: str
+
+    @staticmethod
+    def of(model: nn.Module, experts: Experts, wish: PlanWish, route: BankRoute) -> _Known:
+        banks = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
+        numbers = layer_numbers(banks)
+        if len(set(numbers.values())) < len(numbers):  # several banks in one layer
+            numbers = {path: place for place, path in enumerate(banks)}
+        in_banks = {id(value) for values in experts.values() for value in values.values()}
+        others = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
+        dense = sum(nbytes for key, nbytes in others.items() if key not in in_banks)
+        dtype = _dtype_of(experts)
+        hardware, unknown = _machine(wish, route, dtype)
+        architecture = None
+        if hardware is not None or wish.budget_bytes is not None:
+            architecture, why = _architecture(model, experts, numbers, dtype)
+            unknown = unknown or why
+        return _Known(wish, route, banks, numbers, dense, dtype, architecture, hardware, unknown)
+
+    def weights(self) -> DeviceMemory:
+        """What rests on the device in any case, but activations."""
+        keeps_shards = home_named(self.route.home).keeps_shards_on_device
+        shards = sum(self.bank_bytes.values()) / self.route.ranks if keeps_shards else 0.0
+        stages = self.route.staging_buffers * max(self.bank_bytes.values(), default=0) / self.route.ranks
+        return DeviceMemory(self.dense_bytes + shards, stages, 0.0)
+
+    def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
+        """The plan, with the layers that `stay` where that is decided."""
+        if self.hardware is not None and self.architecture is not None:
+            return self._made(self._by_sizes(self.hardware, self.architecture, stay, slots))
+        return self._made(self._by_bytes(stay, slots))
+
+    def _by_sizes(
+        self, hardware: Hardware, architecture: Architecture, stay: tuple[str, ...] | None, slots: int | None
+    ) -> PlanningProblem:
+        budget = self.wish.budget_bytes
+        setting = Setting(
+            architecture,
+            hardware,
+            self.wish.texts,
+            self.dtype,
+            math.inf if budget is None else budget,
+            transport=self.route.transport,
+        )
+        return model_problem(
+            setting,
+            self.route.home,
+            slots=slots,
+            resident_layers=None if stay is None else tuple(self.numbers[path] for path in stay),
+            resting=dataclasses.replace(self.weights(), activation_bytes=activations_bytes(setting)),
+        )
+
+    def _by_bytes(self, stay: tuple[str, ...] | None, slots: int | None) -> PlanningProblem:
+        """Without times. Activations are those of the formula where it knows the model, else left out."""
+        texts = self.wish.texts
+        weights = self.weights()
+        if self.architecture is not None:
+            activations = peak_activation_bytes(self.architecture, texts.tokens, self.dtype)
+            weights = dataclasses.replace(weights, activation_bytes=activations)
+        phases = bank_phases(self.bank_bytes.items(), self.numbers)
+        places = None if stay is None else tuple(place for place, one in enumerate(phases) if one.name in stay)
+        budget = self.wish.budget_bytes
+        return PlanningProblem(
+            phases=phases,
+            home=self.route.home,
+            resting=weights,
+            batch=texts.batch,
+            sequence=texts.sequence,
+            budget_bytes=None if budget is None else float(budget),
+            resident=places,
+            slots=slots,
+            unknown=self.unknown,
+            memory_source="predicted: weights as they are and the formula of activations"
+            if self.architecture is not None
+            else "predicted: weights as they are; activations are not counted, since the sizes of layers are not known",
+        )
+
+    def _made(self, problem: PlanningProblem) -> MadePlan:
+        try:
+            return make_plan(problem)
+        except BudgetError as error:
+            assert problem.resting is not None
+            resting = problem.resting
+            raise InputError(
+                f"memory_budget is {self.wish.memory_budget!r}, which is too small: dense weights and shards take "
+                f"{resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of {problem.batch} sequences of "
+                f"{problem.sequence} tokens {resting.activation_bytes:.0f}, and slots {error.needed_bytes}; "
+                f"{math.ceil(resting.peak_bytes) + error.needed_bytes} bytes would do, and less with fewer tokens"
+            ) from error
+
+
+def _machine(wish: PlanWish, route: BankRoute, dtype: str) -> tuple[Hardware | None, str]:
+    """The machine as this model uses it, with the ranks and the emulated links that it has; None and why without one.
+
+    Raises InputError where the profile that was given has no link from the home, or no rate for `dtype`.
+    """
+    hardware = wish.machine(route.device, route.ranks)
+    if hardware is None:
+        return None, f"{NO_PROFILE}; {calibrate_command(route.device, route.ranks)} makes one"
+    hardware = with_ranks(hardware, route.ranks)
+    for link, rate in route.links.items():
+        hardware = with_emulated_link(hardware, rate, (link,))
+    try:
+        gather_seconds(hardware, 1.0, route.home, route.transport)
+        if dtype:
+            peak_flops_per_s(hardware, dtype)
+    except InputError as error:
+        if wish.hardware is not None:
+            raise
+        return None, str(error)  # a profile that nobody asked for
+    return hardware, ""
+
+
+def _dtype_of(experts: Experts) -> str:
+    """Of the expert weights, by the short name where formulas know the type."""
+    value = next((value for values in experts.values() for value in values.values()), None)
+    if value is None:
+        return ""
+    try:
+        return short_dtype(value.dtype)
+    except InputError:
+        return str(value.dtype).removeprefix("torch.")
+
+
+def _architecture(
+    model: nn.Module, experts: Experts, numbers: Mapping[str, int], dtype: str
+) -> tuple[Architecture | None, str]:
+    """The sizes of the model: attention by its config, experts as they are; None and why where no formula knows them.
+
+    Layers may have been changed since the config was written: fewer experts in some, or narrower ones.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return None, f"the sizes of {type(model).__name__} are not known, which has no transformers config"
+    try:
+        read = from_config(config, dtype=dtype or None)
+    except InputError as error:
+        return None, str(error)
+    layers = list(read.layers)
+    for path, values in experts.items():
+        number = numbers[path]
+        changed = _with_experts(model, path, values, layers[number], read) if number < len(layers) else None
+        if changed is None:
+            return None, f"the experts of {path} do not have the sizes that the model's config gives layer {number}"
+        layers[number] = changed
+    missing = set(read.moe_layers) - set(numbers.values())
+    if missing:
+        return None, f"layer {min(missing)} has experts by the model's config, and none in the model"
+    return dataclasses.replace(read, layers=tuple(layers)), ""
+
+
+def _with_experts(
+    model: nn.Module, path: str, values: Mapping[str, nn.Parameter], layer: Layer, read: Architecture
+) -> Layer | None:
+    """`layer` with experts as wide and as many as there are; None where their bytes cannot be explained."""
+    if layer.experts is None:
+        return None
+    nbytes = sum(value.nbytes for value in values.values())
+    matrices = [value for value in values.values() if value.dim() == 3]
+    count, experts = matrices[0].shape[0], layer.experts
+    weights = sum(math.prod(value.shape[1:]) for value in matrices)
+    width = weights // (read.hidden * (3 if experts.gated else 2))
+    top_k = min(count, _top_k(model.get_submodule(path.rpartition(".")[0]), experts.top_k))
+    found = dataclasses.replace(layer, experts=dataclasses.replace(experts, count=count, width=width, top_k=top_k))
+    assert found.experts is not None
+    return found if bank_bytes(found.experts, read.hidden, read.dtype) == nbytes else None
+
+
+def _top_k(block: nn.Module, default: int) -> int:
+    """Experts of each token as the block's router has it."""
+    given = [getattr(module, "top_k", None) for module in block.modules()]
+    return next((value for value in given if isinstance(value, int) and not isinstance(value, bool)), default)

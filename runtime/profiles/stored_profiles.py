@@ -1,0 +1,82 @@
+"""The profiles that `moepass calibrate` has stored for this machine, and which of them is the one for a model.
+
+One file for each processor, number of ranks and number of CPU threads, in `$XDG_DATA_HOME/moepass/profiles`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from moepass.models.errors import InputError
+from moepass.passes.machine.hardware import Conditions, Hardware
+from moepass.runtime.profiles.hardware_profiles import profile_json, read_profile
+from moepass.runtime.system.device_names import device_name
+
+
+def profiles_folder() -> Path:
+    """Where profiles are stored; it need not be there."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data, "moepass", "profiles")
+
+
+def store_profile(hardware: Hardware) -> Path:
+    """Store what was measured, in place of what was stored for as many ranks and threads; gives the file.
+
+    Raises InputError for a profile that nobody measured, and where the folder cannot be written.
+    """
+    conditions = hardware.conditions
+    if conditions is None:
+        raise InputError(f"profile {hardware.name!r} does not say where it was measured; store what calibrate gave")
+    path = profiles_folder() / _file_name(conditions)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may read it just now: it finds the old one or the new one, never a part.
+        written = path.with_suffix(f".{os.getpid()}.part")
+        written.write_bytes(profile_json(hardware))
+        written.replace(path)
+    except OSError as error:
+        raise InputError(f"profile {str(path)!r} cannot be written: {error.strerror}") from error
+    return path
+
+
+def stored_profile(device: torch.device, ranks: int) -> Hardware | None:
+    """The profile of this machine for `ranks` processes that compute on devices like `device`; None where none is.
+
+    Ranks on a CPU share its cores, so that only a profile for as many ranks and threads will do. GPUs have their own:
+    any number of ranks will, the same one first. Raises InputError where a stored file is damaged.
+    """
+    if device.type not in ("cpu", "cuda"):
+        return None
+    name = device_name(device)
+    if device.type == "cpu":
+        wanted = [_stem(name, ranks, torch.get_num_threads())]
+    else:
+        found = sorted(path.stem for path in profiles_folder().glob(f"{_slug(name)}-*-ranks-*-threads.json"))
+        wanted = sorted(found, key=lambda stem: f"-{ranks}-ranks-" not in stem)
+    for stem in wanted:
+        path = profiles_folder() / f"{stem}.json"
+        if path.is_file():
+            return read_profile(path)
+    return None
+
+
+def calibrate_command(device: torch.device, ranks: int) -> str:
+    """The command that stores the profile that `stored_profile` looks for."""
+    threads = f" --threads {torch.get_num_threads()}" if device.type == "cpu" else ""
+    return f"moepass calibrate --device {device.type} --ranks {ranks}{threads}"
+
+
+def _file_name(conditions: Conditions) -> str:
+    return f"{_stem(conditions.device, conditions.ranks, conditions.threads_per_rank)}.json"
+
+
+def _stem(device: str, ranks: int, threads: int) -> str:
+    return f"{_slug(device)}-{ranks}-ranks-{threads}-threads"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

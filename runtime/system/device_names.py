@@ -1,0 +1,21 @@
+"""What the processors of this machine are called."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+def cpu_info(field: str) -> str | None:
+    """What the kernel says of this machine's first CPU, "model name" for example; None where it says nothing."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), None)
+    return None
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a CUDA device as its driver has it, or of this machine's CPU."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).name)
+    return cpu_info("model name") or "CPU"

@@ -1,0 +1,147 @@
+"""One plan: `explain` prints, placement follows and the compiled graph carries the same decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import moepass
+from moepass.backend import Compilation
+from moepass.models.formulas.memory import bank_bytes
+from moepass.models.sizes.architecture import from_config
+from moepass.passes.ir.decisions import STRUCTURAL, Decisions
+from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
+from moepass.passes.machine.layer_times import Texts
+from moepass.passes.planner.model_problem import least_memory_bytes
+from moepass.passes.planner.strategies import Setting
+from moepass.runtime.profiles.hardware_profiles import load_hardware
+
+BATCH, SEQUENCE = 2, 32
+CONFIG = Qwen3MoeConfig(
+    hidden_size=64,
+    moe_intermediate_size=32,
+    intermediate_size=64,
+    num_experts=8,
+    num_experts_per_tok=2,
+    num_hidden_layers=6,
+    mlp_only_layers=[1],
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=64,
+    use_cache=False,
+)
+
+
+def made_up_machine(host_bytes_per_s: float = 2e7) -> Hardware:
+    """Slow enough that a tiny model waits for its experts."""
+    h100 = load_hardware("h100-80g")
+    link = TransferLink(Figure(host_bytes_per_s, "user"), Figure(1e-6, "user"))
+    return dataclasses.replace(
+        h100, name="made up", flops={"fp32": Figure(1e10, "user")}, processors=None, host=link, ranks=1
+    )
+
+
+def tiny_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM._from_config(CONFIG, dtype=torch.float32).eval()
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def budget(banks: float, hardware: Hardware) -> int:
+    """Room for so many banks beside what is on the device in any case."""
+    architecture = from_config(CONFIG, dtype="fp32")
+    setting = Setting(architecture, hardware, Texts(BATCH, SEQUENCE), "fp32", float("inf"))
+    bank = bank_bytes(architecture.typical_moe_layer.experts, CONFIG.hidden_size, "fp32")  # type: ignore[arg-type]
+    return round(least_memory_bytes(setting, "host") + (banks - 1) * bank)
+
+
+def compiled(model: PreTrainedModel, batch: int = BATCH, sequence: int = SEQUENCE) -> Compilation:
+    torch._dynamo.reset()  # models of one class share their code, and the next one has another plan
+    ids = torch.zeros((batch, sequence), dtype=torch.int64)
+    with moepass.record_compilations() as compilations, torch.no_grad():
+        torch.compile(model, backend="asyncep", options={"lower": "eager"})(ids, logits_to_keep=1)
+    (compilation,) = compilations
+    return compilation
+
+
+@pytest.mark.parametrize("banks", [3.5, 4.5])
+def test_the_report_and_the_compiled_plan_agree(banks: float) -> None:
+    machine = made_up_machine()
+    memory = budget(banks, machine)
+    report = moepass.explain(
+        CONFIG, hardware=machine, home="host", dtype="fp32", batch=BATCH, seq=SEQUENCE, memory_budget_bytes=memory
+    )
+    printed = msgspec.json.decode(report.to_json())
+    model = tiny_model()
+    moepass.offload_experts(model, memory_budget=memory, hardware=machine, tokens=(BATCH, SEQUENCE))
+    plan = compiled(model).plan
+    ran = plan.decisions
+    assert ran is not None
+    assert list(ran.resident_layers) == printed["schedule"]["resident_layers"] == printed["plan"]["resident_layers"]
+    assert len(ran.resident_layers) == int(banks) - ran.slots
+    assert ran.slots == plan.slots == printed["schedule"]["slots"]
+    assert ran.threshold_tokens == printed["saturation"]["tokens_per_rank"]
+    # Exact: both are one function of the same sizes. Only the memory differs, by buffers that no formula counts.
+    assert ran.step_seconds == printed["schedule"]["step_seconds"]
+    assert ran.exposed_seconds == printed["schedule"]["exposed_seconds"]
+    assert ran.memory is not None
+    assert ran.memory.peak_bytes == pytest.approx(printed["memory"]["peak_bytes"], rel=0.01)
+    same = ("home", "profile", "batch", "sequence", "forms", "streamed_layers", "slot_bytes", "compute_seconds")
+    stated = msgspec.json.decode(msgspec.json.encode(ran))
+    assert {name: stated[name] for name in same} == {name: printed["plan"][name] for name in same}
+    assert ran.exposed_seconds > 0, "a machine on which nothing waits would tell nothing"
+
+
+def test_a_plan_with_decisions_is_read_back_as_it_was_written() -> None:
+    model = tiny_model()
+    machine = made_up_machine()
+    moepass.offload_experts(model, memory_budget=budget(3.5, machine), hardware=machine, tokens=(BATCH, SEQUENCE))
+    plan = compiled(model).plan
+    assert moepass.Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_is_predicted_follows_the_size_of_the_graph() -> None:
+    machine = made_up_machine()
+    model = tiny_model()
+    moepass.offload_experts(model, memory_budget=budget(3.5, machine), hardware=machine, tokens=(BATCH, SEQUENCE))
+    more = compiled(model, batch=16).plan.decisions
+    assert more is not None
+    assert (more.batch, more.sequence) == (16, SEQUENCE)
+    report = moepass.explain(CONFIG, hardware=machine, home="host", dtype="fp32", batch=16, seq=SEQUENCE)
+    assert report.schedule is not None
+    assert more.compute_seconds == report.schedule.compute_seconds
+
+
+def test_without_a_profile_the_plan_says_so() -> None:
+    model = tiny_model()
+    moepass.offload_experts(model)
+    decisions = compiled(model).plan.decisions
+    assert decisions is not None
+    assert (decisions.resident_layers, decisions.slots, decisions.profile) == ((), 2, "")
+    assert decisions.streamed_layers == (0, 2, 3, 4, 5)
+    assert (decisions.step_seconds, decisions.threshold_tokens) == (None, None)
+    assert decisions.source("step_seconds").startswith(f"{STRUCTURAL}: no hardware profile; moepass calibrate")
+    assert decisions.source("resident_layers") == f"{STRUCTURAL}: no memory budget"
+
+
+def test_a_graph_of_unknown_sizes_is_predicted_from_its_costs() -> None:
+    """The family is not known by a formula, so that the segments' FLOPs and bytes have to do."""
+    machine = made_up_machine()
+    known, unknown = tiny_model(), tiny_model()
+    moepass.offload_experts(known, hardware=machine)
+    unknown.config.model_type = "nobody_knows"
+    moepass.offload_experts(unknown, hardware=machine)
+    by_sizes, by_costs = (compiled(model).plan.decisions for model in (known, unknown))
+    assert isinstance(by_sizes, Decisions)
+    assert isinstance(by_costs, Decisions)
+    assert by_costs.step_seconds is not None
+    assert by_sizes.step_seconds is not None
+    # Transfers take most of this step, and these are the same.
+    assert by_costs.step_seconds == pytest.approx(by_sizes.step_seconds, rel=0.05)
+    assert by_costs.threshold_tokens is None

@@ -1,0 +1,225 @@
+"""Layers are placed by the planner: the fastest that fits the budget, or an even spread where nobody knows."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+import moepass
+from moepass.models.errors import InputError, OptionError
+from moepass.passes.ir.decisions import STRUCTURAL
+from moepass.passes.machine.hardware import Conditions, Figure, Hardware, TransferLink
+from moepass.passes.planner.phases import LayerPhase
+from moepass.passes.planner.schedule_search import spread_evenly
+from moepass.passes.planner.simulate import simulate_stages
+from moepass.runtime.offload.offload import OffloadReport
+from moepass.runtime.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.stored_profiles import store_profile
+from moepass.runtime.system.device_names import device_name
+
+TOKENS = (2, 32)
+
+
+def tiny(experts: tuple[int, ...] = (8, 8, 8, 8)) -> PreTrainedModel:
+    """A model whose layers have so many experts; the config says 8 of each."""
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=len(experts),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=64,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
+    for layer, count in zip(model.model.layers, experts, strict=True):
+        if count != config.num_experts:
+            changed = copy.deepcopy(config)
+            changed.num_experts = count
+            changed._experts_implementation = "grouped_mm"
+            layer.mlp = Qwen3MoeSparseMoeBlock(changed).eval()
+    return model
+
+
+def machine(host_bytes_per_s: float = 2e7) -> Hardware:
+    link = TransferLink(Figure(host_bytes_per_s, "user"), Figure(1e-6, "user"))
+    flops = {"fp32": Figure(1e10, "user")}
+    return dataclasses.replace(load_hardware("h100-80g"), name="made up", flops=flops, processors=None, host=link)
+
+
+def placed(model: nn.Module, **wishes: object) -> OffloadReport:
+    return moepass.offload_experts(model, tokens=TOKENS, **wishes)  # type: ignore[arg-type]
+
+
+def device_bytes(model: nn.Module, report: OffloadReport) -> float:
+    """What rests on the device and what the ring takes, counted from the tensors."""
+    held = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
+    assert report.store.placed is not None
+    memory = report.store.placed.decisions.memory
+    assert memory is not None
+    # Banks at rest are parameters too, and do not count.
+    return sum(held.values()) - report.home_bytes + report.ring_bytes + memory.activation_bytes
+
+
+def least_bytes(model: nn.Module, **wishes: object) -> int:
+    """The number that the error names."""
+    with pytest.raises(InputError, match="which is too small") as caught:
+        placed(model, memory_budget=1000, **wishes)
+    found = re.search(r"; (\d+) bytes would do", str(caught.value))
+    assert found
+    return int(found[1])
+
+
+@pytest.mark.parametrize("hardware", [None, machine()])
+def test_the_least_budget_is_named_and_does(hardware: Hardware | None) -> None:
+    model = tiny()
+    least = least_bytes(model, hardware=hardware)
+    with pytest.raises(InputError, match="too small"):
+        placed(model, memory_budget=least - 1, hardware=hardware)
+    report = placed(model, memory_budget=least, hardware=hardware)
+    assert (len(report.layers), report.store.slots) == (4, 1)
+
+
+@pytest.mark.parametrize("hardware", [None, machine()])
+@pytest.mark.parametrize("banks", [2, 3, 4.5])
+def test_what_is_placed_keeps_to_the_budget(banks: float, hardware: Hardware | None) -> None:
+    model = tiny((8, 4, 8, 16))
+    largest = 16 * 3 * 64 * 32 * 4
+    budget = least_bytes(model, hardware=hardware) + int((banks - 1) * largest / 2)
+    report = placed(model, memory_budget=budget, hardware=hardware)
+    assert device_bytes(model, report) <= budget
+    assert report.resident_layers
+
+
+def test_layers_are_read_as_they_are_and_not_as_the_config_says() -> None:
+    report = placed(tiny((8, 4, 8, 16)), hardware=machine(), memory_budget=least_bytes(tiny((8, 4, 8, 16))) + 400_000)
+    known = report.store.placed
+    assert known is not None
+    assert known.architecture is not None
+    counts = [layer.experts.count for layer in known.architecture.layers if layer.experts]
+    assert counts == [8, 4, 8, 16]
+    assert known.decisions.step_seconds is not None
+
+
+def test_of_unequal_layers_that_stays_whose_copy_hurts_most() -> None:
+    """Room for the largest bank to stay beside a slot for the others, or for small ones beside a large slot."""
+    model = tiny((8, 8, 32, 8))
+    report = placed(model, hardware=machine(), memory_budget=least_bytes(model) + 8 * 3 * 64 * 32 * 4)
+    assert report.resident_layers == ("model.layers.2.mlp.experts",)
+
+
+def test_without_a_profile_layers_that_stay_are_spread_evenly() -> None:
+    model = tiny((8,) * 6)
+    bank = 8 * 3 * 64 * 32 * 4
+    report = placed(model, memory_budget=least_bytes(model) + 3 * bank)
+    assert report.resident_layers == ("model.layers.1.mlp.experts", "model.layers.4.mlp.experts")
+    assert report.store.slots == 2
+    assert report.store.placed is not None
+    decisions = report.store.placed.decisions
+    assert decisions.source("resident_layers").startswith(f"{STRUCTURAL}: no hardware profile; moepass calibrate --dev")
+    assert decisions.step_seconds is None
+
+
+@given(st.integers(2, 9), st.integers(1, 8), st.integers(1, 3), st.integers(1, 8), st.integers(1, 8), st.integers(0, 8))
+def test_an_even_spread_is_never_slower_than_the_first_layers(
+    layers: int, staying: int, slots: int, transfer: int, experts: int, attention: int
+) -> None:
+    """Why the default is an even spread: in the steady state of equal layers it is as good or better."""
+    phases = [
+        LayerPhase(*[f"{number}"] * 2, seconds, *bank)
+        for number in range(layers)
+        for seconds, bank in ((float(attention), ()), (float(experts), (1, float(transfer))))
+    ]
+    banks = list(range(1, 2 * layers, 2))
+    staying = min(staying, layers - 1)
+    even, first = (
+        simulate_stages(phases, min(slots, layers - staying), chosen).step_seconds
+        for chosen in (spread_evenly(banks, staying), banks[:staying])
+    )
+    assert even <= first * (1 + 1e-9)
+
+
+def test_a_stored_profile_is_used_where_none_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    cpu = torch.device("cpu")
+    conditions = Conditions("2026-01-01", device_name(cpu), 1, torch.get_num_threads(), {}, computes_on_host=True)
+    store_profile(dataclasses.replace(machine(), name="this machine", ranks=1, conditions=conditions))
+    report = placed(tiny())
+    assert report.store.placed is not None
+    assert report.store.placed.decisions.profile == "this machine"
+    # One that does not do is no reason to refuse a model that needs none.
+    flops = {"bf16": Figure(1e10, "user")}
+    store_profile(dataclasses.replace(machine(), ranks=1, conditions=conditions, flops=flops))
+    report = placed(tiny())
+    assert report.store.placed is not None
+    assert report.store.placed.decisions.profile == ""
+    assert "has no fp32 rate" in report.store.placed.decisions.source("step_seconds")
+
+
+def test_a_profile_that_was_given_has_to_do() -> None:
+    with pytest.raises(InputError, match="profile 'made up' has no disk link"):
+        moepass.offload_experts(tiny(), home=moepass.Disk(folder="nowhere"), hardware=machine())
+    with pytest.raises(OptionError, match=r"hardware is 8; it must be a preset such as 8xh100-80g"):
+        placed(tiny(), hardware=8)
+
+
+def test_slots_that_are_given_are_kept() -> None:
+    model = tiny()
+    budget = least_bytes(model, slots=3)
+    report = placed(model, memory_budget=budget, slots=3, hardware=machine())
+    assert (report.store.slots, report.resident_layers) == (3, ())
+
+
+def test_a_budget_for_everything_leaves_the_model_as_it_is() -> None:
+    model = tiny()
+    before = sum(value.nbytes for value in model.parameters())
+    report = placed(model, memory_budget="1GB")
+    assert (report.layers, report.ring_bytes, report.home_bytes) == ((), 0, 0)
+    assert len(report.resident_layers) == 4
+    assert sum(value.nbytes for value in model.parameters()) == before
+
+
+@pytest.mark.parametrize("residents", [{"resident_layers": [1]}, {"resident_bytes": 10}])
+def test_a_budget_and_residents_together_are_refused(residents: dict[str, object]) -> None:
+    name = next(iter(residents))
+    with pytest.raises(OptionError, match=f"memory_budget is '6GB', and {name} is .*: the plan decides which layers"):
+        placed(tiny(), memory_budget="6GB", **residents)
+
+
+@pytest.mark.parametrize("budget", ["6 apples", "", "-1GB", 0, -5, float("nan"), float("inf"), True, [1]])
+def test_what_is_no_budget_is_refused(budget: object) -> None:
+    with pytest.raises(OptionError, match=r"memory.budget"):
+        placed(tiny(), memory_budget=budget)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, True, (0, 5), (1, 2, 3), "many", (1, 2.5)])
+def test_what_is_no_number_of_tokens_is_refused(tokens: object) -> None:
+    with pytest.raises((OptionError, InputError), match="tokens is"):
+        moepass.offload_experts(tiny(), tokens=tokens)  # type: ignore[arg-type]
+
+
+def test_more_tokens_leave_less_room() -> None:
+    few, many = (
+        least_bytes(tiny()),
+        int(re.findall(r"(\d+) bytes would do", _refusal(tokens=4096))[0]),
+    )
+    assert many > few
+
+
+def _refusal(tokens: int) -> str:
+    with pytest.raises(InputError) as caught:
+        moepass.offload_experts(tiny(), memory_budget=1000, tokens=tokens)
+    return str(caught.value)
