@@ -130,9 +130,9 @@ def _measure(
     expected = resident(hidden)
     models = {name: build_stack(config) for name in ("peer", "host", "hybrid")}
     peer, host = (f"emulate:{rate}" for rate in links)
-    moepass.offload_experts(models["peer"], home="peer", link=peer)
-    moepass.offload_experts(models["host"], home="host", link=host)
-    report = moepass.offload_experts(models["hybrid"], home="hybrid", link=peer, host_link=host, stages=stages)
+    moepass.offload_experts(models["peer"], moepass.Peer(link=peer))
+    moepass.offload_experts(models["host"], moepass.Host(link=host))
+    report = moepass.offload_experts(models["hybrid"], moepass.Hybrid(link=peer, host_link=host, stages=stages))
     compiled = {
         name: torch.compile(model, backend="asyncep", options={"lower": "eager"})
         for name, model in {"resident": resident, **models}.items()

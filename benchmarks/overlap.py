@@ -54,7 +54,7 @@ def _compare(
     model = reference_model(layers)
     bank_bytes = sum(value.numel() * 4 for value in model.model.layers[0].mlp.experts.parameters())
     transfer_seconds = ratio * layer_seconds
-    moepass.offload_experts(model, slots=2, link=f"emulate:{bank_bytes / transfer_seconds}")
+    moepass.offload_experts(model, slots=2, home=moepass.Host(link=f"emulate:{bank_bytes / transfer_seconds}"))
     torch._dynamo.reset()
     streaming = torch.compile(model, backend="asyncep", options={"lower": lower})
     equal = torch.equal(streaming(ids).logits, expected)

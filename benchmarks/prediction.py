@@ -36,6 +36,7 @@ from prediction_runs import (
 )
 
 from moepass.models.formulas.memory import bank_bytes
+from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import from_config
 from moepass.passes.machine.hardware import Collectives, Hardware, with_collectives, with_emulated_link
@@ -187,7 +188,7 @@ def _middles(trials: Sequence[_Trial]) -> list[str]:
 
 
 def _predicted(hardware: Hardware, case: Case) -> float:
-    links = {"host": ("host",), "peer": ("peer",), "hybrid": ("peer", "host")}[case.home]
+    links = [use.link for use in HOMES[case.home].travel]
     setting = _setting(with_emulated_link(hardware, case.link_bytes_per_s, links), case.layers, case.tokens)
     stages = model_stages(setting, case.home)
     return simulate_stages(stages, case.slots, machine=streaming_machine(setting, case.home)).step_seconds

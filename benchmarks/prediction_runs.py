@@ -113,8 +113,12 @@ class StreamedModels:
         inputs = [_inputs(one.tokens, sequence) for one in cases]
         wanted = [model(**given).logits for given in inputs]
         link = f"emulate:{case.link_bytes_per_s}"
-        more = {"host_link": link} if case.home == "hybrid" else {}
-        moepass.offload_experts(model, home=case.home, slots=case.slots, link=link, **more)
+        homes = {
+            "host": moepass.Host(link=link),
+            "peer": moepass.Peer(link=link),
+            "hybrid": moepass.Hybrid(link=link, host_link=link),
+        }
+        moepass.offload_experts(model, homes[case.home], slots=case.slots)
         compiled = torch.compile(model, backend="asyncep", dynamic=True)
         for given, expected in zip(inputs, wanted, strict=True):
             self._are_equal.append(torch.allclose(compiled(**given).logits, expected, rtol=1e-4, atol=1e-4))

@@ -3,6 +3,7 @@
 torch.compile(model, backend="asyncep")        the backend
 moepass.offload_experts(model)                 experts rest in host memory and stream while layers compute
 moepass.load_pretrained(path)                  the same from a checkpoint, each rank reading its own experts alone
+moepass.Host, Peer, Hybrid, Disk               where experts rest, with options: offload_experts(model, home=Peer(...))
 moepass.gather_only_step(model)                transport "collective": a rank without work for a step
 moepass.explain(model)                         what moepass would do with it on a machine, and why, without that machine
 moepass.record_compilations()                  the plans behind a compiled model
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from moepass.options import Options
     from moepass.passes.ir.plan import Plan
     from moepass.runtime.execute.gather_only import gather_only_step
+    from moepass.runtime.homes.registry.home_options import Disk, Host, Hybrid, Peer
     from moepass.runtime.integrations.transformers_ep import register_transformers
     from moepass.runtime.offload.loading import load_pretrained, offload_report
     from moepass.runtime.offload.offload import OffloadReport, offload_experts
@@ -34,11 +36,15 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Compilation",
+    "Disk",
+    "Host",
+    "Hybrid",
     "InputError",
     "MoepassError",
     "OffloadReport",
     "OptionError",
     "Options",
+    "Peer",
     "Plan",
     "Report",
     "explain",
@@ -55,11 +61,15 @@ __all__ = [
 _HOME_OF = {
     "CheckpointError": "moepass.models.errors",
     "Compilation": "moepass.backend",
+    "Disk": "moepass.runtime.homes.registry.home_options",
+    "Host": "moepass.runtime.homes.registry.home_options",
+    "Hybrid": "moepass.runtime.homes.registry.home_options",
     "InputError": "moepass.models.errors",
     "MoepassError": "moepass.models.errors",
     "OffloadReport": "moepass.runtime.offload.offload",
     "OptionError": "moepass.models.errors",
     "Options": "moepass.options",
+    "Peer": "moepass.runtime.homes.registry.home_options",
     "Plan": "moepass.passes.ir.plan",
     "Report": "moepass.explaining.report",
     "explain": "moepass.explaining.explain_model",

@@ -22,7 +22,7 @@ MOST_FILES = 15
 _BANKS = ("transfer", "kernels", "system")
 _HOMES = ("banks", "ranks", *_BANKS)
 _EVERY_HOME = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
-_OFFLOAD = ("profiles", *_EVERY_HOME)
+_OFFLOAD = ("profiles", "homes/registry", *_EVERY_HOME)
 _EXECUTE = ("lowering", *_EVERY_HOME)
 _GRAPH = ("graph", "ir")
 ROOMS = {
@@ -62,6 +62,7 @@ ROOMS = {
         "homes": _HOMES,
         "homes/hybrid": ("homes", *_HOMES),
         "homes/disk": ("homes", *_HOMES),
+        "homes/registry": _EVERY_HOME,
         "offload": _OFFLOAD,
         "kernels": ("system",),
         "lowering": ("kernels", "system"),
@@ -77,9 +78,10 @@ ROOMS = {
         "": ("explaining",),
     },
 }
-# The version, errors, limits and the private parts of torch.
+# The version, errors, homes, limits and the private parts of torch.
 EVERYWHERE = {
-    *("moepass.__version__", "moepass.models.errors", "moepass.models.limits", "moepass.runtime.torch_private"),
+    *("moepass.__version__", "moepass.models.errors", "moepass.models.homes", "moepass.models.limits"),
+    "moepass.runtime.torch_private",
 }
 
 # What touches processes, files, memory or the clock is no business of code that maps graphs to graphs.

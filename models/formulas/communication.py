@@ -9,6 +9,7 @@ from __future__ import annotations
 from moepass.models.errors import InputError, one_of
 from moepass.models.formulas.memory import element_bytes
 from moepass.models.formulas.sizes import Size, divided
+from moepass.models.homes import BankPart, home_named
 from moepass.models.sizes.architecture import Layer
 
 STRATEGIES = ("dp_ep", "dp_tp", "tp_ep", "tp_tp", "pp_pp", "sp_tp", "sp_ep", "asyncep")
@@ -60,14 +61,20 @@ def staged_bytes(bank_bytes: Size, ranks: Size) -> Size:
     return divided(bank_bytes, ranks)
 
 
+def part_bytes(part: BankPart, bank_bytes: Size, ranks: Size) -> Size:
+    """Bytes of a part of a bank."""
+    if part == "all":
+        return bank_bytes
+    return gathered_bytes(bank_bytes, ranks) if part == "others" else staged_bytes(bank_bytes, ranks)
+
+
 def background_bytes(home: str, bank_bytes: Size, ranks: Size) -> Size:
     """Bytes that come to one rank per layer with streamed experts, over whatever links, beside the computation.
 
-    `home` is where experts rest: `peer` (the rank has 1/N itself), `hybrid`, `host` or `disk`; none come with `device`.
+    Raises InputError for an unknown home.
     """
-    if home == "device":
-        return 0 * bank_bytes
-    return gathered_bytes(bank_bytes, ranks) if home == "peer" else bank_bytes
+    parts = [part_bytes(use.part, bank_bytes, ranks) for use in home_named(home).travel]
+    return sum(parts, 0 * bank_bytes)
 
 
 def all_gather_bytes(complete_bytes: Size, ranks: Size | None) -> Size:

@@ -28,6 +28,7 @@ from moepass.cli.streams import (
 )
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, MoepassError, OptionError
+from moepass.models.homes import HOMES
 from moepass.models.limits import (
     MOST_THREADS,
     check_limit,
@@ -54,14 +55,6 @@ class _Format(str, enum.Enum):
     json = "json"
     html = "html"
     trace = "trace"
-
-
-class _Home(str, enum.Enum):
-    device = "device"
-    peer = "peer"
-    host = "host"
-    hybrid = "hybrid"
-    disk = "disk"
 
 
 class _Dtype(str, enum.Enum):
@@ -232,8 +225,12 @@ def explain(
         typer.Option(min=1, metavar="N", help="Devices, in place of the number in --hardware.", show_default=False),
     ] = None,
     home: Annotated[
-        _Home | None,
-        typer.Option(help="Where the experts rest.", show_default="the fastest of peer, hybrid and host that fits"),
+        str | None,
+        typer.Option(
+            metavar=f"[{'|'.join(HOMES)}]",
+            help="Where the experts rest.",
+            show_default=f"the fastest of {', '.join(home.name for home in HOMES.values() if home.is_candidate)}",
+        ),
     ] = None,
     dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights.", show_default="that of the config")] = None,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts of one rank and step.")] = 16,
@@ -284,7 +281,7 @@ def explain(
             model,
             hardware=hardware,
             ranks=ranks,
-            home=home.value if home else None,
+            home=home,
             dtype=dtype.value if dtype else None,
             batch=batch,
             seq=seq,

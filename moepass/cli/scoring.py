@@ -29,6 +29,7 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
         load_tokenizer,
         resolve_model,
     )
+    from moepass.runtime.homes.registry.home_options import Host
     from moepass.runtime.offload.offload import check_device, find_expert_modules, offload_experts
     from moepass.runtime.serving.scoring import Forward, Scorer
     from moepass.runtime.transfer.link import parse_link
@@ -48,7 +49,7 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
     if stream:
         if not find_expert_modules(loaded):
             raise InputError(f"{model} has no experts to stream: {type(loaded).__name__} is dense; use --no-stream")
-        offload_experts(loaded, device=compute_device, slots=slots, link=link)
+        offload_experts(loaded, Host(link=link), compute_device, slots)
     loaded.to(compute_device)
 
     def compile_module(module: torch.nn.Module) -> Forward:

@@ -33,8 +33,8 @@ from moepass.explaining.report import (
     StrategyPart,
     WorkloadPart,
 )
-from moepass.models.errors import InputError
 from moepass.models.formulas.layers import flops_per_token, model_parameters
+from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, Decisions
 from moepass.passes.machine.hardware import Hardware
@@ -47,7 +47,6 @@ from moepass.passes.planner.threshold_curve import threshold_curve
 
 DEFAULT_HARDWARE = "8xh100-80g"
 DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096
-HOMES = ("device", "peer", "host", "hybrid", "disk")
 # The curve's points: this many to a doubling of the tokens.
 _POINTS_PER_OCTAVE = 2
 
@@ -88,10 +87,8 @@ def explain(
     """
     check_numbers(batch, seq, tokens, slots, ranks)
     batch, seq = (1, tokens) if tokens is not None else (batch, seq)
-    if home is not None and home not in HOMES:
-        raise InputError(
-            f"home is {home!r}; it must be one of {', '.join(HOMES)}", name="home", value=home, expected=tuple(HOMES)
-        )
+    if home is not None:
+        home_named(home)
     if dtype is not None:
         dtype = short_dtype(dtype)
     found = explained_model(model, dtype)
@@ -172,7 +169,13 @@ def explain(
         compiler=compiler,
         plan=_plan(shown, crossover),
         how_to_run=how_to_run(
-            strategy, schedule, _checkpoint(model), best.cost(best.chosen).fits, setting.dtype, architecture.stored
+            strategy,
+            schedule,
+            _checkpoint(model),
+            best.cost(best.chosen).fits,
+            setting.dtype,
+            machine.device_kind,
+            architecture.stored,
         ),
         stored=stored,
     )

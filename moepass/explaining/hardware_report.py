@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moepass.models.homes import LINKS
 from moepass.passes.machine.hardware import Figure, Hardware
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _rows(hardware: Hardware) -> list[tuple[str, str, Figure]]:
         ("memory", _si(hardware.memory_bytes.value, "B"), hardware.memory_bytes),
         ("memory rate", _si(hardware.memory_bytes_per_s.value, "B/s"), hardware.memory_bytes_per_s),
     ]
-    for name in ("peer", "host", "disk"):
+    for name in LINKS:
         link = getattr(hardware, name)
         if link is not None:
             rows.append((f"{name} to slot", _si(link.bytes_per_s.value, "B/s"), link.bytes_per_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from moepass.explaining.report import SchedulePart, StrategyPart
+from moepass.models.homes import HOMES, home_named
 from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 
@@ -20,12 +21,13 @@ def how_to_run(
     checkpoint: str | None,
     fits: bool,
     dtype: str,
+    device: str,
     stored: WeightFormat | None = None,
 ) -> str:
     """Python to run, or in words why there is none. `checkpoint` is the folder of a checkpoint, None for anything else.
 
-    `fits` says whether the chosen strategy keeps to the memory budget. `dtype` is that of the experts, `stored` the
-    format of a quantised checkpoint.
+    `fits` says whether the chosen strategy keeps to the memory budget. `dtype` is that of the experts, `device` the
+    kind that computes, `stored` the format of a quantised checkpoint.
     """
     if dtype == "fp8":
         return "moepass runs no fp8 experts yet: --dtype bf16 says what it does with this model today"
@@ -41,14 +43,14 @@ def how_to_run(
         are_few = len(schedule.resident_layers) <= _MOST_LAYERS_SHOWN
         layers = list(schedule.resident_layers) if are_few else "report.schedule.resident_layers"
         words.append(f"resident_layers={layers}")
-    options = ", ".join(words)
+    options, remark = ", ".join(words), _remark(strategy.home, device)
     if checkpoint is not None and stored is not None:
         # load_pretrained reads no quantised weights.
         loading = _load_dequantised(stored, json.dumps(checkpoint))
-        return f"{loading}; moepass.offload_experts(model, {options}); {compiled}"
+        return f"{loading}; moepass.offload_experts(model, {options}); {compiled}{remark}"
     if checkpoint is not None:
-        return f"model = moepass.load_pretrained({json.dumps(checkpoint)}, {options}); {compiled}"
-    return f"moepass.offload_experts(model, {options}); {compiled}"
+        return f"model = moepass.load_pretrained({json.dumps(checkpoint)}, {options}); {compiled}{remark}"
+    return f"moepass.offload_experts(model, {options}); {compiled}{remark}"
 
 
 def _load_dequantised(stored: WeightFormat, checkpoint: str) -> str:
@@ -56,4 +58,17 @@ def _load_dequantised(stored: WeightFormat, checkpoint: str) -> str:
     return (
         f"model = transformers.AutoModelForCausalLM.from_pretrained({checkpoint}, "
         f"quantization_config=transformers.{_LOADERS[stored.name]}(dequantize=True))"
+    )
+
+
+def _remark(home: str, device: str) -> str:
+    """A Python comment where `device` cannot compute from `home` yet."""
+    devices = home_named(home).devices
+    if device in devices:
+        return ""
+    others = " or ".join(
+        f"--home {name}" for name, one in sorted(HOMES.items()) if device in one.devices and one.travel
+    )
+    return (
+        f"  # home {home} works on {' and '.join(devices)} only so far, not on {device}: {others} plans what runs there"
     )

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.models.homes import home_named
 from moepass.passes.blocks.expert_gemms import ExpertGemm, expert_gemms, gather_of, refused, top_k
 from moepass.passes.graph.nodes import fake_value, graphs_within, is_call, module_path, positions
 from moepass.passes.graph.source_lines import place_of
@@ -235,9 +236,9 @@ def _inner_reads(module: GraphModule) -> list[Refusal]:
     refusals = []
     for _, node in sorted(reads.items()):
         read = bank_arguments(node)
-        if len(read.expert_bounds) > 2 or read.home == "disk" or read.decoder:
-            ranks = len(read.expert_bounds) - 1
-            place = "rests in files" if read.home == "disk" else f"lies in shards on {ranks} ranks"
+        is_in_files = home_named(read.home).is_in_files
+        if len(read.expert_bounds) > 2 or is_in_files or read.decoder:
+            place = "rests in files" if is_in_files else f"lies in shards on {len(read.expert_bounds) - 1} ranks"
             place = f"rests encoded for decoder {read.decoder!r}" if read.decoder else place
             raise PlanError(
                 f"bank {read.bank_name} {place} and is read inside a "

@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from moepass.models.errors import MoepassError
+from moepass.models.homes import home_named
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
 from moepass.passes.ir.decisions import Decisions
@@ -58,7 +59,7 @@ def _read_bank_tensor(
     format_bytes: Sequence[int] = (),
     decoder: str = "",
 ) -> torch.Tensor:
-    if home == "disk":
+    if home_named(home).is_in_files:
         raise MoepassError(
             f"bank {bank_name} rests in files, which this graph cannot read: compile with backend='asyncep', or call "
             "the model uncompiled",

@@ -13,6 +13,7 @@ from typing import Any
 
 from moepass.models.errors import InputError, one_of
 from moepass.models.formulas.memory import ELEMENT_BYTES
+from moepass.models.homes import LINKS
 from moepass.models.limits import LEAST_RATE, MOST_RANKS, MOST_RATE, MOST_SECONDS, MOST_SLOWDOWN, check_limit
 from moepass.passes.machine.seconds_table import SecondsTable, Source
 
@@ -195,6 +196,11 @@ class Hardware:
     conditions: Conditions | None = None
     schema: str = HARDWARE_SCHEMA
 
+    @property
+    def device_kind(self) -> str:
+        """What computes, as torch calls it: `cpu` or `cuda`. A profile that was not measured is one of GPUs."""
+        return "cpu" if self.conditions is not None and self.conditions.computes_on_host else "cuda"
+
     def __post_init__(self) -> None:
         if self.schema != HARDWARE_SCHEMA:
             raise InputError(
@@ -234,7 +240,7 @@ class Hardware:
             stated: Figure | None = getattr(self, name)
             if stated is not None:
                 named[name] = stated
-        for name in ("peer", "host", "disk", "local"):
+        for name in (*LINKS, "local"):
             link: TransferLink | None = getattr(self, name)
             if link is not None:
                 named[f"{name}.bytes_per_s"] = link.bytes_per_s
@@ -302,9 +308,7 @@ def with_ranks(hardware: Hardware, ranks: int) -> Hardware:
     return dataclasses.replace(hardware, ranks=ranks)
 
 
-def with_emulated_link(
-    hardware: Hardware, bytes_per_s: float, links: Collection[str] = ("peer", "host", "disk")
-) -> Hardware:
+def with_emulated_link(hardware: Hardware, bytes_per_s: float, links: Collection[str] = LINKS) -> Hardware:
     """The machine with transfers over `links` slowed to `bytes_per_s`, as `link="emulate:BYTES_PER_S"` does it.
 
     The true copies still take their time, and the computation beside them its slowdown. Collectives stay as they are.
@@ -330,7 +334,7 @@ def without_emulation(hardware: Hardware) -> Hardware:
     def true(link: TransferLink | None) -> TransferLink | None:
         return None if link is None else dataclasses.replace(link, emulated_bytes_per_s=None)
 
-    return _with_links(hardware, {name: true(getattr(hardware, name)) for name in ("peer", "host", "disk")})
+    return _with_links(hardware, {name: true(getattr(hardware, name)) for name in LINKS})
 
 
 def _with_links(hardware: Hardware, links: Mapping[str, TransferLink | None]) -> Hardware:

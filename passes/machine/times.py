@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from moepass.models.errors import InputError, one_of
+from moepass.models.formulas.communication import part_bytes
 from moepass.models.formulas.gemms import gemm_bytes, gemm_flops
 from moepass.models.formulas.memory import element_bytes
+from moepass.models.homes import COLLECTIVE, LINKS, PULL, LinkName, LinkUse, home_named
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.machine.hardware import COLLECTIVES, Figure, Hardware, TransferLink
 
@@ -60,7 +62,7 @@ def pull_seconds(hardware: Hardware, bank_bytes: float, *, copies_own_shard: boo
     """
     ranks = hardware.ranks
     if copies_own_shard is None:
-        copies_own_shard = hardware.conditions is None or not hardware.conditions.computes_on_host
+        copies_own_shard = hardware.device_kind != "cpu"
     own = bank_bytes / ranks
     local = _local_copy_seconds(hardware, own) if copies_own_shard else 0.0
     if ranks == 1:
@@ -74,47 +76,37 @@ def pull_seconds(hardware: Hardware, bank_bytes: float, *, copies_own_shard: boo
     return max(copies, (bank_bytes - own) / peer.emulated_bytes_per_s.value)
 
 
-def host_seconds(hardware: Hardware, nbytes: float) -> float:
-    """From host memory into a slot, over a link of its own. Raises InputError without one."""
-    return transfer_seconds(_link(hardware, "host"), nbytes, hardware.efficiency.bandwidth.value)
+def link_seconds(hardware: Hardware, bank_bytes: float, home: str) -> tuple[float, ...]:
+    """What each link takes to bring its part of a bank from `home` into a slot; the links work at the same time.
 
-
-def disk_seconds(hardware: Hardware, nbytes: float) -> float:
-    """From files into a slot. Raises InputError where the profile knows no disk."""
-    return transfer_seconds(_link(hardware, "disk"), nbytes, hardware.efficiency.bandwidth.value)
-
-
-def hybrid_seconds(hardware: Hardware, bank_bytes: float) -> float:
-    """Shards staged from host memory, W / N on each device, while the bank before is pulled from peers: the slower."""
-    return max(pull_seconds(hardware, bank_bytes), host_seconds(hardware, bank_bytes / hardware.ranks))
-
-
-def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: str = "pull") -> float:
-    """A complete bank in its slot, from `home` device, peer, host, hybrid or disk. Raises InputError for others.
-
-    `transport` is how ranks exchange shards where the home is peer: `pull` or `collective` (AllGather).
+    Raises InputError for an unknown home, and where the machine lacks a link.
     """
-    if transport not in ("pull", "collective"):
-        raise InputError.wrong("transport", transport, "pull or collective")
-    if home == "device":
-        return 0.0
-    if home == "peer" and transport == "collective":
+    return tuple(_use_seconds(hardware, bank_bytes, use) for use in home_named(home).travel)
+
+
+def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: str = PULL) -> float:
+    """A complete bank in its slot, from `home`. Raises as `link_seconds`, and InputError for an unknown transport.
+
+    `transport` is how ranks exchange shards, where the home has more than one way.
+    """
+    if transport not in (PULL, COLLECTIVE):
+        raise InputError.wrong("transport", transport, one_of((PULL, COLLECTIVE)))
+    if transport == COLLECTIVE and COLLECTIVE in home_named(home).transports:
         return collective_seconds(hardware, "bank_gather", bank_bytes)
-    seconds: dict[str, Callable[[Hardware, float], float]] = {
-        "peer": pull_seconds,
-        "host": host_seconds,
-        "hybrid": hybrid_seconds,
-        "disk": disk_seconds,
-    }
-    if home not in seconds:
-        raise InputError(f"home is {home!r}; it must be one of {one_of(['device', *seconds])}", name="home", value=home)
-    return seconds[home](hardware, bank_bytes)
+    return max((0.0, *link_seconds(hardware, bank_bytes, home)))
 
 
-def _link(hardware: Hardware, name: Literal["peer", "host", "disk"]) -> TransferLink:
+def _use_seconds(hardware: Hardware, bank_bytes: float, use: LinkUse) -> float:
+    if use.link == "peer" and use.part == "others":
+        return pull_seconds(hardware, bank_bytes)
+    nbytes = part_bytes(use.part, bank_bytes, hardware.ranks)
+    return transfer_seconds(_link(hardware, use.link), nbytes, hardware.efficiency.bandwidth.value)
+
+
+def _link(hardware: Hardware, name: LinkName) -> TransferLink:
     link: TransferLink | None = getattr(hardware, name)
     if link is None:
-        known = [other for other in ("peer", "host", "disk") if getattr(hardware, other) is not None]
+        known = [other for other in LINKS if getattr(hardware, other) is not None]
         raise InputError(
             f"profile {hardware.name!r} has no {name} link (it has {one_of(known) or 'none'}); choose another home, or "
             f"add `{name}` to a profile of your own",

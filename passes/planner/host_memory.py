@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moepass.models.homes import home_named
 from moepass.passes.planner.strategies import Setting, banks_bytes
 
 
@@ -28,13 +29,12 @@ class HostMemory:
 def host_memory(setting: Setting, home: str, device_peak_bytes: float) -> HostMemory:
     """What asyncep with experts at rest in `home` needs, where it needs `device_peak_bytes` on each device.
 
-    With home `host` each rank packs complete banks of its own; with `hybrid` the machine holds every bank once, in
-    shards. Banks of the other homes rest in device memory or in files.
+    A machine holds banks in host memory once where they are spread in shards; else each rank has complete ones.
     """
     hardware, banks = setting.hardware, banks_bytes(setting)
-    needed = float({"host": setting.ranks * banks, "hybrid": banks}.get(home, 0))
-    conditions, available = hardware.conditions, hardware.host_memory_bytes
-    if conditions is None or not conditions.computes_on_host:
+    record, available = home_named(home), hardware.host_memory_bytes
+    needed = float((banks if record.is_spread else setting.ranks * banks) if record.rests_in == "host" else 0)
+    if hardware.device_kind != "cpu":
         return HostMemory(needed, available.value if available is not None else None, False)
     total = available.value if available is not None else setting.ranks * hardware.memory_bytes.value
     return HostMemory(needed + setting.ranks * device_peak_bytes, total, True)

@@ -10,18 +10,17 @@ import math
 
 from moepass.models.formulas.layers import flops_per_token
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
+from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, without_emulation
 from moepass.passes.machine.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds
-from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
+from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.simulate import Machine
 from moepass.passes.planner.strategies import Setting, activations_bytes, banks_bytes, resident_cost
 
-# Shards that home hybrid stages on the device, ahead of the pulls.
-STAGES = 2
 # Of the threshold and its rate; a few are enough.
 _MOST_ROUNDS = 50
 
@@ -125,9 +124,10 @@ def least_memory_bytes(setting: Setting, home: str) -> float:
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
     """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
     dense, activations = setting.dense_bytes, activations_bytes(setting)
-    shards = banks_bytes(setting) / setting.ranks if home == "peer" else 0.0
+    record = home_named(home)
+    shards = banks_bytes(setting) / setting.ranks if record.keeps_shards_on_device else 0.0
     largest = max(link_bytes(setting, layer) for layer in setting.architecture.layer_counts)
-    stages = STAGES * largest / setting.ranks if home == "hybrid" else 0.0
+    stages = record.staging_buffers * largest / setting.ranks
     return DeviceMemory(dense + shards, stages, activations)
 
 
@@ -142,15 +142,14 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
     passes = sum(count * (seconds.mixing_passes + seconds.mlp_passes) for count, seconds in kinds)
     overlap = setting.hardware.overlap
     slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
-    conditions = setting.hardware.conditions
-    on_host = conditions is not None and conditions.computes_on_host
+    on_host = setting.hardware.device_kind == "cpu"
     layer = setting.architecture.typical_moe_layer
     nbytes, (_, transfer) = link_bytes(setting, layer), bank_transfer(setting, layer, home)
     true = without_emulation(setting.hardware)
     copying = gather_seconds(true, nbytes, home)
-    if home == "hybrid" and on_host:
-        # The processor that computes makes both copies; devices have engines for each.
-        copying = gather_seconds(true, nbytes, "peer") + gather_seconds(true, nbytes / setting.ranks, "host")
+    if on_host:
+        # A processor that computes makes one copy after the other; devices have an engine for each link.
+        copying = sum(link_seconds(true, nbytes, home))
     copied_part = min(1.0, copying / transfer) if transfer else 0.0
     return Machine(
         copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part,

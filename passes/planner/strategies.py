@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from moepass.models.formulas.communication import STRATEGIES, communication_bytes
 from moepass.models.formulas.memory import activation_bytes, element_bytes, kv_bytes, model_kv_bytes
 from moepass.models.formulas.stored_weights import BankSizes, bank_sizes, dense_bytes
+from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture, Experts, Layer
 from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
@@ -89,7 +90,8 @@ class Setting:
 
 def homes_of(setting: Setting) -> tuple[str, ...]:
     """Where experts may rest on this machine, the simplest first."""
-    return ("peer", "hybrid", "host") if setting.ranks > 1 else ("host",)
+    candidates = [home for home in HOMES.values() if home.is_candidate]
+    return tuple(home.name for home in candidates if setting.ranks > 1 or not home.is_spread)
 
 
 def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:

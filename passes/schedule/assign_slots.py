@@ -19,6 +19,7 @@ from collections import Counter
 
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.models.homes import home_named
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import is_call, is_view, mutates, positions, readers
 from moepass.passes.ir.plan import Plan, SlotStay, gather
@@ -75,13 +76,7 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
 
 
 def _reason(stays: int, slots: int, homes: set[str]) -> str:
-    places = {
-        "host": "rest in host memory",
-        "peer": "lie in shards on all ranks",
-        "hybrid": "lie in shards in host memory, staged on all ranks",
-        "disk": "rest in files",
-    }
-    where = " or ".join(places[home] for home in sorted(homes))
+    where = " or ".join(home_named(home).banks_there for home in sorted(homes))
     if slots == 1:
         return f"{stays} banks {where} and pass through 1 slot, refilled when the block before is done"
     return f"{stays} banks {where} and stream through {slots} slots while other layers compute"

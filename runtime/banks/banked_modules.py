@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from moepass.models.errors import InputError
+from moepass.models.homes import home_named
 from moepass.passes.ir.plan import BANK_TENSOR, TensorSpec
 from moepass.runtime.banks.banks import BankStore
 
@@ -40,7 +41,8 @@ class BankedParameter(nn.Module):
         self.layout: tuple[Any, ...] = (
             index, tensor.name, tensor.offset_bytes, list(tensor.shape), tensor.torch_dtype, store.device,
         )  # fmt: skip
-        if spec.expert_bounds or spec.format.is_encoded:
+        # Else they are the operator's defaults.
+        if spec.home != "host" or spec.expert_bounds or spec.format.is_encoded:
             sizes = [spec.format.home_bytes, spec.format.link_bytes, spec.format.slot_bytes]
             self.layout += (spec.home, list(spec.expert_bounds), sizes, spec.format.decoder)
         self.slots = store.slots
@@ -75,12 +77,13 @@ class BankedParameter(nn.Module):
     def resting(self) -> torch.Tensor:
         """The tensor in the bank, a view. Raises InputError where this process has only a part of it."""
         bank = self.store.banks[self.bank]
-        if bank.spec.home == "disk":
+        home = home_named(bank.spec.home)
+        if home.is_in_files:
             raise InputError(
                 f"the experts of {bank.spec.name} rest in files, which are read and never written: take or load a "
                 "state_dict before offload_experts, or use home='host'"
             )
-        if bank.spec.home == "hybrid":
+        if home.staging_buffers:
             raise InputError(
                 f"the experts of {bank.spec.name} are staged from shards that must not change: take or load a "
                 "state_dict before offload_experts, or use home='host'"

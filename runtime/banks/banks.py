@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 
 from moepass.models.errors import InputError
+from moepass.models.homes import home_named
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
@@ -43,7 +44,7 @@ class Bank:
     @property
     def home_bytes(self) -> int:
         """Bytes at rest."""
-        return self.spec.format.home_bytes if self.spec.home == "disk" else self.shard.numel()
+        return self.spec.format.home_bytes if home_named(self.spec.home).is_in_files else self.shard.numel()
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The bank's tensors in `memory`, which holds the complete bank."""

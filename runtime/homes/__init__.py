@@ -1,4 +1,4 @@
-"""Where shards rest: on peers, on devices, in parameters that a model has already.
+"""Where banks rest: in host memory, on peers, on devices, in parameters that a model has already.
 
 May import banks, transfer, ranks, kernels, system.
 """

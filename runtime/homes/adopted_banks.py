@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.models.errors import InputError
+from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import shard_layout
 from moepass.runtime.banks.identity import (
@@ -45,7 +46,7 @@ from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.sources import Source
-from moepass.runtime.transfer.transports import PULL, Transport
+from moepass.runtime.transfer.transports import Transport
 
 logger = logging.getLogger("moepass")
 

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from moepass.models.errors import InputError
+from moepass.models.homes import COLLECTIVE
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.passes.ir.shards import clip_pieces
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
@@ -22,7 +23,7 @@ from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from moepass.runtime.transfer.copying import CopyThread, PendingCopy, check_slot, slices
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource, Source
-from moepass.runtime.transfer.transports import COLLECTIVE, Transport
+from moepass.runtime.transfer.transports import Transport
 
 
 class PendingGather(PendingCopy):

@@ -23,6 +23,7 @@ from torch.distributed import DistError, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError
+from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import shard_layout, shard_pieces
 from moepass.runtime.banks.banks import Bank
@@ -31,7 +32,7 @@ from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, in_pages
 from moepass.runtime.transfer.sources import MemorySource, Source
-from moepass.runtime.transfer.transports import PULL, Transport
+from moepass.runtime.transfer.transports import Transport
 
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 

@@ -15,6 +15,7 @@ import torch
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.checkpoint.weight_recipes import recipe_digest
 from moepass.models.formulas.expert_placement import shard_bounds
+from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import ShardLayout, expert_range, shard_layout, shard_pieces
 from moepass.runtime.banks.banks import Bank, describe_bank, write_parts
@@ -25,7 +26,7 @@ from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, in_pages
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.sources import MemorySource, RemoteSource, SegmentSource, Source
-from moepass.runtime.transfer.transports import PULL, Transport
+from moepass.runtime.transfer.transports import Transport
 
 _PULL = Transport(PULL)
 

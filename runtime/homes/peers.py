@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from moepass.models.errors import InputError
+from moepass.models.homes import HOMES, PULL
 from moepass.models.limits import check_wait
 from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.ranks.agree import Topic, agree
@@ -35,7 +36,6 @@ from moepass.runtime.system.shared_memory import (
     create_segment,
     open_segment,
 )
-from moepass.runtime.transfer.transports import PULL
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -97,10 +97,10 @@ class PeerGroup:
         this process is not in the group, and what the constructor raises.
         """
         if not torch.distributed.is_initialized():
+            spread = " and ".join(f"home={home.name!r}" for home in HOMES.values() if home.is_spread)
             raise InputError(
-                "home='peer' and home='hybrid' spread experts over the ranks of torch.distributed, which is not "
-                "initialised; launch with torchrun and call torch.distributed.init_process_group(), or use home='host' "
-                "on a single process"
+                f"{spread} spread experts over the ranks of torch.distributed, which is not initialised; launch with "
+                "torchrun and call torch.distributed.init_process_group(), or use home='host' on a single process"
             )
         if group is None:
             group = c10d._get_default_group()

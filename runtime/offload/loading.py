@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from moepass.models.checkpoint import checkpoint_folders as checkpoints
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
@@ -33,26 +32,25 @@ from moepass.models.checkpoint.unread_tensors import UnreadTensor, unread
 from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
+from moepass.models.homes import home_named
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.homes.disk.disk_home import streams_as_it_is
 from moepass.runtime.homes.peer_home import weights_digest
-from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
+from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptions
+from moepass.runtime.homes.registry.packers import options_of
 from moepass.runtime.offload.loading_progress import Progress, shown_progress
 from moepass.runtime.offload.offload import (
-    DEFAULT_STAGES,
-    SPREAD_HOMES,
     BankedParameter,
     OffloadReport,
-    check_transport_of,
     expert_parameters,
     find_expert_modules,
     offload_experts,
     place_experts,
     resolve_device,
-    route_of,
     split_layers,
 )
-from moepass.runtime.offload.placement import PlanWish
+from moepass.runtime.offload.placement import BankRoute, PlanWish
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.ranks.agree import Topic, agree
 
@@ -67,56 +65,52 @@ _GENERATION_FILE = "generation_config.json"
 def load_pretrained(
     path: str | Path,
     *,
-    home: str = "host",
-    group: ProcessGroup | None = None,
+    home: str | HomeOptions = "host",
     device: torch.device | str | None = None,
     slots: int | None = None,
-    link: str = "real",
-    dtype: torch.dtype | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    experts_implementation: str = "grouped_mm",
-    progress: Progress | None = None,
-    transport: str | None = None,
-    bank_folder: str | os.PathLike[str] | None = None,
-    page_cache: str = "keep",
     resident_bytes: int = 0,
-    stages: int = DEFAULT_STAGES,
-    host_link: str = "real",
     resident_layers: Sequence[int] = (),
     memory_budget: str | float | None = None,
     hardware: str | os.PathLike[str] | Hardware | None = None,
     tokens: int | tuple[int, int] | None = None,
+    dtype: torch.dtype | None = None,
+    experts_implementation: str = "grouped_mm",
+    progress: Progress | None = None,
 ) -> PreTrainedModel:
     """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
 
     What it computes is what `from_pretrained` and `offload_experts` would have given, but each process reads the dense
-    weights and its own experts only: all of them for home="host", those of its rank for home="peer" and "hybrid", where
-    all ranks of `group` call this. Beyond these bytes it takes memory for one expert at most. On the CPU dense weights
-    are views of the mapped file, as they are with from_pretrained; ranks on one machine share them.
+    weights and its own experts only: all of them with home `host`, those of its rank with `peer` and `hybrid`, where
+    all ranks call this, none with `disk`. Beyond these bytes it takes memory for one expert at most. On the CPU dense
+    weights are views of the mapped file, as they are with from_pretrained; ranks on one machine share them.
 
-    With home="disk" experts stay in the files of the checkpoint, and each bank is read from there into its slot
-    whenever it is needed. Where that cannot be, because a bank has to be converted or transposed, it is written to
-    `bank_folder`, and used again by whoever loads the same files with that folder. `page_cache` is that of
-    `offload_experts`. Files may be deleted or replaced meanwhile; to change one in place is an error in the next
-    run, or in the one under way. (Dense weights stay mapped: a file that is truncated just while they are read ends
-    the process by SIGBUS.)
+    While it loads, no file of the checkpoint may change. (A file that is truncated just while dense weights are read
+    from it ends the process by SIGBUS.)
 
-    `dtype` None keeps what the checkpoint says. `device` is where the model computes, by default the CPU; `slots`,
-    `link`, `timeout_s`, `transport`, `resident_bytes`, `stages`, `host_link`, `resident_layers`, `memory_budget`,
-    `hardware` and `tokens` are those of `offload_experts`. Ranks wait `timeout_s` for each other before and after they
-    read their experts: give more than what one rank may need longer than another.
+    Args:
+        path: a checkpoint folder.
+        home, device, slots, resident_bytes, resident_layers, memory_budget, hardware, tokens: as of `offload_experts`;
+            `device` None is the CPU. Ranks wait `timeout_s` for each other before and after they read their experts:
+            give more than what one rank may need longer than another.
+        dtype: of the weights. None: what the checkpoint says.
+        experts_implementation: how transformers runs the experts.
+        progress: called with (bytes read, bytes in all), on any rank that gives it. None: a bar on a terminal, on
+            rank 0.
 
-    On a terminal rank 0 shows a progress bar. `progress(bytes_read, bytes_in_all)` is called instead, on any rank that
-    gives it.
-
-    Raises CheckpointError where `path` is no checkpoint, or files or tensors are missing, truncated, or do not fit the
-    config, and where a file is replaced or changed before all is read; InputError where experts cannot be read one by
-    one (quantised weights, a family whose conversion mixes experts); PeerError where ranks bring different checkpoints,
-    fail or do not come; and what `offload_experts` raises.
+    Raises:
+        CheckpointError: `path` is no checkpoint; files or tensors are missing, truncated, or do not fit the config; a
+            file is replaced or changed before all is read.
+        InputError: experts cannot be read one by one (quantised weights, a family whose conversion mixes experts).
+        PeerError: ranks bring different checkpoints, fail or do not come.
+        And what `offload_experts` raises.
     """
+    options = options_of(home)
     _check_options(dtype, progress)
-    check_transport_of(home, transport)
-    meeting = PeerGroup.of(group, timeout_s, _TITLE).rendezvous if home in SPREAD_HOMES else None
+    meeting = (
+        PeerGroup.of(options.group, options.timeout_s, _TITLE).rendezvous
+        if isinstance(options, SpreadOptions)
+        else None
+    )
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
@@ -124,29 +118,21 @@ def load_pretrained(
             plan = _plan(path, dtype, experts_implementation, residents)
             if memory_budget is not None:
                 # As offload_experts will decide it: the weights that stay are read as dense ones are.
-                route = route_of(home, resolve_device(plan.model, device), group, transport, link, host_link, stages)
+                route = BankRoute.of(options, resolve_device(plan.model, device))
                 wish = PlanWish(memory_budget, hardware, tokens)
                 placement = place_experts(plan.model, wish, route, residents, slots)
                 plan = dataclasses.replace(plan, residents=placement.residents)
-            own_bytes = plan.own_bytes(rank, ranks, home)
+            own_bytes = plan.own_bytes(rank, ranks, home_named(options.home).is_in_files)
             if meeting is not None:
                 deque(agree(meeting, _CHECKPOINT, plan.topics()), maxlen=0)
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             plan.files.on_read = on_read
             report = offload_experts(
                 plan.model,
-                home,
+                options,
                 device,
                 slots,
-                link,
-                group,
-                timeout_s,
-                transport,
-                bank_folder,
-                page_cache,
                 resident_bytes,
-                stages,
-                host_link,
                 resident_layers,
                 memory_budget,
                 hardware,
@@ -202,13 +188,13 @@ class _Plan:
         banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
         return {id(value) for bank in banks if streams_as_it_is(bank) for value in bank.values()}
 
-    def own_bytes(self, rank: int, ranks: int, home: str) -> int:
-        """Bytes of the files that `rank` reads to load the model.
+    def own_bytes(self, rank: int, ranks: int, stays_in_files: bool) -> int:
+        """Bytes of the files that `rank` reads to load the model; `stays_in_files`: what banks can be read from.
 
         Raises InputError where a rank's experts cannot be read alone.
         """
         recipes = [tensor.recipe for tensor in self.dense().values()]
-        unread = self.in_files() if home == "disk" else set()
+        unread = self.in_files() if stays_in_files else set()
         for name, tensor in self.experts().items():
             if id(tensor) in unread:
                 continue

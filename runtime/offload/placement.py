@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.memory import bank_bytes
+from moepass.models.homes import PULL, LinkName, home_named
 from moepass.models.limits import MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
 from moepass.models.sizes.families import from_config
@@ -28,9 +30,10 @@ from moepass.passes.machine.layer_times import Texts
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
 from moepass.passes.planner.graph_problem import bank_phases, layer_numbers
 from moepass.passes.planner.make_plan import DEFAULT_SLOTS, NO_PROFILE, MadePlan, PlanningProblem, make_plan
-from moepass.passes.planner.model_problem import STAGES, model_problem
+from moepass.passes.planner.model_problem import model_problem
 from moepass.passes.planner.schedule_search import BudgetError
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
+from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptions
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.profiles.stored_profiles import calibrate_command, stored_profile
@@ -98,16 +101,31 @@ class PlanWish:
 class BankRoute:
     """How banks of a model travel: from which home, between how many ranks, by which transport.
 
-    `links` has the bytes per second of those that are emulated, by name: host, peer or disk. `staging_buffers` are
-    those of home hybrid.
+    `links` has the bytes per second of those that are emulated, by their names in a hardware profile.
+    `staging_buffers` is 0 but for homes that stage shards.
     """
 
     home: str
     device: torch.device
     ranks: int = 1
-    transport: str = "pull"
-    links: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    staging_buffers: int = STAGES
+    transport: str = PULL
+    links: Mapping[LinkName, float] = dataclasses.field(default_factory=dict)
+    staging_buffers: int = 0
+
+    @staticmethod
+    def of(options: HomeOptions, device: torch.device) -> BankRoute:
+        """The way from the home with these options to `device`."""
+        links = {name: link.bytes_per_s for name, link in options.links().items() if link.bytes_per_s is not None}
+        is_spread = isinstance(options, SpreadOptions) and dist.is_available() and dist.is_initialized()
+        return BankRoute(
+            options.home,
+            device,
+            # -1 where this process is not in the group, which the home refuses.
+            max(1, dist.get_world_size(getattr(options, "group", None))) if is_spread else 1,
+            getattr(options, "transport", PULL),
+            links,
+            getattr(options, "stages", 0),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +208,9 @@ class _Known:
 
     def weights(self) -> DeviceMemory:
         """What rests on the device in any case, but activations."""
-        shards = sum(self.bank_bytes.values()) / self.route.ranks if self.route.home == "peer" else 0.0
-        largest = max(self.bank_bytes.values(), default=0)
-        stages = self.route.staging_buffers * largest / self.route.ranks if self.route.home == "hybrid" else 0.0
+        keeps_shards = home_named(self.route.home).keeps_shards_on_device
+        shards = sum(self.bank_bytes.values()) / self.route.ranks if keeps_shards else 0.0
+        stages = self.route.staging_buffers * max(self.bank_bytes.values(), default=0) / self.route.ranks
         return DeviceMemory(self.dense_bytes + shards, stages, 0.0)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:

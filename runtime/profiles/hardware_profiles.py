@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from moepass.models.errors import InputError, MoepassError, one_of
+from moepass.models.homes import LINKS
 from moepass.models.limits import MOST_JSON_BYTES, TooLargeError, decode_json, read_limited
 from moepass.passes.machine.hardware import (
     EMPIRICAL_COLLECTIVE_LATENCY,
@@ -180,7 +181,7 @@ def _read_raw(path: Path, extensions_left: int) -> dict[str, Any]:
 
 def _drop_outdated_tables(base: dict[str, Any], over: dict[str, Any]) -> None:
     """Where `over` has a rate, a table that `base` has for the same thing must not be used in its place."""
-    for name in ("peer", "host", "disk", "local"):
+    for name in (*LINKS, "local"):
         if isinstance(base.get(name), dict) and isinstance(over.get(name), dict):
             base[name].pop("seconds", None)
     if "memory_bytes_per_s" in over:
@@ -193,7 +194,7 @@ def _drop_outdated_tables(base: dict[str, Any], over: dict[str, Any]) -> None:
 # What stands in a profile where the extended one may have nothing: a number alone is a figure there too.
 _FIGURES = {
     "": ("memory_bytes", "memory_bytes_per_s", "host_memory_bytes", "collective_latency_seconds", "processors"),
-    **dict.fromkeys(("peer", "host", "disk", "local"), ("bytes_per_s", "latency_seconds", "emulated_bytes_per_s")),
+    **dict.fromkeys((*LINKS, "local"), ("bytes_per_s", "latency_seconds", "emulated_bytes_per_s")),
 }
 
 

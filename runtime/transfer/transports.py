@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from moepass.models.errors import OptionError, one_of
+from moepass.models.homes import HOMES
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.runtime.transfer.copying import CopyThread, PendingCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import Source, read_range
 
-# Those of home `peer`.
-PULL, COLLECTIVE = "pull", "collective"
-TRANSPORTS = (PULL, COLLECTIVE)
+TRANSPORTS = HOMES["peer"].transports
 
 
 class Transport:

@@ -96,7 +96,7 @@ def _offloads(rank: int, store: str, ranks: int) -> None:
     model, inputs = _stack(device), tokens().to(device)
     with torch.no_grad():
         expected = model(inputs)
-        report = moepass.offload_experts(model, home="peer", timeout_s=50)
+        report = moepass.offload_experts(model, home=moepass.Peer(timeout_s=50))
         assert all(bank.shard.device == device for bank in report.store.banks)
         _check_exact(model, inputs, expected)
         statistics = report.store.ring().statistics

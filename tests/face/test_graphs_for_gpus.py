@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from moepass.backend import _ring_device
 from moepass.models.errors import InputError, OptionError
+from moepass.models.homes import COLLECTIVE
 from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
@@ -22,7 +23,6 @@ from moepass.passes.ir.protocol import Group, PassContext, PassResult
 from moepass.passes.pipeline import compile_graph
 from moepass.runtime.execute.adoption import AdoptionOptions, adoption
 from moepass.runtime.transfer.link import Link
-from moepass.runtime.transfer.transports import COLLECTIVE
 
 # Grouped GEMMs want bf16 on a GPU.
 CONFIG = StackConfig(layers=3, dtype=torch.bfloat16, max_tokens=12)

@@ -43,14 +43,23 @@ def test_the_call_names_home_slots_and_layers_of_the_schedule() -> None:
 def test_each_rank_loads_its_part_of_a_checkpoint() -> None:
     report = explain("qwen3-235b-a22b", hardware="8xh100-80g")
     assert report.schedule is not None
-    call, _ = how_to_run(report.strategy, report.schedule, "./my checkpoint", True, "bf16").split("; ")
+    call, _ = how_to_run(report.strategy, report.schedule, "./my checkpoint", True, "bf16", "cuda").split("; ")
     assert call.startswith('model = moepass.load_pretrained("./my checkpoint", home=')
     ast.parse(call)
 
 
+def test_a_call_that_cannot_run_yet_says_so() -> None:
+    report = explain("qwen3-235b-a22b", hardware="8xh100-80g", home="hybrid", lower="eager")
+    assert report.how_to_run.endswith(
+        "  # home hybrid works on cpu only so far, not on cuda: --home host or --home peer plans what runs there"
+    )
+    ast.parse(report.how_to_run)
+    assert "#" not in how_to_run(report.strategy, report.schedule, None, True, "bf16", "cpu")
+
+
 def test_a_quantised_checkpoint_is_loaded_dequantised() -> None:
     report, stored = explain("qwen3-235b-a22b", hardware="8xh100-80g"), preset("gpt-oss-120b").stored
-    call, offload, _ = how_to_run(report.strategy, report.schedule, "./c", True, "bf16", stored).split("; ")
+    call, offload, _ = how_to_run(report.strategy, report.schedule, "./c", True, "bf16", "cuda", stored).split("; ")
     assert call.endswith('from_pretrained("./c", quantization_config=transformers.Mxfp4Config(dequantize=True))')
     assert offload.startswith("moepass.offload_experts(model, home=")
     ast.parse(call)
@@ -72,4 +81,4 @@ def test_where_all_experts_fit_there_is_nothing_to_offload() -> None:
     ],
 )
 def test_where_there_is_nothing_to_call(chosen: str, fits: bool, dtype: str, words: str) -> None:
-    assert how_to_run(_strategy(chosen), None, None, fits, dtype).startswith(words)
+    assert how_to_run(_strategy(chosen), None, None, fits, dtype, "cuda").startswith(words)

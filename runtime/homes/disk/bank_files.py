@@ -58,7 +58,7 @@ class BankFolder:
                 self._check_room([banks[name] for name, file in files.items() if file is None])
                 return {name: file or self._written(name, made_of[name], banks[name]) for name, file in files.items()}
         except OSError as error:
-            raise InputError(f"bank_folder {self.folder} cannot be written to: {error.strerror or error}") from error
+            raise InputError(f"folder {self.folder} cannot be written to: {error.strerror or error}") from error
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{quote(name or 'experts', safe='')}.safetensors"
@@ -73,7 +73,7 @@ class BankFolder:
         except CheckpointError:
             file = None
         if file is None or _MADE_OF not in file.header.metadata:
-            raise InputError(f"{path} is no bank that moepass wrote; give a bank_folder of its own")
+            raise InputError(f"{path} is no bank that moepass wrote; give a folder of its own")
         if file.header.metadata[_MADE_OF] != made_of:
             return None
         for tensor in tensors.values():
@@ -87,7 +87,7 @@ class BankFolder:
         needed = sum(tensor.nbytes for tensors in banks for tensor in tensors.values())
         free = shutil.disk_usage(self.folder).free
         if needed > free:
-            raise InputError(f"bank_folder {self.folder} has room for {free} bytes, but the banks need {needed}")
+            raise InputError(f"folder {self.folder} has room for {free} bytes, but the banks need {needed}")
 
     def _written(self, name: str, made_of: str, tensors: Tensors) -> DiskFile:
         path = self._path(name)

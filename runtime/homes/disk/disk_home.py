@@ -16,7 +16,7 @@ import torch
 from moepass.models.checkpoint.checkpoint_files import FileRange
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.checkpoint.weight_recipes import UnfollowedError
-from moepass.models.errors import InputError, OptionError, one_of
+from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.banks.banks import Bank, describe_bank
@@ -26,8 +26,6 @@ from moepass.runtime.homes.disk.read_ahead import ReadAhead
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.sources import Source
-
-PAGE_CACHES = ("keep", "drop")
 
 
 class DiskHome(Home):
@@ -66,15 +64,16 @@ class DiskHome(Home):
 class DiskPacker:
     """Finds, or makes, the files of a model's banks: `agree`, then `pack` each bank, then `connect`."""
 
-    def __init__(self, bank_folder: str | os.PathLike[str] | None, page_cache: str) -> None:
-        """Raises OptionError for a wrong `page_cache`, InputError where the platform cannot read into a slot."""
-        if page_cache not in PAGE_CACHES:
-            raise OptionError(f"page_cache is {page_cache!r}; it must be one of {one_of(PAGE_CACHES)}")
+    def __init__(self, folder: str | os.PathLike[str] | None, *, keeps_pages: bool) -> None:
+        """`folder` is where banks are written, if need be; `keeps_pages`: in the kernel's cache.
+
+        Raises InputError where the platform cannot read into a slot.
+        """
         if not hasattr(os, "preadv"):
             raise InputError("this platform has no preadv, which home='disk' needs; use home='host'")
         self.home = DiskHome()
-        self._folder = None if bank_folder is None else BankFolder(Path(bank_folder))
-        self._keeps_pages = page_cache == "keep"
+        self._folder = None if folder is None else BankFolder(Path(folder))
+        self._keeps_pages = keeps_pages
         self._files: dict[Path, DiskFile] = {}
 
     def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -88,7 +87,8 @@ class DiskPacker:
         if made and self._folder is None:
             name, reason = next(iter(made.items()))
             raise InputError(
-                f"{name}{reason}; name a bank_folder with room for {needed} bytes, where such banks are written once"
+                f"{name}{reason}; name a folder with room for {needed} bytes, where such banks are written once: "
+                "home=moepass.Disk(folder=...)"
             )
         written = self._folder.write({name: banks[name] for name in made}) if made and self._folder else {}
         for index, (name, tensors) in enumerate(banks.items()):
@@ -180,4 +180,4 @@ def _merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
         yield last
 
 
-__all__ = ["PAGE_CACHES", "DiskHome", "DiskPacker", "in_file_order", "streams_as_it_is"]
+__all__ = ["DiskHome", "DiskPacker", "in_file_order", "streams_as_it_is"]

@@ -14,13 +14,14 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from moepass.models.homes import PULL
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.runtime.homes.hybrid.stager import Found, Stager, StagingBuffers
 from moepass.runtime.transfer import copying
 from moepass.runtime.transfer.copying import PendingCopy, check_slot, slices_in_turn
 from moepass.runtime.transfer.link import BusyLink, Link
 from moepass.runtime.transfer.sources import MemorySource, Source
-from moepass.runtime.transfer.transports import PULL, Transport
+from moepass.runtime.transfer.transports import Transport
 
 # [Empirical] One copy waits for stages so many times as long, in all, as fetching the whole bank from host memory would
 # take: all of it at once would slow down what this rank stages for others.

@@ -24,8 +24,8 @@ def bias_stack(form: str = "dense_bmm", depth: int = 2) -> Stack:
     return Stack(form, depth=depth, bias=True)
 
 
-def offload_collective(model: nn.Module, **arguments: Any) -> moepass.OffloadReport:
-    return moepass.offload_experts(model, home="peer", transport="collective", **{"timeout_s": 50, **arguments})
+def offload_collective(model: nn.Module, timeout_s: float = 50, **arguments: Any) -> moepass.OffloadReport:
+    return moepass.offload_experts(model, moepass.Peer(transport="collective", timeout_s=timeout_s), **arguments)
 
 
 def adopted_model(config: StackConfig, **options: Any) -> Callable[..., Any]:

@@ -129,7 +129,9 @@ class Streaming:
     def __init__(self, seconds: Sequence[float], slots: int, transfer_seconds: float) -> None:
         model = Resting(seconds)
         self.bank_bytes = sum(value.nbytes for value in model.stack.blocks[0].parameters())
-        report = moepass.offload_experts(model, slots=slots, link=f"emulate:{self.bank_bytes / transfer_seconds}")
+        report = moepass.offload_experts(
+            model, slots=slots, home=moepass.Host(link=f"emulate:{self.bank_bytes / transfer_seconds}")
+        )
         self.link = report.store.link
         self.model = torch.compile(model, backend="asyncep", options={"lower": "eager"})
         with moepass.record_compilations() as compilations:

@@ -171,10 +171,10 @@ def test_a_rate_takes_the_place_of_a_table(tmp_path: Path) -> None:
     table = {"axes": [{"name": "bytes", "points": [1, 1e9]}], "seconds": [1e-3, 1e-1], "source": "user"}
     _file(tmp_path, {"extends": "h100", "host": {"seconds": table}, "memory": table}, "tables.json")
     known = read_profile(tmp_path / "tables.json")
-    assert times.host_seconds(known, 1e9) == times.memory_seconds(known, 1e9) == pytest.approx(0.1)
+    assert times.gather_seconds(known, 1e9, "host") == times.memory_seconds(known, 1e9) == pytest.approx(0.1)
     raw = {"extends": "tables.json", "host": {"bytes_per_s": 1e9}, "memory_bytes_per_s": 1e9}
     hardware = read_profile(_file(tmp_path, raw))
-    assert times.host_seconds(hardware, 1e9) == pytest.approx(1 / 0.82, rel=1e-3)
+    assert times.gather_seconds(hardware, 1e9, "host") == pytest.approx(1 / 0.82, rel=1e-3)
     assert times.memory_seconds(hardware, 1e9) == pytest.approx(1 / 0.82)
 
 
@@ -282,7 +282,7 @@ def test_a_table_stands_in_for_rate_and_latency() -> None:
 
 def test_an_emulated_link_takes_no_less_than_its_bytes_nor_than_the_true_copies() -> None:
     slow = with_emulated_link(_plain(H100), 1e9)
-    assert times.host_seconds(slow, BANK_BYTES) == pytest.approx(BANK_BYTES / 1e9)
+    assert times.gather_seconds(slow, BANK_BYTES, "host") == pytest.approx(BANK_BYTES / 1e9)
     assert times.pull_seconds(slow, BANK_BYTES) == pytest.approx(BANK_BYTES * 7 / 8 / 1e9)
     fast = with_emulated_link(_plain(H100), 1e15)
     assert times.pull_seconds(fast, BANK_BYTES) == pytest.approx(times.pull_seconds(_plain(H100), BANK_BYTES))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
 from moepass.models.formulas import bank_bytes, resident_bytes
+from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset, preset_names
 from moepass.passes.machine.hardware import Conditions, Figure, Hardware, with_emulated_link, with_ranks
@@ -22,7 +23,7 @@ from moepass.passes.planner.forecast import (
     curve_point,
     forecast,
 )
-from moepass.passes.planner.model_problem import STAGES, least_memory_bytes, model_stages, streaming_machine
+from moepass.passes.planner.model_problem import least_memory_bytes, model_stages, streaming_machine
 from moepass.passes.planner.strategies import Setting, StrategyCost, activations_bytes, banks_bytes, resident_cost
 from moepass.passes.planner.threshold_curve import threshold_curve
 from moepass.passes.planner.verdict import reason
@@ -116,7 +117,7 @@ def test_memory_adds_up_for_every_home(home: str) -> None:
     stay = len(made.schedule.resident) * bank
     shards = banks_bytes(setting) / 8 if home == "peer" else 0
     assert made.memory.resident_bytes == dense + shards + stay
-    staged = STAGES * bank / 8 if home == "hybrid" else 0
+    staged = HOMES["hybrid"].staging_buffers * bank / 8 if home == "hybrid" else 0
     assert made.memory.slot_bytes == made.schedule.slots * bank + staged
     assert made.memory.activation_bytes == activations_bytes(setting)
     memory = made.memory

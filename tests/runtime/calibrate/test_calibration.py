@@ -140,7 +140,7 @@ def test_two_ranks_also_measure_what_lies_between_them() -> None:
         _check(measurements, ALONE | {"peer"} | {f"collective.{kind}" for kind in COLLECTIVES})
     hardware = profile_of(of_ranks, CONDITIONS, "cpu")
     assert times.gather_seconds(hardware, 1 << 16, "peer", "collective") > 0
-    assert times.pull_seconds(hardware, 1 << 16) > times.host_seconds(hardware, 1 << 15)
+    assert times.pull_seconds(hardware, 1 << 16) > times.gather_seconds(hardware, 1 << 15, "host")
 
 
 # ---- The profile -----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_a_profile_of_ranks() -> None:
     assert (hardware.name, hardware.ranks) == ("2x a processor", 2)
     # What a rank does for itself: the median of the ranks. What they do together: the slowest.
     assert hardware.flops["fp32"].value == pytest.approx(0.5e9)
-    assert times.host_seconds(hardware, 1000) == pytest.approx(2e-6)
+    assert times.gather_seconds(hardware, 1000, "host") == pytest.approx(2e-6)
     assert times.collective_seconds(hardware, "all_to_all", 1000) == pytest.approx(3e-6)
     assert hardware.memory_bytes.value == 1 << 33
     assert hardware.overlap.gemm.value == pytest.approx(3.0)

@@ -163,7 +163,7 @@ def test_an_exception_in_a_segment_names_the_layer_and_the_ring_goes_on(number: 
     model = Stack("dense_bmm", depth=4)
     with torch.no_grad():
         expected = model(tokens())
-    moepass.offload_experts(model, link="emulate:1e7")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:1e7"))
     compiled, executor = _first_run(model, tokens())
     repair = _break_segment(executor, number)
     with (
@@ -206,7 +206,7 @@ def test_an_interrupt_leaves_the_ring_usable() -> None:
     model = Stack("dense_bmm", depth=3)
     with torch.no_grad():
         expected = model(tokens())
-    moepass.offload_experts(model, link="emulate:1e7")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:1e7"))
     compiled, executor = _first_run(model, tokens())
     ring = executor.ring
     assert ring is not None
@@ -241,7 +241,7 @@ def test_threads_that_call_one_compiled_model_get_their_own_results(threads: int
     inputs = [tokens(seed=seed) for seed in range(threads)]
     with torch.no_grad():
         expected = [model(x) for x in inputs]
-    moepass.offload_experts(model, link="emulate:2e8")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:2e8"))
     compiled, _ = _first_run(model, inputs[0])
     right: list[bool] = []
     barrier = threading.Barrier(threads)
@@ -343,7 +343,7 @@ def test_a_refused_run_that_is_caught_does_not_disturb_the_outer_one() -> None:
 
     with torch.no_grad(), _calling(model, lambda: calls[0]()):
         expected = model(tokens())
-        moepass.offload_experts(model, link="emulate:5e7")
+        moepass.offload_experts(model, home=moepass.Host(link="emulate:5e7"))
         compiled, _ = _first_run(model, tokens())
         calls[0] = inner
         for _ in range(3):
@@ -355,7 +355,7 @@ def test_a_signal_handler_that_calls_the_model_is_refused_or_comes_between_runs(
     model = Stack("dense_bmm", depth=4)
     with torch.no_grad():
         expected = model(tokens())
-    moepass.offload_experts(model, link="emulate:2e7")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:2e7"))
     compiled, _ = _first_run(model, tokens())
     refused: list[moepass.InputError] = []
 

@@ -56,7 +56,9 @@ def test_predicted_stands_beside_measured() -> None:
     model = tiny()
     dense = sum(value.nbytes for name, value in model.named_parameters() if ".experts." not in name)
     # A bank takes 20 ms over this link, far longer than the rest of the step.
-    offloaded = moepass.offload_experts(model, link=f"emulate:{196608 / 0.02}", hardware=machine(), tokens=(2, 32))
+    offloaded = moepass.offload_experts(
+        model, home=moepass.Host(link=f"emulate:{196608 / 0.02}"), hardware=machine(), tokens=(2, 32)
+    )
     report = runs(model, 2, 2, 2, 2).report()
     assert report.runs == 3
     assert report.step.predicted == pytest.approx(3 * 0.02, rel=0.05)

@@ -129,7 +129,7 @@ def test_files_of_others_are_not_overwritten(content: bytes | None, tmp_path: Pa
     else:
         path.write_bytes(content)
     before = path.read_bytes()
-    with pytest.raises(moepass.InputError, match=r"layer\.safetensors is no bank that moepass wrote; give a bank_"):
+    with pytest.raises(moepass.InputError, match=r"layer\.safetensors is no bank that moepass wrote; give a folder"):
         BankFolder(tmp_path).write({"layer": {"up": torch.zeros(2, 3)}})
     assert path.read_bytes() == before
 
@@ -146,7 +146,7 @@ def test_a_folder_without_room_is_named_before_anything_is_written(
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(moepass.InputError, match=r"bank_folder .*file.* cannot be written to: (File exists|Not a dir)"):
+    with pytest.raises(moepass.InputError, match=r"folder .*file.* cannot be written to: (File exists|Not a dir)"):
         BankFolder(tmp_path / "file").write({"layer": {"up": torch.zeros(2, 3)}})
 
 
@@ -157,7 +157,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     folder = BankFolder(tmp_path)
     folder.write({"layer": {"up": torch.ones(2, 3)}})
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(moepass.InputError, match=r"bank_folder .* cannot be written to: No space left on device"):
+    with pytest.raises(moepass.InputError, match=r"folder .* cannot be written to: No space left on device"):
         folder.write({"layer": {"up": torch.zeros(2, 3)}})
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["layer.safetensors"]
     assert load_file(tmp_path / "layer.safetensors")["layer.up"].sum() == 6

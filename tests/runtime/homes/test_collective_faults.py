@@ -190,7 +190,7 @@ def test_a_rank_that_fails_while_it_packs_is_one_error_on_the_others() -> None:
 def _transports_differ() -> str:
     with pytest.raises(PeerError) as caught:
         moepass.offload_experts(
-            bias_stack(), home="peer", transport=["pull", "collective"][dist.get_rank()], timeout_s=50
+            bias_stack(), home=moepass.Peer(transport=["pull", "collective"][dist.get_rank()], timeout_s=50)
         )
     return str(caught.value)
 

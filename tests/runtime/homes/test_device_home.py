@@ -18,14 +18,16 @@ from ranks import run_ranks
 from torch.distributed import distributed_c10d as c10d
 
 import moepass
+from moepass.models.homes import PULL
 from moepass.runtime.homes.device_home import DevicePacker, SymmetricMemory
 from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.homes.registry.packers import make_packer
 from moepass.runtime.offload import offload
 from moepass.runtime.offload.offload import expert_parameters, find_expert_modules
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import SharedMemoryError
 from moepass.runtime.transfer.sources import read_range
-from moepass.runtime.transfer.transports import PULL, Transport
+from moepass.runtime.transfer.transports import Transport
 
 
 class _Unreadable(Segments):
@@ -41,7 +43,7 @@ def _offload(model: torch.nn.Module, memory: Segments) -> moepass.OffloadReport:
     def packer(*args: Any) -> DevicePacker:
         return DevicePacker(PeerGroup.of(None, timeout_s=50), Transport(PULL), lambda: memory)
 
-    with mock.patch.object(offload, "_packer", packer):
+    with mock.patch.object(offload, "make_packer", packer):
         return moepass.offload_experts(model, home="peer")
 
 
@@ -184,7 +186,7 @@ def test_the_exchange_of_gpu_memory_ends_with_an_error_that_says_why() -> None:
 
 
 def _chooses() -> str:
-    packer = offload._packer("peer", torch.device("cuda", 0), None, 50, None, "keep", Transport(PULL), 2)
+    packer = make_packer(moepass.Peer(timeout_s=50), torch.device("cuda", 0))
     assert packer.home.transport.name == PULL
     return type(packer).__name__
 

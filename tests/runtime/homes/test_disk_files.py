@@ -325,7 +325,7 @@ def test_any_bank_in_a_slot_is_what_its_recipes_make(tmp_path: Path, data: st.Da
     chosen = {kind: draw(st.sampled_from(sorted(_WAYS))) for kind in kinds}
     bank = {kind: _WAYS[way](not_read, kind, widths[kind]) for kind, way in chosen.items()}
     expected = {kind: _WAYS[way](numbers, kind, widths[kind]) for kind, way in chosen.items()}
-    packer = DiskPacker(None, draw(st.sampled_from(["keep", "drop"])))
+    packer = DiskPacker(None, keeps_pages=draw(st.booleans()))
     packer.agree({"layer": bank})
     spec = packer.pack(0, "layer", bank).spec
     sources = packer.home.sources(spec, [])
@@ -345,6 +345,6 @@ def test_what_has_to_be_made_is_refused_without_a_folder(operation: str, tmp_pat
     tensor = _MADE[operation](unread(CheckpointFiles([tmp_path / "a.safetensors"]))["up.all"])
     with pytest.raises(
         moepass.InputError,
-        match=rf"layer\.up is made by {operation}, and home='disk' needs .*bank_folder with room for {tensor.nbytes} b",
+        match=rf"layer\.up is made by {operation}, and home='disk' needs .*folder with room for {tensor.nbytes} b",
     ):
-        DiskPacker(None, "keep").agree({"layer": {"up": tensor}})
+        DiskPacker(None, keeps_pages=True).agree({"layer": {"up": tensor}})

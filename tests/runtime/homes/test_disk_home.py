@@ -98,11 +98,11 @@ def test_every_family_of_transformers_is_the_same_or_refused(family: str, tmp_pa
     except moepass.MoepassError as error:
         pytest.skip(f"no home reads it: {error}")
     if family in HAVE_TO_BE_MADE:
-        with pytest.raises(moepass.InputError, match="name a bank_folder"):
+        with pytest.raises(moepass.InputError, match="name a folder"):
             moepass.load_pretrained(tmp_path, home="disk")
     else:
         _check_same(moepass.load_pretrained(tmp_path, home="disk"), reference)
-    _check_same(moepass.load_pretrained(tmp_path, home="disk", bank_folder=tmp_path / "banks"), reference)
+    _check_same(moepass.load_pretrained(tmp_path, home=moepass.Disk(folder=tmp_path / "banks")), reference)
     assert (tmp_path / "banks").exists() == (family in HAVE_TO_BE_MADE)
 
 
@@ -138,7 +138,7 @@ def test_a_refused_block_reads_its_experts_from_the_files(tmp_path: Path) -> Non
 
 def test_another_backend_says_that_it_cannot_read_files(tmp_path: Path) -> None:
     model = Stack("dense_bmm", depth=1)
-    moepass.offload_experts(model, home="disk", bank_folder=tmp_path)
+    moepass.offload_experts(model, home=moepass.Disk(folder=tmp_path))
     with pytest.raises(moepass.MoepassError, match=r"bank blocks.0 rests in files, .* compile with backend='asyncep'"):
         torch.compile(model, backend="eager")(tokens())
 
@@ -161,7 +161,7 @@ class _Recorded:
 def test_the_bank_that_follows_is_announced(is_compiled: bool, tmp_path: Path) -> None:
     model = Stack("dense_bmm", depth=4)
     expected = model(tokens())
-    moepass.offload_experts(model, home="disk", bank_folder=tmp_path)
+    moepass.offload_experts(model, home=moepass.Disk(folder=tmp_path))
     recorded = _Recorded(_home(model))
     run: Any = torch.compile(model, backend="asyncep", options=OPTIONS) if is_compiled else model
     for _ in range(3):
@@ -177,7 +177,7 @@ def test_the_bank_that_follows_is_announced(is_compiled: bool, tmp_path: Path) -
 
 def test_an_order_that_changes_is_learned_again(tmp_path: Path) -> None:
     model = Stack("dense_bmm", depth=3)
-    moepass.offload_experts(model, home="disk", bank_folder=tmp_path)
+    moepass.offload_experts(model, home=moepass.Disk(folder=tmp_path))
     home = _home(model)
     recorded = _Recorded(home)
     banks = [bank.spec for bank in moepass.offload_report(model).store.banks]
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_is_changed_is_an_error_in_the_next_run(change: str, t
 def test_a_bank_that_is_changed_within_a_run_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack("dense_bmm", depth=3)
     expected = model(tokens())
-    moepass.offload_experts(model, home="disk", bank_folder=tmp_path)
+    moepass.offload_experts(model, home=moepass.Disk(folder=tmp_path))
     compiled = torch.compile(model, backend="asyncep", options=OPTIONS)
     assert torch.equal(compiled(tokens()), expected)
     status = (tmp_path / "blocks.2.safetensors").stat()
@@ -257,7 +257,7 @@ def test_weights_in_files_are_not_written(checkpoint: Path) -> None:
 def test_a_model_in_memory_is_written_and_streamed(form: str, tmp_path: Path) -> None:
     model = Stack(form, depth=3, bias=True)
     expected = model(tokens())
-    report = moepass.offload_experts(model, home="disk", bank_folder=tmp_path / "a" / "b", page_cache="drop")
+    report = moepass.offload_experts(model, home=moepass.Disk(folder=tmp_path / "a" / "b", page_cache="drop"))
     compiled = torch.compile(model, backend="asyncep", options=OPTIONS)
     for run in (model, compiled, compiled):
         assert torch.equal(run(tokens()), expected)
@@ -270,7 +270,7 @@ def test_a_conversion_is_written_once(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(
         moepass.InputError,
         match=r"layers\.0\.mlp\.experts\.gate_up_proj is made by a conversion from torch\.float32 to torch\.bfloat16, "
-        r"and home='disk' needs its bytes in a file as they are; name a bank_folder with room for \d+ bytes",
+        r"and home='disk' needs its bytes in a file as they are; name a folder with room for \d+ bytes",
     ):
         moepass.load_pretrained(checkpoint, home="disk", dtype=torch.bfloat16)
     told: list[tuple[int, int]] = []
@@ -279,9 +279,8 @@ def test_a_conversion_is_written_once(checkpoint: Path, tmp_path: Path) -> None:
         told.clear()
         return moepass.load_pretrained(
             checkpoint,
-            home="disk",
+            home=moepass.Disk(folder=tmp_path),
             dtype=torch.bfloat16,
-            bank_folder=tmp_path,
             progress=lambda done, total: told.append((done, total)),
         )
 
@@ -302,8 +301,7 @@ def test_nothing_is_written_where_the_checkpoint_will_do(checkpoint: Path, tmp_p
     told: list[tuple[int, int]] = []
     model = moepass.load_pretrained(
         checkpoint,
-        home="disk",
-        bank_folder=tmp_path / "banks",
+        home=moepass.Disk(folder=tmp_path / "banks"),
         progress=lambda done, total: told.append((done, total)),
     )
     assert not (tmp_path / "banks").exists()
@@ -322,7 +320,7 @@ def _load_on_a_rank(checkpoint: Path, folder: Path) -> tuple[int, float]:
             return write(self, name, made_of, tensors)
 
         patched.setattr(BankFolder, "_written", counting)
-        model = moepass.load_pretrained(checkpoint, home="disk", dtype=torch.bfloat16, bank_folder=folder)
+        model = moepass.load_pretrained(checkpoint, home=moepass.Disk(folder=folder), dtype=torch.bfloat16)
     return len(written), float(moepass.offload_report(model).store.gather_now(1)[0].double().sum())
 
 
@@ -343,18 +341,6 @@ def test_one_of_many_processes_writes(checkpoint: Path, tmp_path: Path) -> None:
             moepass.InputError,
             r"blocks.0 is in memory, and home='disk' needs it in files; name",
         ),
-        (
-            {"home": "disk", "page_cache": "off"},
-            moepass.OptionError,
-            r"page_cache is 'off'; it must be one of drop, k",
-        ),
-        ({"home": "disk", "group": "all"}, moepass.OptionError, r"home is 'disk', which concerns one process alone"),
-        (
-            {"bank_folder": "x"},
-            moepass.OptionError,
-            r"bank_folder is 'x', but home is 'host'; it goes with home='di",
-        ),
-        ({"page_cache": "drop"}, moepass.OptionError, r"page_cache is 'drop', but home is 'host'; it goes with home="),
         (
             {"home": "disk", "device": "meta"},
             moepass.InputError,

@@ -197,7 +197,7 @@ def _load_on_a_rank(folder: Path, compiles: bool) -> tuple[dict[str, int], int, 
     with pytest.MonkeyPatch.context() as patched:
         counts = _count_reads(patched)
         model = moepass.load_pretrained(
-            folder, home="peer", timeout_s=50, progress=lambda done, total: told.append((done, total))
+            folder, home=moepass.Peer(timeout_s=50), progress=lambda done, total: told.append((done, total))
         )
     report = moepass.offload_report(model)
     assert report.home == "peer"
@@ -237,7 +237,7 @@ def test_each_rank_reads_its_own_experts_alone(checkpoint: Path, ranks: int, com
 def _first_layer_stays(folder: Path, layer_bytes: int) -> tuple[tuple[str, ...], int]:
     told: list[tuple[int, int]] = []
     model = moepass.load_pretrained(
-        folder, home="peer", timeout_s=50, resident_bytes=layer_bytes, progress=lambda *now: told.append(now)
+        folder, home=moepass.Peer(timeout_s=50), resident_bytes=layer_bytes, progress=lambda *now: told.append(now)
     )
     report = moepass.offload_report(model)
     with torch.no_grad():
@@ -258,7 +258,7 @@ def test_the_first_layer_is_read_by_every_rank_where_it_stays(checkpoint: Path) 
 def _stacked_on_a_rank(folder: Path) -> int:
     with pytest.MonkeyPatch.context() as patched:
         counts = _count_reads(patched)
-        model = moepass.load_pretrained(folder, home="peer", timeout_s=50)
+        model = moepass.load_pretrained(folder, home=moepass.Peer(timeout_s=50))
     with torch.no_grad():
         inputs = tiny_inputs(model)
         # Offloaded too: in a file matrices may lie at odd addresses, where products round in another way.
@@ -276,7 +276,7 @@ def test_stacked_experts_are_cut(tmp_path: Path) -> None:
 
 def _differs(folders: list[Path]) -> str:
     try:
-        moepass.load_pretrained(folders[dist.get_rank()], home="peer", timeout_s=50)
+        moepass.load_pretrained(folders[dist.get_rank()], home=moepass.Peer(timeout_s=50))
     except moepass.MoepassError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was wrong"
@@ -310,7 +310,7 @@ def test_ranks_with_different_checkpoints_get_one_error(
 
 def _keeps_other_layers(folder: Path) -> str:
     with pytest.raises(PeerError) as caught:
-        moepass.load_pretrained(folder, home="peer", timeout_s=50, resident_bytes=1_000_000 * dist.get_rank())
+        moepass.load_pretrained(folder, home=moepass.Peer(timeout_s=50), resident_bytes=1_000_000 * dist.get_rank())
     return str(caught.value)
 
 
@@ -334,7 +334,7 @@ def _alone(folder: Path) -> str:
     if dist.get_rank() == 1:
         return ""
     with pytest.raises(PeerError) as caught:
-        moepass.load_pretrained(folder, home="peer", timeout_s=0.5)
+        moepass.load_pretrained(folder, home=moepass.Peer(timeout_s=0.5))
     return str(caught.value)
 
 

@@ -171,7 +171,7 @@ def test_a_stored_profile_is_used_where_none_is_given(monkeypatch: pytest.Monkey
 
 def test_a_profile_that_was_given_has_to_do() -> None:
     with pytest.raises(InputError, match="profile 'made up' has no disk link"):
-        moepass.offload_experts(tiny(), home="disk", bank_folder="nowhere", hardware=machine())
+        moepass.offload_experts(tiny(), home=moepass.Disk(folder="nowhere"), hardware=machine())
     with pytest.raises(OptionError, match=r"hardware is 8; it must be a preset such as 8xh100-80g"):
         placed(tiny(), hardware=8)
 

@@ -45,11 +45,11 @@ def _check_refused(*calls: Callable[[], object]) -> None:
 
 
 def _host(model: torch.nn.Module, folder: Path) -> None:
-    moepass.offload_experts(model, link="emulate:5e6")
+    moepass.offload_experts(model, home=moepass.Host(link="emulate:5e6"))
 
 
 def _disk(model: torch.nn.Module, folder: Path) -> None:
-    moepass.offload_experts(model, home="disk", bank_folder=folder)
+    moepass.offload_experts(model, home=moepass.Disk(folder=folder))
 
 
 @pytest.mark.parametrize("offload", [_host, _disk])
@@ -104,15 +104,17 @@ def _homes_of_ranks(home: str) -> None:
             model, inputs = compiled, hidden_states(SMALL, 8, seed=dist.get_rank())
         else:
             model, inputs = bias_stack(), tokens()
-            offload = offload_collective if home == "collective" else moepass.offload_experts
-            offload(model, **({} if home == "collective" else {"home": home, "timeout_s": 50}))
+            if home == "collective":
+                offload_collective(model)
+            else:
+                moepass.offload_experts(model, {"peer": moepass.Peer, "hybrid": moepass.Hybrid}[home](timeout_s=50))
             compiled = compiled_model(model)
         expected = compiled(inputs)
         fresh = bias_stack()
         calls: list[Callable[[], object]] = [
             lambda: compiled(inputs),
             # The connection to the store is the parent's.
-            lambda: moepass.offload_experts(fresh, home="peer", timeout_s=5),
+            lambda: moepass.offload_experts(fresh, home=moepass.Peer(timeout_s=5)),
         ]
         if home == "collective":
             calls += [lambda: model(inputs), lambda: moepass.gather_only_step(model)]

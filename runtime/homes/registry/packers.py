@@ -1,0 +1,89 @@
+"""What packs banks for each home. A new home is one entry here, and one record in `moepass.models.homes`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from moepass.models.errors import InputError, OptionError, one_of
+from moepass.models.homes import home_named
+from moepass.runtime.homes.collective import make_transport
+from moepass.runtime.homes.device_home import check_transport_to, packer_on
+from moepass.runtime.homes.disk.disk_home import DiskPacker
+from moepass.runtime.homes.host_home import HostPacker, Packer
+from moepass.runtime.homes.hybrid.hybrid_home import HybridPacker
+from moepass.runtime.homes.hybrid.staged_pull import StagedPull
+from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.homes.registry.home_options import Disk, HomeOptions, Host, Hybrid, Peer
+from moepass.runtime.transfer.link import parse_link
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningHome:
+    """A home that can run: the class of its options, and what makes a packer of them for a compute device."""
+
+    options: type[HomeOptions]
+    make_packer: Callable[[Any, torch.device], Packer]
+
+
+def _host(options: Host, device: torch.device) -> Packer:
+    return HostPacker(pin=device.type == "cuda")
+
+
+def _peer(options: Peer, device: torch.device) -> Packer:
+    check_transport_to(device, options.transport)
+    peers = PeerGroup.of(options.group, options.timeout_s, transport=options.transport)
+    transport = make_transport(options.transport, parse_link(options.link))
+    return packer_on(device, options.group or c10d._get_default_group(), peers, transport)
+
+
+def _hybrid(options: Hybrid, device: torch.device) -> Packer:
+    peers = PeerGroup.of(options.group, options.timeout_s)
+    return HybridPacker(peers, StagedPull(parse_link(options.host_link)), options.stages)
+
+
+def _disk(options: Disk, device: torch.device) -> Packer:
+    return DiskPacker(options.folder, keeps_pages=options.page_cache == "keep")
+
+
+# By their names in `moepass.models.homes`.
+RUNNING_HOMES: dict[str, RunningHome] = {
+    home.options.home: home
+    for home in (
+        RunningHome(Host, _host),
+        RunningHome(Peer, _peer),
+        RunningHome(Hybrid, _hybrid),
+        RunningHome(Disk, _disk),
+    )
+}
+
+
+def options_of(home: str | HomeOptions) -> HomeOptions:
+    """The options of a home that is given by its name, with all defaults. Raises OptionError for anything else."""
+    if isinstance(home, HomeOptions):
+        return home
+    if not isinstance(home, str) or home not in RUNNING_HOMES:
+        raise OptionError(
+            f"home is {home!r}; it must be one of {one_of(RUNNING_HOMES)}, or its options, such as "
+            "moepass.Peer(timeout_s=300)"
+        )
+    return RUNNING_HOMES[home].options()
+
+
+def make_packer(options: HomeOptions, device: torch.device) -> Packer:
+    """What brings banks to that home, for a model that computes on `device`.
+
+    Raises InputError where `device` cannot compute from that home yet, and what the home raises: InputError where this
+    machine or process cannot have it, PeerError where the group of ranks cannot meet any more.
+    """
+    devices = home_named(options.home).devices
+    if device.type not in devices:
+        raise InputError(
+            f"device is {device}; home={options.home!r} works on {' and '.join(devices)} only so far, use home='host' "
+            "there"
+        )
+    return RUNNING_HOMES[options.home].make_packer(options, device)

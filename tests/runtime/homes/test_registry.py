@@ -1,0 +1,194 @@
+"""The homes are told in one table: options are checked when they are made, and a new home needs two records."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from backend_helper import Stack, tokens
+
+import moepass
+from moepass.models.formulas.communication import background_bytes
+from moepass.models.homes import HOMES, HomeRecord, LinkUse, home_named
+from moepass.passes.ir.plan import BankSpec
+from moepass.passes.machine.times import gather_seconds
+from moepass.runtime.banks.banks import Bank, pack_bank
+from moepass.runtime.homes.registry.home_options import HomeOptions
+from moepass.runtime.homes.registry.packers import RUNNING_HOMES, RunningHome
+from moepass.runtime.profiles.hardware_profiles import load_hardware
+from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.transfer.sources import Source, whole
+from moepass.runtime.transfer.transports import TRANSPORTS
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+# ---- The table is complete -------------------------------------------------------------------------------------------
+
+
+def test_every_home_can_run_but_the_one_that_offloads_nothing() -> None:
+    assert set(RUNNING_HOMES) == set(HOMES) - {"device"}
+    for name, home in RUNNING_HOMES.items():
+        assert home.options.home == home.options().home == name
+
+
+def test_homes_that_are_spread_and_no_others_have_transports() -> None:
+    for home in HOMES.values():
+        assert bool(home.transports) == home.is_spread, home.name
+        assert set(home.transports) <= set(TRANSPORTS)
+        assert home.is_spread == hasattr(RUNNING_HOMES[home.name].options(), "group") if home.travel else True
+
+
+@pytest.mark.parametrize("home", [home.name for home in HOMES.values() if home.travel])
+def test_every_byte_of_a_bank_that_is_not_there_comes_over_a_link(home: str) -> None:
+    own = 1000 // 4 if home_named(home).rests_in == "device" else 0
+    assert background_bytes(home, 1000, 4) == 1000 - own
+    assert gather_seconds(dataclasses.replace(load_hardware("4xh100"), disk=load_hardware("h100").host), 1e9, home) > 0
+
+
+@pytest.mark.parametrize("home", list(RUNNING_HOMES))
+def test_the_documentation_names_every_home_and_option(home: str) -> None:
+    page = (DOCS / "homes.md").read_text(encoding="utf-8")
+    options = RUNNING_HOMES[home].options
+
+    def row(begin: str) -> str:
+        (found,) = [line for line in page.splitlines() if line.startswith(f"| `{begin}` | ")]
+        return found
+
+    assert ("CUDA" in row(home)) == ("cuda" in home_named(home).devices)
+    names = {field.name for field in dataclasses.fields(options)}
+    assert names == {span.split("=")[0] for span in row(f"moepass.{options.__name__}").split("`")[3::2]}
+    assert {name for name in names if not re.search(rf"\b{name}[:,]", str(options.__doc__))} == set()
+
+
+# ---- Options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        (moepass.Host, {"link": "fast"}, r"link is 'fast'; it must be `real` or `emulate:BYTES_PER_S`"),
+        (moepass.Host, {"link": 5e9}, r"link is 5000000000\.0; it must be"),
+        (moepass.Peer, {"link": "fast"}, r"link is 'fast'"),
+        (moepass.Peer, {"transport": "push"}, r"transport is 'push'; it must be one of collective, pull"),
+        (moepass.Peer, {"transport": 3}, r"transport is 3; it must be one of collective, pull"),
+        (moepass.Peer, {"timeout_s": 0}, r"timeout_s is 0; it must be a number of seconds above 0"),
+        (moepass.Hybrid, {"timeout_s": 1e9}, r"timeout_s is 1000000000\.0; the limit is"),
+        (moepass.Hybrid, {"stages": 0}, r"stages is 0; a rank needs at least 1"),
+        (moepass.Hybrid, {"stages": True}, r"stages is True"),
+        (moepass.Hybrid, {"host_link": "5e9"}, r"host_link is '5e9'; it must be `real` or `emulate:BYTES_PER_S`"),
+        (moepass.Disk, {"page_cache": "off"}, r"page_cache is 'off'; it must be one of drop, keep"),
+        (moepass.Disk, {"folder": 3}, r"folder is 3; it must be the path of a folder, or None"),
+    ],
+)
+def test_wrong_options_are_named_when_they_are_made(
+    options: type[HomeOptions], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(moepass.OptionError, match=message):
+        options(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"transport": "pull"}, {"folder": "banks"}, {"stages": 2}])
+def test_options_of_another_home_are_no_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(arguments))}'"):
+        moepass.Host(**arguments)
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(arguments))}'"):
+        moepass.offload_experts(Stack(depth=2), **arguments)
+
+
+def test_options_are_values() -> None:
+    assert moepass.Peer(timeout_s=5) == moepass.Peer(timeout_s=5) != moepass.Peer(timeout_s=6)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        moepass.Host().link = "emulate:1e9"  # type: ignore[misc]
+
+
+# ---- A new home ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attic(HomeOptions):
+    home = "attic"
+
+    rooms: int = 2
+
+
+class AtticHome(Home):
+    """Notes which banks were asked for, by their room."""
+
+    def __init__(self, rooms: int) -> None:
+        self.visits = [0] * rooms
+
+    def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
+        self.visits[bank.index % len(self.visits)] += 1
+        return tuple(whole(shard) for shard in shards)
+
+
+class AtticPacker:
+    def __init__(self, rooms: int) -> None:
+        self.home = AtticHome(rooms)
+
+    def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        return
+
+    def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
+        return pack_bank(index, name, tensors, home="attic", pin=False)
+
+    def connect(self, banks: Sequence[Bank]) -> None:
+        return
+
+
+@pytest.fixture
+def attic() -> Iterator[None]:
+    """A home that consists of a record and a packer."""
+    record = HomeRecord("attic", "gather dust in the attic", "host", (LinkUse("host", "all"), LinkUse("disk", "all")))
+    running = RunningHome(Attic, lambda options, device: AtticPacker(options.rooms))
+    with mock.patch.dict(HOMES, attic=record), mock.patch.dict(RUNNING_HOMES, attic=running):
+        yield
+
+
+@pytest.mark.parametrize(("home", "rooms"), [("attic", 2), (Attic(rooms=3, link="emulate:1e9"), 3)])
+@torch.no_grad()
+def test_a_new_home_runs(home: str | HomeOptions, rooms: int, attic: None) -> None:
+    torch.manual_seed(0)
+    model = Stack("dense_bmm", depth=3)
+    expected = model(tokens())
+    report = moepass.offload_experts(model, home)
+    assert report.home == "attic"
+    assert torch.equal(model(tokens()), expected)
+    at_home = report.store.home
+    assert isinstance(at_home, AtticHome)
+    before = sum(at_home.visits)
+    assert before >= 3
+    assert len(at_home.visits) == rooms
+    with moepass.record_compilations() as compilations:
+        compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+        for _ in range(2):
+            assert torch.equal(compiled(tokens()), expected)
+    assert sum(at_home.visits) >= before + 6
+    assert compilations[0].plan.reason.startswith("3 banks gather dust in the attic and stream through 2 slots")
+
+
+def test_a_new_home_is_forecast(attic: None) -> None:
+    hardware = load_hardware("h100")
+    assert hardware.host is not None
+    with pytest.raises(moepass.InputError, match="has no disk link"):
+        gather_seconds(hardware, 1e9, "attic")
+    both = dataclasses.replace(hardware, disk=hardware.host)
+    assert gather_seconds(both, 1e9, "attic") == gather_seconds(both, 1e9, "host")
+    report = moepass.explain("demo", hardware=both, home="attic", lower="eager")
+    assert report.strategy.home == "attic"
+
+
+def test_a_new_home_is_told_in_errors(attic: None) -> None:
+    with pytest.raises(moepass.OptionError, match="it must be one of attic, disk, host, hybrid, peer"):
+        moepass.offload_experts(Stack(depth=2), "cellar")
+    with pytest.raises(moepass.InputError, match="it must be one of attic, device, disk, host, hybrid, peer"):
+        moepass.explain("demo", home="cellar")
+    with pytest.raises(moepass.InputError, match=r"device is meta; home='attic' works on cpu only so far"):
+        moepass.offload_experts(Stack(depth=2), "attic", device="meta")
