@@ -208,8 +208,10 @@ def test_a_resident_model_is_recorded_too() -> None:
 
 def test_a_device_without_a_recording_says_so(streaming: Streaming) -> None:
     from moepass.runtime.execute.executor import Executor
+    from moepass.runtime.system.forking import OwnerProcess
 
     executor = Executor.__new__(Executor)
+    executor._owner = OwnerProcess()
     with moepass.record_timeline(), pytest.raises(InputError, match="computes on meta, where nothing tells when"):
         executor([torch.empty(1, device="meta")])
 
