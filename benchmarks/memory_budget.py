@@ -44,7 +44,7 @@ MODELS: dict[str, Layers] = {
 
 def main(
     tokens: int = 1024,
-    share: float = 0.5,
+    share: float = 0.65,
     ratio: float = 1.3,
     repeats: int = 5,
     profiles: str = "",
