@@ -145,7 +145,10 @@ class Host:
                 if copy.buffer == STAGING:
                     copy.taken = True
                     banks[node.kwargs["bank"]]  # type: ignore[index]
-                    copy = self._decode(self.buffer_of[node.kwargs["slot"]], copy.contents)  # type: ignore[index]
+                    # Decoded as another bank, of other sizes, it is nothing.
+                    is_own = copy.contents is not None and copy.contents[1] == node.kwargs["bank"]
+                    contents = copy.contents if is_own else None
+                    copy = self._decode(self.buffer_of[node.kwargs["slot"]], contents)  # type: ignore[index]
                     started.append(copy)
                     self._fill_free_ahead()
                 values[node] = copy

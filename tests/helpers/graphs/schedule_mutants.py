@@ -182,7 +182,7 @@ def _drop(mutation: Mutation) -> None:
 
 def _drop_stay(mutation: Mutation) -> None:
     stay, other = mutation.stay(), mutation.stay()
-    if stay is None or other is None or stay[1] is other[1]:
+    if stay is None or other is None or stay[0] is other[0] or stay[1] is other[1]:
         return
     for mine, theirs in zip(reversed(stay), reversed(other), strict=True):
         for decoded in [user for user in mine.users if is_call(user, decode)]:
