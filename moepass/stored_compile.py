@@ -28,6 +28,7 @@ from moepass.runtime.captures.fingerprint import (
     machine,
     settings,
     short_versions,
+    traced_sources,
     versions,
 )
 from moepass.runtime.captures.stored_capture import CaptureRecord, StoredCapture, record_capture
@@ -46,8 +47,8 @@ class StoredModule:
     `torch.compile`, and what that compiles is stored, if it can be.
 
     The module, torch's settings and the functions that transformers has registered must stay as they are from the first
-    call on, and in the process that stores as in the one that loads; what is registered is not compared. So this is for
-    programs that make their model themselves, as the command line does. `torch.compile` is for everybody else.
+    call on. So this is for programs that make their model themselves, as the command line does. `torch.compile` is for
+    everybody else.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class StoredModule:
         for content in store.load(self._key):
             try:
                 record = msgspec.json.decode(content, type=CaptureRecord)
-                if file_digests(record.files) != record.files:
-                    raise NotStorableError("other sources of the model")
+                if traced_sources({file: source.names for file, source in record.sources.items()}) != record.sources:
+                    raise NotStorableError("other sources of the model, or other values behind the names in them")
                 found.append(StoredCapture(record, self._module, _bank_store(self._module)))
             except NotStorableError as error:
                 logger.info("a stored capture of %s is not used, because it is of %s", self._name, error)
@@ -119,11 +120,10 @@ class StoredModule:
         if not watch.graphs and not watch.problem:
             return result  # Dynamo had compiled it before
         try:
-            files = {file for graph in watch.graphs for file in graph.files}
             if digest_of(self._description()) != self._key:
                 self._captures = []
                 raise NotStorableError("a module that changed while it ran")
-            record = record_capture(watch, self._module, arguments, result, file_digests(files))
+            record = record_capture(watch, self._module, arguments, result)
         except NotStorableError as error:
             self._do_not_store(error)
             return result

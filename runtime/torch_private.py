@@ -107,11 +107,22 @@ def expect_vector_instructions(expected: str) -> None:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
-def traced_files() -> frozenset[str]:
-    """The source files whose code stands in the graph that Dynamo captures at this moment."""
-    traced = TracingContext.get_traced_code() or ()
-    # Names as <string> are of code that others of these files made, or Python itself brings.
-    return frozenset(code.co_filename for code in traced if not code.co_filename.startswith("<"))
+def traced_names() -> dict[str, frozenset[str]]:
+    """The source files whose code stands in the graph that Dynamo captures at this moment, and the names that it reads.
+
+    Among the names are those of attributes.
+    """
+    found: dict[str, frozenset[str]] = {}
+    for code in TracingContext.get_traced_code() or ():
+        # Names as <string> are of code that others of these files made, or Python itself brings.
+        if not code.co_filename.startswith("<"):
+            found[code.co_filename] = found.get(code.co_filename, frozenset()) | _names(code)
+    return found
+
+
+def _names(code: CodeType) -> frozenset[str]:
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def _compilation() -> dict[str, Any]:

@@ -68,7 +68,8 @@ def parts_of_nodes(graph: Graph, blocks: Sequence[MoEBlock] = ()) -> dict[Node, 
             if EXPERTS in down[node] or (_SCORES not in down[node] and down[node] - {_OUTPUT}):
                 parts[node] = ROUTER
         elif kind == _WEIGHT_GEMM:
-            scores_experts = not experts or fake_value(node).shape[-1] in experts
+            width = fake_value(node).shape[-1]
+            scores_experts = not experts or (isinstance(width, int) and width in experts)
             if _SCORES in up[node] | down[node] or down[node] == {ATTENTION}:
                 parts[node] = ATTENTION
             elif ROUTER in down[node] and _CHOICE in down[node] and scores_experts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -13,18 +13,21 @@ from torch.fx import GraphModule
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.segment_records import SegmentRecord, record_segments
-from moepass.runtime.torch_private import traced_files
+from moepass.runtime.torch_private import traced_names
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledGraph:
-    """What the backend made of `captured`; `top` calls the segments. `files` are the sources that Dynamo traced."""
+    """What the backend made of `captured`; `top` calls the segments.
+
+    `names` has the sources that Dynamo traced, and the names that they read.
+    """
 
     captured: GraphModule
     top: GraphModule
     segments: dict[str, SegmentRecord]
     executor: Executor
-    files: frozenset[str]
+    names: Mapping[str, frozenset[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class CaptureWatch:
     def watched(self, captured: GraphModule, top: GraphModule, executor: Executor) -> Callable[[list[Any]], Any]:
         """`executor`, its runs noted. To be called while Dynamo captures, and before the first run."""
         try:
-            graph = CompiledGraph(captured, top, record_segments(top), executor, traced_files())
+            graph = CompiledGraph(captured, top, record_segments(top), executor, traced_names())
             self.graphs.append(graph)
         except NotStorableError as error:
             self.problem = str(error)

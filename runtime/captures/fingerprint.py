@@ -25,6 +25,7 @@ from torch import nn
 
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.captures.code_values import describe_class, describe_code, describe_names
 from moepass.runtime.system.device_names import cpu_info
 
 # Of every module: what torch keeps in it, and what the walk over modules reaches by itself. Hooks count by what they
@@ -81,6 +82,11 @@ def settings() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         ],
+        "hooks": [
+            [name, [_ModelDescription().value(hook, name) for hook in hooks.values()]]
+            for name, hooks in sorted(vars(torch.nn.modules.module).items())
+            if name.startswith("_global_") and name.endswith(_HOOKS)
+        ],
         "precision": torch.get_float32_matmul_precision(),
         "libraries": [torch.backends.mkldnn.enabled, torch.backends.mkl.is_available()],
         "attention": [
@@ -110,10 +116,35 @@ def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
     return found
 
 
+class TracedSource(msgspec.Struct, frozen=True):
+    """A file whose code was traced: the digest of its text, the names that this code reads, and that of their values.
+
+    Of torch's own files the text alone counts.
+    """
+
+    digest: str
+    names: tuple[str, ...]
+    values: str
+
+
+def traced_sources(names_of: Mapping[str, Iterable[str]]) -> dict[str, TracedSource]:
+    """By file. Raises NotStorableError as `file_digests`, and for a file that this process has not loaded."""
+    values = describe_names(names_of)
+    return {
+        file: TracedSource(digest, tuple(sorted(names_of[file])), digest_of(values.get(file)))
+        for file, digest in file_digests(names_of).items()
+    }
+
+
 def describe_model(model: nn.Module) -> Any:
     """Everything in `model` but the numbers of its tensors. Raises NotStorableError, which names what has no text."""
     describe = _ModelDescription()
-    return {path: describe.module(module, path) for path, module in model.named_modules(remove_duplicate=False)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {_name_of(type(module)): type(module) for module in modules.values()}
+    return [
+        {path: describe.module(module, path) for path, module in modules.items()},
+        {name: describe_class(kind) for name, kind in kinds.items()},
+    ]
 
 
 class _ModelDescription:
@@ -152,8 +183,7 @@ class _ModelDescription:
         if isinstance(value, (type, types.BuiltinFunctionType, torch._ops.OpOverload)):
             return _name_of(value)
         if isinstance(value, types.CodeType):
-            constants = [self.value(part, where) for part in value.co_consts]
-            return [value.co_code.hex(), list(value.co_names), list(value.co_freevars), constants]
+            return describe_code(value)
         if isinstance(value, types.MethodType):
             return [self.value(value.__func__, where), _name_of(type(value.__self__))]
         known = self._number(value)

@@ -31,6 +31,7 @@ from moepass.passes.ir.protocol import PassContext
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.captures.capture_watch import CaptureWatch, CompiledGraph, GraphRun
+from moepass.runtime.captures.fingerprint import TracedSource, traced_sources
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.segment_records import SegmentRecord, read_segments, reads_compiled_code
 from moepass.runtime.torch_private import vector_instructions
@@ -99,8 +100,8 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
 class CaptureRecord(msgspec.Struct, frozen=True):
     """`sizes` says by name which dimension of which argument is a size. `result` is the output that the call gave.
 
-    `files` are the sources of the traced code with their digests. `vector_instructions` are those that Inductor
-    compiled for; empty where it compiled nothing.
+    `sources` are the files of the traced code. `vector_instructions` are those that Inductor compiled for; empty where
+    it compiled nothing.
     """
 
     inputs: tuple[StateInput | ArgumentInput | SizeInput, ...]
@@ -111,7 +112,7 @@ class CaptureRecord(msgspec.Struct, frozen=True):
     plan: Plan
     top: tuple[NodeRecord, ...]
     segments: dict[str, SegmentRecord]
-    files: dict[str, str]
+    sources: dict[str, TracedSource]
     vector_instructions: str = ""
 
     def name(self) -> str:
@@ -120,9 +121,7 @@ class CaptureRecord(msgspec.Struct, frozen=True):
         return hashlib.sha256(served).hexdigest()[:16]
 
 
-def record_capture(
-    watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object, files: dict[str, str]
-) -> CaptureRecord:
+def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object) -> CaptureRecord:
     """What one call of the compiled `model` compiled. Raises NotStorableError where that alone gives no such call."""
     graph, run = _only_run(watch)
     inputs = graph_inputs(graph.captured.graph)
@@ -164,7 +163,7 @@ def record_capture(
         graph.executor.plan,
         record_graph(graph.top.graph),
         graph.segments,
-        files,
+        traced_sources(graph.names),
         vector_instructions() if any(reads_compiled_code(segment) for segment in graph.segments.values()) else "",
     )
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import moepass
 from moepass import stored_compile
@@ -411,6 +413,115 @@ def test_code_that_was_edited_while_the_process_ran_is_not_stored(
 def _compiles_rows(store: CaptureStore, model: nn.Module) -> bool:
     stored = StoredModule(model, EAGER, "edited", store)
     return _graphs_compiled_by(lambda: stored(torch.ones(4))) > 0
+
+
+# ---- misses: other code under the same names -------------------------------------------------------------------------
+
+SCRIPT = """import os
+from torch import nn
+
+SCALE = int(os.environ.get("SCALE_OF_TEST", "2"))
+
+
+def scaled(rows):
+    return rows * SCALE
+
+
+class Model(nn.Module):
+    def forward(self, rows):
+        return scaled(rows)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
+    """Makes the model of a module `script`, as a process would that began after it was written."""
+    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: time.time() + 1)
+
+    def make(text: str = SCRIPT, name: str = "first.py") -> nn.Module:
+        source = tmp_path / name
+        if not source.exists() or source.read_text() != text:
+            source.write_text(text)
+        spec = importlib.util.spec_from_file_location("script", source)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "script", module)
+        spec.loader.exec_module(module)
+        made: nn.Module = module.Model()
+        return made
+
+    return make
+
+
+@pytest.fixture
+def stored_script(script: Callable[..., nn.Module], store: CaptureStore) -> CaptureStore:
+    result = StoredModule(script(), EAGER, "edited", store)(torch.ones(4))
+    assert torch.equal(result, torch.full((4,), 2.0))
+    assert not _compiles_rows(store, script())
+    return store
+
+
+def test_classes_of_one_name_in_two_files_are_told_apart(
+    stored_script: CaptureStore, script: Callable[..., nn.Module]
+) -> None:
+    """As two scripts have them, whose module is called `__main__`."""
+    assert not _compiles_rows(stored_script, script())
+    assert _compiles_rows(stored_script, script(SCRIPT.replace("* SCALE", "* SCALE * 2"), "second.py"))
+
+
+def test_a_number_in_a_module_is_compared(
+    stored_script: CaptureStore, script: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALE_OF_TEST", "3")
+    assert _compiles_rows(stored_script, script())
+
+
+def test_a_function_that_was_replaced_is_compared(
+    stored_script: CaptureStore, script: Callable[..., nn.Module]
+) -> None:
+    model = script()
+    sys.modules["script"].scaled = lambda rows: rows * 7  # type: ignore[attr-defined]
+    assert _compiles_rows(stored_script, model)
+
+
+def test_a_method_that_was_replaced_is_compared(stored_script: CaptureStore, script: Callable[..., nn.Module]) -> None:
+    model = script()
+    type(model).forward = lambda self, rows: rows * 7
+    assert _compiles_rows(stored_script, model)
+
+
+def test_an_attribute_of_a_class_is_compared() -> None:
+    before = _key(Sum())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sum, "scale", 2, raising=False)
+        assert _key(Sum()) != before
+    assert _key(Sum()) == before
+
+
+def test_functions_that_transformers_has_registered_are_compared(store: CaptureStore) -> None:
+    def stored() -> bool:
+        model = tiny_model("qwen3_moe", num_hidden_layers=1)
+        given = [torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 1).long()]
+        called = StoredModule(PromptModel(model), EAGER, "qwen3_moe", store)
+        return _graphs_compiled_by(lambda: called(*given)) == 0
+
+    assert not stored()
+    assert stored()
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with pytest.MonkeyPatch.context() as patch:
+        # Of this file, none of whose code the stored graph has.
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *given, **named: [2 * sdpa(*given, **named)[0], None])
+        assert not stored()
+        assert stored()
+    assert not stored()
+
+
+def test_hooks_of_all_modules_are_compared(filled: Filled) -> None:
+    store, _ = filled
+    with register_module_forward_hook(lambda module, inputs, output: output):
+        assert _compiles(store, _stack())
+    assert not _compiles(store, _stack())
 
 
 # ---- what is not stored ----------------------------------------------------------------------------------------------

@@ -89,6 +89,18 @@ def test_families(family: str, lower: str, experts: str) -> None:
     assert set(gemms) <= set(parts)
 
 
+def test_a_convolution_over_any_number_of_tokens() -> None:
+    """Its last dimension is a size that only a run tells, which is no number of experts."""
+    model = tiny_model("qwen3_next", num_hidden_layers=1)
+    moepass.offload_experts(model)
+    inputs = tiny_inputs(model, batch=2, seq=9)
+    for tensor in inputs.values():
+        torch._dynamo.mark_dynamic(tensor, 1)
+    graph = _captured(model, "eager", **inputs).graph
+    parts = parts_of_nodes(graph, [match.record for match in find_blocks(graph).matches])
+    assert {part for node, part in parts.items() if "convolution" in str(node.target)} == {"attention"}
+
+
 def _parts(function: Callable[..., Any], *example: torch.Tensor) -> Counter[str]:
     return Counter(parts_of_nodes(make_fx(function, tracing_mode="fake")(*example).graph).values())
 
