@@ -140,9 +140,16 @@ _handles_lock = threading.Lock()
 
 
 def bank_key(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> Hashable:
-    """What tells a bank from others: the memory of `inputs`; and of parameters, what they are parts of."""
-    whole = (bank.tensors, bank.expert_bounds, bank.group) if bank.group else None
+    """What tells a bank from others: the memory of `inputs`; and of parameters, how they lie there and what they are
+    parts of.
+    """
+    whole = (bank.tensors, bank.expert_bounds, bank.group, (*map(_steps, inputs),)) if bank.group else None
     return whole, memories_of(inputs)
+
+
+def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its strides, where they matter: a tensor and its transpose may begin at one place and have the same shape."""
+    return tuple(step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def memories_of(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:

@@ -246,7 +246,9 @@ class Executor:
                 self._refuse_blocks(reason)
                 return self._captured(*arguments)
         schedule = self._schedule_for(arguments)
-        device, sizes = device_of(arguments), read_sizes(self._sizes, arguments)
+        # Guards of captured code let no other device come.
+        self._device = device = self._device or device_of(arguments)
+        sizes = read_sizes(self._sizes, arguments)
         if schedule.ring is None:
             with self._clock.run(device, sizes, None, lambda: self._weight_bytes(arguments)):
                 return schedule.graph_module(*arguments)
@@ -260,7 +262,7 @@ class Executor:
 
     def measured(self) -> MeasuredRuns:
         """What the last runs took. On CUDA this waits until they are over."""
-        return self._clock.measured(self._device or torch.device("cpu"), self.ring)
+        return self._clock.measured(self._device or torch.device("cpu"))
 
     def peak_bytes(self) -> int | None:
         """The most that torch has allocated at once on the device of the last run; None where nobody counts."""
@@ -269,7 +271,6 @@ class Executor:
 
     def _weight_bytes(self, arguments: Sequence[Any]) -> int:
         """Bytes of the inputs on the device of the run, each memory once, but for banks at rest elsewhere."""
-        self._device = device = device_of(arguments)
         at_rest = {
             place
             for bank, places in zip(self._banks, self._inputs, strict=True)
@@ -279,7 +280,7 @@ class Executor:
         held = {
             value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
             for place, value in enumerate(arguments)
-            if isinstance(value, torch.Tensor) and value.device == device and place not in at_rest
+            if isinstance(value, torch.Tensor) and value.device == self._device and place not in at_rest
         }
         return sum(held.values())
 

@@ -1,7 +1,7 @@
 """How long the runs of one graph took, and how long they waited for banks: always on, and cheap.
 
-On a CPU that is two looks at the clock and at the ring's statistics. On CUDA it is two events per run on the compute
-stream, which the host does not wait for, and one synchronisation before the first run that counts.
+On a CPU that is two looks at the clock; on CUDA two events per run on the compute stream, which the host does not wait
+for. What a run waited for banks its ring tells, so that other graphs and models do not count.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from moepass.runtime.transfer.recording import recorded_event
+from moepass.runtime.transfer.copier import Wait
+from moepass.runtime.transfer.recording import event_seconds, recorded_event
 from moepass.runtime.transfer.ring import Ring
 
 # Of the last runs the median is taken.
@@ -27,9 +28,9 @@ _KEPT_RUNS = 32
 class MeasuredRuns:
     """The last runs with equal sizes of their inputs, the first of them left out: slots are empty there, memory is new.
 
-    `runs` counted, the median of whose seconds is `run_seconds`; `exposed_seconds` per run waited for banks, in the
-    mean. Both are None before there is a run that counts. `weight_bytes` are those of the graph's inputs on the device,
-    banks at rest left out, `slot_bytes` those of the ring.
+    `runs` counted. Of the last 32 of these, `run_seconds` is the median of what they took, and `exposed_seconds` the
+    mean of what they waited for banks. Both are None before there is a run that counts. `weight_bytes` are those of the
+    graph's inputs on the device, banks at rest left out, `slot_bytes` those of the ring.
     """
 
     sizes: Mapping[str, int]
@@ -51,8 +52,8 @@ class RunClock:
         self._sizes = sizes
         self._weight_bytes = weight_bytes
         self._runs = 0
-        self._spans: deque[Callable[[], float]] = deque(maxlen=_KEPT_RUNS)
-        self._waited_before = 0.0
+        # Of each run what it took, and its waits.
+        self._spans: deque[tuple[Callable[[], float], Sequence[Wait]]] = deque(maxlen=_KEPT_RUNS)
         self._slot_bytes = 0
 
     @contextlib.contextmanager
@@ -63,16 +64,11 @@ class RunClock:
         with self._lock:
             if sizes != self._sizes or not self._runs:
                 self._start_again(dict(sizes), weight_bytes())
-            elif self._runs == 1:
-                if device.type == "cuda":
-                    # The waits of the run before must be over, to be told from those that are to come.
-                    torch.cuda.synchronize(device)
-                self._waited_before = _waited(ring)
         if device.type == "cuda":
             began = recorded_event(torch.cuda.current_stream(device))
             yield
             ended = recorded_event(torch.cuda.current_stream(device))
-            self._add(lambda: _event_seconds(began, ended), sizes, ring)
+            self._add(lambda: event_seconds(began, ended), sizes, ring)
             return
         started = time.perf_counter()
         yield
@@ -86,28 +82,20 @@ class RunClock:
             self._runs += 1
             self._slot_bytes = 0 if ring is None else ring.device_bytes
             if self._runs > 1:
-                self._spans.append(seconds)
+                self._spans.append((seconds, () if ring is None else ring.waits))
 
-    def measured(self, device: torch.device, ring: Ring | None) -> MeasuredRuns:
+    def measured(self, device: torch.device) -> MeasuredRuns:
         """What was measured so far, once all of it is over."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         with self._lock:
-            counted = max(0, self._runs - 1)
-            seconds = [span() for span in self._spans]
+            taken = [seconds() for seconds, _ in self._spans]
+            waited = [sum(wait() for wait in waits) for _, waits in self._spans]
             return MeasuredRuns(
                 self._sizes,
-                counted,
-                statistics.median(seconds) if seconds else None,
-                (_waited(ring) - self._waited_before) / counted if counted else None,
+                max(0, self._runs - 1),
+                statistics.median(taken) if taken else None,
+                statistics.fmean(waited) if waited else None,
                 self._weight_bytes,
                 self._slot_bytes,
             )
-
-
-def _waited(ring: Ring | None) -> float:
-    return 0.0 if ring is None else ring.statistics.waited_seconds
-
-
-def _event_seconds(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-    return float(began.elapsed_time(ended)) / 1e3

@@ -54,10 +54,10 @@ class DisagreementError(PeerError):
         self.topic, self.values = topic, dict(sorted(values.items()))
         first = min(self.values)
         other = next(rank for rank, value in self.values.items() if value != self.values[first])
-        self.ranks = first, other
         super().__init__(
             f"ranks disagree on {topic}: {self.values[first]} on rank {first}, {self.values[other]} on rank {other}; "
-            f"{remedy}"
+            f"{remedy}",
+            ranks=(first, other),
         )
 
 

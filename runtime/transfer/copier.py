@@ -11,6 +11,8 @@ from moepass.runtime.transfer.learned_order import Fetch
 
 # What writes the bytes of a slot, of the bytes of the link; both flat uint8.
 Decoder = Callable[[torch.Tensor, torch.Tensor], None]
+# Gives the seconds of one wait for a bank; on CUDA once it is over.
+Wait = Callable[[], float]
 
 
 @dataclasses.dataclass
@@ -57,7 +59,7 @@ class Copier:
         """
         raise NotImplementedError
 
-    def wait(self, filled: object, statistics: RingStatistics) -> None:
+    def wait(self, filled: object, statistics: RingStatistics) -> Wait:
         """Let nothing that is issued from now on run before `filled`. Raises CopyError where the copy failed."""
         raise NotImplementedError
 

@@ -40,6 +40,11 @@ def recorded_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+def event_seconds(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    """Between two events that have happened."""
+    return float(began.elapsed_time(ended)) / 1e3
+
+
 class DeviceClock:
     """Tells by the host's clock when events of a CUDA device happened."""
 

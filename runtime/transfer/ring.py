@@ -18,7 +18,7 @@ from moepass.passes.ir.plan import BankSpec, GatherSignature
 from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
 from moepass.runtime.system.slot_pages import slot_memory
-from moepass.runtime.transfer.copier import Copier, RingStatistics
+from moepass.runtime.transfer.copier import Copier, RingStatistics, Wait
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.learned_order import Fetch, LearnedOrder
 from moepass.runtime.transfer.link import Link, check_link_to
@@ -92,6 +92,7 @@ class Ring:
         self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
         self._order: LearnedOrder[Hashable, dict[int, Fetch]] = LearnedOrder()
         self._ahead: dict[int, Ahead] = {}
+        self._waits: list[Wait] = []
         self._forget_runs()
 
     @property
@@ -103,6 +104,11 @@ class Ring:
         """Up to now; on CUDA without waits that are not over yet."""
         self._copier.settle(self._statistics)
         return self._statistics
+
+    @property
+    def waits(self) -> Sequence[Wait]:
+        """Those of the run under way, or of the last one."""
+        return self._waits
 
     @property
     def device_bytes(self) -> int:
@@ -160,6 +166,7 @@ class Ring:
         self.home.transport.begin_run(plan)
         self._graph, self._used = graph, plan.slots
         self._beginning, self._has_begun = {}, False
+        self._waits = []
         self._buffer_of = self._free
         self._free = self._buffer_of[plan.slots :]
 
@@ -199,7 +206,7 @@ class Ring:
 
     def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[torch.Tensor, ...]:
         """The bank's tensors, as views of the slot, once it is full. Raises CopyError where the copy failed."""
-        self._copier.wait(filled, self._statistics)
+        self._waits.append(self._copier.wait(filled, self._statistics))
         key = (self._buffer_of[slot], bank)
         if key not in self._views:
             memory = self._buffers[key[0]]

@@ -7,10 +7,10 @@ from collections import deque
 import torch
 
 from moepass.passes.ir.timeline import COMPUTE
-from moepass.runtime.transfer.copier import Copier, Decoder, RingStatistics
+from moepass.runtime.transfer.copier import Copier, Decoder, RingStatistics, Wait
 from moepass.runtime.transfer.copying import check_slot, slices_in_turn
 from moepass.runtime.transfer.learned_order import Fetch
-from moepass.runtime.transfer.recording import current_recording, recorded_event
+from moepass.runtime.transfer.recording import current_recording, event_seconds, recorded_event
 from moepass.runtime.transfer.sources import MemorySource
 
 
@@ -63,7 +63,7 @@ class StreamCopier(Copier):
             decoder(link, slot)
             return _recorded(StreamCopy(copied.label, copied.filled, recorded_event(self._stream)))
 
-    def wait(self, filled: object, statistics: RingStatistics) -> None:
+    def wait(self, filled: object, statistics: RingStatistics) -> Wait:
         assert isinstance(filled, StreamCopy)
         self.settle(statistics)
         compute = torch.cuda.current_stream(self._device)
@@ -75,6 +75,7 @@ class StreamCopier(Copier):
         if recording is not None:
             recording.add_copy(filled, is_emulated=False)
             recording.add("wait", filled.label, COMPUTE, came, went_on)
+        return lambda: event_seconds(came, went_on)
 
     def event(self) -> torch.cuda.Event:
         return recorded_event(torch.cuda.current_stream(self._device))
@@ -91,7 +92,7 @@ class StreamCopier(Copier):
         """Waits that are over are added up; the host does not wait for the others."""
         while self._waits and self._waits[0][1].query():
             came, went_on = self._waits.popleft()
-            statistics.waited_seconds += came.elapsed_time(went_on) / 1e3
+            statistics.waited_seconds += event_seconds(came, went_on)
 
     def __del__(self) -> None:
         # The allocator must not hand the slots out again while a copy writes into them.

@@ -7,7 +7,7 @@ import time
 import torch
 
 from moepass.passes.ir.timeline import COMPUTE
-from moepass.runtime.transfer.copier import Copier, Decoder, RingStatistics
+from moepass.runtime.transfer.copier import Copier, Decoder, RingStatistics, Wait
 from moepass.runtime.transfer.copying import PendingCopy, PendingDecode
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.link import Link
@@ -38,11 +38,12 @@ class ThreadCopier(Copier):
             recording.add_copy(copy, self._is_emulated)
         return copy
 
-    def wait(self, filled: object, statistics: RingStatistics) -> None:
+    def wait(self, filled: object, statistics: RingStatistics) -> Wait:
         assert isinstance(filled, PendingCopy)
         started = time.perf_counter()
         filled.wait()
-        statistics.waited_seconds += time.perf_counter() - started
+        waited = time.perf_counter() - started
+        statistics.waited_seconds += waited
         statistics.staged_bytes += filled.staged_bytes
         statistics.unstaged_bytes += filled.unstaged_bytes
         self._pending.remove(filled)
@@ -51,6 +52,7 @@ class ThreadCopier(Copier):
             # Also those that the run before has started.
             recording.add_copy(filled, self._is_emulated)
             recording.add("wait", filled.label, COMPUTE, started, time.perf_counter())
+        return lambda: waited
 
     def event(self) -> object:
         return "done"
