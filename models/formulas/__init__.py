@@ -66,7 +66,7 @@ from moepass.models.formulas.memory import (
     resident_bytes,
     routed_activation_bytes,
 )
-from moepass.models.formulas.saturation import Saturation, saturation, threshold_of_one_text, threshold_of_texts
+from moepass.models.formulas.saturation import Saturation, saturation, threshold_of_one_sequence, threshold_of_sequences
 from moepass.models.formulas.sizes import Size, batch, divided, evaluate, ranks, sequence, tokens
 
 __all__ = [
@@ -116,8 +116,8 @@ __all__ = [
     "score_flops",
     "sequence",
     "staged_bytes",
-    "threshold_of_one_text",
-    "threshold_of_texts",
+    "threshold_of_one_sequence",
+    "threshold_of_sequences",
     "tokens",
     "triangular_solve_flops",
 ]

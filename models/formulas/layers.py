@@ -105,7 +105,7 @@ def flops_per_token(layer: Layer, hidden: int) -> int:
 
 
 def layer_flops(layer: Layer, hidden: int, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
-    """FLOPs of a layer for `batch` texts of `sequence` tokens, each behind `prefix` cached or shared tokens."""
+    """FLOPs of a layer for `batch` sequences of `sequence` tokens, each behind `prefix` cached or shared tokens."""
     weights = batch * sequence * flops_per_token(layer, hidden)
     return weights + mixing_flops(layer.attention, batch, sequence, prefix)
 
@@ -118,9 +118,9 @@ def head_flops(architecture: Architecture, positions: Size) -> Size:
 def model_flops(
     architecture: Architecture, batch: Size, sequence: Size, prefix: Size = 0, positions: Size | None = None
 ) -> Size:
-    """FLOPs of a forward pass over `batch` texts of `sequence` tokens, each behind `prefix` cached or shared tokens.
+    """FLOPs of a forward pass over `batch` sequences of `sequence` tokens, each after `prefix` cached or shared tokens.
 
-    `positions` are the tokens whose logits are computed: one per text where None, as prefill-only work needs.
+    `positions` are the tokens whose logits are computed: one per sequence where None, as prefill-only work needs.
     """
     layers = sum(
         count * layer_flops(layer, architecture.hidden, batch, sequence, prefix)

@@ -50,7 +50,7 @@ def resident_bytes(architecture: Architecture, dtype: str | None = None) -> int:
 
 
 def kv_bytes(attention: Attention, batch: Size, sequence: Size, dtype: str) -> Size:
-    """Bytes that one layer must keep of `batch` texts of `sequence` tokens: 2·B·S·Nkv·dh·b for ordinary attention.
+    """Bytes that one layer must keep of `batch` sequences of `sequence` tokens: 2·B·S·Nkv·dh·b for ordinary attention.
 
     Windows and chunks keep their last tokens only, latent attention its compressed form, recurrent layers a state.
     """
@@ -107,7 +107,7 @@ def experts_hit(experts: Size, top_k: Size, tokens: Size) -> Size:
 def mixing_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype: str = "bf16") -> Size:
     """Bytes of activations that token mixing reads and writes, its norm and the addition to the residual stream too.
 
-    Attention reads queries, keys and values once, as fused kernels do for all but the longest texts.
+    Attention reads queries, keys and values once, as fused kernels do for all but the longest sequences.
     """
     attention = layer.attention
     inputs = attention.query_width + attention.key_width + attention.value_width

@@ -36,7 +36,7 @@ _NO_LIMIT = 1 << 30
 
 
 def explain_model(path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lower: str = "inductor") -> Explanation:
-    """Plan the checkpoint folder or config file `path` for `batch` texts of `seq` tokens.
+    """Plan the checkpoint folder or config file `path` for `batch` sequences of `seq` tokens.
 
     Raises CheckpointError where the config makes no model, OptionError and PlanError for slots that do not do.
     """

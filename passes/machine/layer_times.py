@@ -17,22 +17,25 @@ from moepass.passes.machine.times import attention_seconds, gemm_seconds, groupe
 
 
 @dataclasses.dataclass(frozen=True)
-class Texts:
-    """What a rank computes in a step: `batch` texts of `sequence` tokens, each behind `prefix` computed before."""
+class Sequences:
+    """What a rank computes in a step: `count` sequences of `length` tokens, each after a prefix of `prefix` tokens.
 
-    batch: int
-    sequence: int
+    The prefix was computed before: its tokens cost nothing here, but attention sees them.
+    """
+
+    count: int
+    length: int
     prefix: int = 0
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.sequence
+        return self.count * self.length
 
 
-def texts_of(tokens: int, sequence: int) -> Texts:
-    """As many whole texts of `sequence` tokens as `tokens` make, but one text at least: a shorter one if need be."""
-    length = min(tokens, sequence)
-    return Texts(tokens // length, length)
+def sequences_of(tokens: int, longest: int) -> Sequences:
+    """As many whole sequences of `longest` tokens as fit into `tokens`; one shorter sequence where none fits."""
+    length = min(tokens, longest)
+    return Sequences(tokens // length, length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,21 +86,21 @@ def activation_dtype(dtype: str) -> str:
 
 
 def layer_seconds(
-    hardware: Hardware, layer: Layer, hidden: int, texts: Texts, dtype: str, split: Split = WHOLE
+    hardware: Hardware, layer: Layer, hidden: int, sequences: Sequences, dtype: str, split: Split = WHOLE
 ) -> LayerSeconds:
-    """One device's part of `layer` for `texts`, weights in `dtype`. Raises InputError for a dtype without a rate."""
-    tokens, wide = texts.tokens, activation_dtype(dtype)
+    """Seconds of one device's part of `layer`; weights are in `dtype`. Raises InputError for a dtype without a rate."""
+    tokens, wide = sequences.tokens, activation_dtype(dtype)
     attention = layer.attention
     output_width = attention.output_width / split.mixing
     projections = projection_parameters(attention, hidden) / hidden / split.mixing - output_width
     mixing_products = gemm_seconds(hardware, dtype, tokens, hidden, projections)
     mixing_products += gemm_seconds(hardware, dtype, tokens, output_width, hidden)
-    scores = mixing_flops(attention, texts.batch, texts.sequence, texts.prefix) / split.mixing
+    scores = mixing_flops(attention, sequences.count, sequences.length, sequences.prefix) / split.mixing
     mixing_passes = mixing_traffic_bytes(layer, hidden, tokens, wide) / split.mixing
     mlp_passes = mlp_traffic_bytes(layer, hidden, tokens, wide) / split.widths
     has_tiles = attention.kind in ("full", "sliding", "chunked")
     queries = tokens * attention.heads / split.mixing if has_tiles else None
-    seen = texts.prefix + texts.sequence
+    seen = sequences.prefix + sequences.length
     seen = min(seen, attention.window or seen)
     if layer.experts is None:
         assert layer.dense_width is not None
@@ -121,6 +124,6 @@ def layer_seconds(
     )
 
 
-def head_seconds(hardware: Hardware, architecture: Architecture, texts: Texts, dtype: str) -> float:
-    """The logits of the last token of each text: all that prefill-only work needs."""
-    return gemm_seconds(hardware, activation_dtype(dtype), texts.batch, architecture.hidden, architecture.vocab)
+def head_seconds(hardware: Hardware, architecture: Architecture, sequences: Sequences, dtype: str) -> float:
+    """The logits of the last token of each sequence, which is all that prefill-only work needs."""
+    return gemm_seconds(hardware, activation_dtype(dtype), sequences.count, architecture.hidden, architecture.vocab)

@@ -215,7 +215,7 @@ def attention_seconds(
 ) -> float:
     """Attention of `flops` in all; `sequence` (keys that a query sees at most) and `head_dim` say how fast it runs.
 
-    `queries` are those of all heads and texts, which kernels take a tile at a time; None: it is not known how many.
+    `queries` are those of all heads and sequences, which kernels take a tile at a time; None: it is not known how many.
 
     `is_masked`: by a mask, so `flops` are those of all pairs of queries and keys; else what a causal kernel leaves out
     is not in `flops`. A profile without a table of one has the rate of the other.

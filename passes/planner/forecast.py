@@ -17,7 +17,7 @@ from moepass.models.formulas.layers import model_flops
 from moepass.models.formulas.saturation import GAMMA, Saturation
 from moepass.passes.ir.decisions import ASYNCEP, Decisions, DeviceMemory
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.machine.layer_times import texts_of
+from moepass.passes.machine.layer_times import sequences_of
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS
 from moepass.passes.planner.host_memory import HostMemory, host_memory
@@ -110,7 +110,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     )
     comparison = (*compare_strategies(setting), streamed, resident_cost(setting))
     chosen, runner_up = ranking(comparison, setting.ranks)
-    flops = model_flops(architecture, setting.texts.batch, setting.texts.sequence)
+    flops = model_flops(architecture, setting.sequences.count, setting.sequences.length)
     peak = peak_flops_per_s(hardware, setting.dtype).value
     return Forecast(
         setting=setting,
@@ -150,10 +150,11 @@ def _two_slots(problem: PlanningProblem) -> DeviceMemory:
 def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
     """`planned`'s schedule with another number of tokens per rank and step, memory left out of account.
 
-    Texts keep their length, but for steps of less than one text, so that `tokens` come down to whole texts.
+    Sequences keep their length, and `tokens` is rounded down to whole sequences. A step of fewer tokens than one
+    sequence has one shorter sequence.
     `all_to_all_seconds` are those of dp_ep; on one device, where nothing is exchanged, of all experts resident.
     """
-    setting = dataclasses.replace(planned.setting, texts=texts_of(tokens, planned.setting.texts.sequence))
+    setting = dataclasses.replace(planned.setting, sequences=sequences_of(tokens, planned.setting.sequences.length))
     stages = model_stages(setting, planned.home)
     machine, found = streaming_machine(setting, planned.home), planned.schedule
     if found is not None:
@@ -162,7 +163,7 @@ def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
         # Two slots: the slower of link and computation sets the pace.
         run = simulate_stages(stages, DEFAULT_SLOTS, machine=machine)
     exchanged = strategy_cost(setting, "dp_ep").step_seconds
-    return CurvePoint(setting.texts.tokens, run.step_seconds, run.exposed_seconds, exchanged)
+    return CurvePoint(setting.sequences.tokens, run.step_seconds, run.exposed_seconds, exchanged)
 
 
 def crossover_tokens(planned: Forecast) -> int | None:

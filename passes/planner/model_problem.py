@@ -14,7 +14,7 @@ from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, without_emulation
-from moepass.passes.machine.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds
+from moepass.passes.machine.layer_times import LayerSeconds, Sequences, head_seconds, layer_seconds
 from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
 from moepass.passes.planner.phases import LayerPhase
@@ -54,8 +54,8 @@ def model_problem(
         phases=phases,
         home=home,
         resting=resting_memory(setting, home) if resting is None else resting,
-        batch=setting.texts.batch,
-        sequence=setting.texts.sequence,
+        batch=setting.sequences.count,
+        sequence=setting.sequences.length,
         profile=profile_of(setting.hardware, streaming_machine(setting, home)),
         budget_bytes=setting.budget_bytes if math.isfinite(setting.budget_bytes) else None,
         resident=None
@@ -86,7 +86,7 @@ def model_stages(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
                 f"{name} {'experts' if nbytes else 'mlp'}", name, seconds[layer].mlp, nbytes, transfer, number=index
             )
         )
-    head = head_seconds(setting.hardware, setting.architecture, setting.texts, setting.dtype)
+    head = head_seconds(setting.hardware, setting.architecture, setting.sequences, setting.dtype)
     stages.append(LayerPhase("head", "head", head))
     return tuple(stages)
 
@@ -108,7 +108,7 @@ def threshold(setting: Setting, layer: Layer, transfer: float, gamma: float = GA
 
 def _reached_rate(setting: Setting, layer: Layer, tokens: int) -> float:
     """FLOP/s of a layer's products and passes together, attention scores apart: what n · f runs at."""
-    seconds = _seconds(dataclasses.replace(setting, texts=Texts(tokens, 1)), layer)
+    seconds = _seconds(dataclasses.replace(setting, sequences=Sequences(tokens, 1)), layer)
     without_scores = seconds.total - seconds.mixing_scores
     return tokens * flops_per_token(layer, setting.architecture.hidden) / without_scores
 
@@ -172,7 +172,7 @@ def link_bytes(setting: Setting, layer: Layer) -> int:
 
 
 def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:
-    return layer_seconds(setting.hardware, layer, setting.architecture.hidden, setting.texts, setting.dtype)
+    return layer_seconds(setting.hardware, layer, setting.architecture.hidden, setting.sequences, setting.dtype)
 
 
 def saturation_at(setting: Setting, layer: Layer, transfer: float, rate: float, gamma: float) -> Saturation:
@@ -182,5 +182,5 @@ def saturation_at(setting: Setting, layer: Layer, transfer: float, rate: float, 
         transfer_seconds=transfer,
         flops_per_s=rate,
         gamma=gamma,
-        sequence=setting.texts.sequence,
+        sequence=setting.sequences.length,
     )
