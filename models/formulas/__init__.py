@@ -18,10 +18,10 @@ of scans; elementwise work costs bytes, not FLOPs. Bytes are counted once per te
 from __future__ import annotations
 
 from moepass.models.formulas.attention import (
+    attention_flops,
     attention_pairs,
     causal_pairs,
     chunked_pairs,
-    mixing_flops,
     score_flops,
 )
 from moepass.models.formulas.communication import (
@@ -76,6 +76,7 @@ __all__ = [
     "activation_bytes",
     "active_parameters",
     "all_gather_bytes",
+    "attention_flops",
     "attention_pairs",
     "attention_parameters",
     "background_bytes",
@@ -104,7 +105,6 @@ __all__ = [
     "layer_parameters",
     "layer_traffic_bytes",
     "layer_weight_bytes",
-    "mixing_flops",
     "model_flops",
     "model_kv_bytes",
     "model_parameters",

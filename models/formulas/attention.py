@@ -1,4 +1,4 @@
-"""What token mixing costs beyond its projections: scores of attention, scans of linear attention and state spaces.
+"""What attention costs beyond its projections: scores of attention, scans of linear attention and state spaces.
 
 Attention reads pairs: a token and one that it sees. A causal sequence of S tokens has S(S + 1)/2 of them, half of the
 square that torch's counter assumes. Where P tokens before the sequence are cached or shared, S·P pairs come on top.
@@ -76,7 +76,7 @@ def selective_scan_flops(tokens: Size, channels: Size, states: Size) -> Size:
     return SCAN_FLOPS * tokens * channels * states
 
 
-def mixing_flops(attention: Attention, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
+def attention_flops(attention: Attention, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
     """FLOPs of `batch` sequences of `sequence` tokens beyond the projections, each behind `prefix` cached tokens."""
     if attention.kind == "linear":
         return delta_rule_flops(batch * sequence, attention.heads, attention.head_dim, attention.value_head_dim)

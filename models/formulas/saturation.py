@@ -22,7 +22,7 @@ import math
 import sympy
 
 from moepass.models.errors import InputError
-from moepass.models.formulas.attention import causal_pairs, mixing_flops, score_flops
+from moepass.models.formulas.attention import attention_flops, causal_pairs, score_flops
 from moepass.models.formulas.layers import flops_per_token, layer_flops
 from moepass.models.formulas.sizes import Size, evaluate, tokens
 from moepass.models.sizes.architecture import Layer
@@ -158,8 +158,8 @@ def _scores_per_token_of(layer: Layer, sequence: int | None) -> float:
     if sequence is None:
         # States cost the same per token whatever the length; scores of pairs are left out.
         has_state = layer.attention.kind in ("linear", "state_space")
-        return float(mixing_flops(layer.attention, 1, 1)) if has_state else 0.0
-    return float(mixing_flops(layer.attention, 1, sequence)) / sequence
+        return float(attention_flops(layer.attention, 1, 1)) if has_state else 0.0
+    return float(attention_flops(layer.attention, 1, sequence)) / sequence
 
 
 def _flops(layer: Layer, hidden: int, count: int, sequence: int | None, one_sequence: bool) -> float:

@@ -328,7 +328,7 @@ def calibrate(
 
     Models on this machine are then planned with it. With --quick it is written and not stored.
 
-    Products, products by expert, attention, memory, copies into slots, collectives, and how much copies slow
+    GEMMs, grouped GEMMs, attention, memory, copies into slots, collectives, and how much copies slow
     computation down. Leave the machine alone meanwhile: what else runs is measured too.
     """
     target = check_output(output)

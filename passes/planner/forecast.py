@@ -1,7 +1,7 @@
 """What moepass would do with a model on a machine, and what that takes: a plan in numbers, from sizes alone.
 
 Pseudo-code
-    stages: every layer's mixing, then its experts with their bank, then the head
+    phases: every layer's attention, then its experts with their bank, then the head
     memory left over beside dense weights, this rank's shards and activations goes to slots and resident banks
     the schedule with the least exposed time that fits, simulated in its steady state
     compared with all other strategies; the fastest that fits is chosen, and may be another one

@@ -1,6 +1,6 @@
 """The planning problem of a model on a machine, posed from the sizes of its layers alone.
 
-A bank is read from its router on, so token mixing is a phase of its own.
+A bank is read from its router on, so attention is a phase of its own.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def profile_of(hardware: Hardware, machine: Machine) -> Profile:
 
 
 def model_stages(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
-    """All layers in order; a bank is read from its router on, so mixing is a stage of its own."""
+    """All layers in order; a bank is read from its router on, so attention is a phase of its own."""
     stages: list[LayerPhase] = []
     seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
     banks = {layer: bank_transfer(setting, layer, home) for layer in seconds}
     for index, layer in enumerate(setting.architecture.layers):
         name, (nbytes, transfer) = f"layer {index}", banks[layer]
-        stages.append(LayerPhase(f"{name} attention", name, seconds[layer].mixing, number=index))
+        stages.append(LayerPhase(f"{name} attention", name, seconds[layer].attention, number=index))
         stages.append(
             LayerPhase(
                 f"{name} {'experts' if nbytes else 'mlp'}", name, seconds[layer].mlp, nbytes, transfer, number=index
@@ -107,9 +107,9 @@ def threshold(setting: Setting, layer: Layer, transfer: float, gamma: float = GA
 
 
 def _reached_rate(setting: Setting, layer: Layer, tokens: int) -> float:
-    """FLOP/s of a layer's products and passes together, attention scores apart: what n · f runs at."""
+    """FLOP/s that a layer reaches on average, without attention scores: the rate for n · f."""
     seconds = _seconds(dataclasses.replace(setting, sequences=Sequences(tokens, 1)), layer)
-    without_scores = seconds.total - seconds.mixing_scores
+    without_scores = seconds.total - seconds.attention_scores
     return tokens * flops_per_token(layer, setting.architecture.hidden) / without_scores
 
 
@@ -134,12 +134,12 @@ def resting_memory(setting: Setting, home: str) -> DeviceMemory:
 def streaming_machine(setting: Setting, home: str) -> Machine:
     """How copies and computation act together.
 
-    Copies slow products and memory passes down by different factors: their mean over the model. An emulated link is
+    Copies slow GEMMs and memory passes down by different factors: their mean over the model. An emulated link is
     busy for longer than it copies, and slows nothing down while it waits: the mean over that time too.
     """
     kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
     total = sum(count * seconds.total for count, seconds in kinds)
-    passes = sum(count * (seconds.mixing_passes + seconds.mlp_passes) for count, seconds in kinds)
+    passes = sum(count * (seconds.attention_passes + seconds.mlp_passes) for count, seconds in kinds)
     overlap = setting.hardware.overlap
     slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
     on_host = setting.hardware.device_kind == "cpu"

@@ -61,7 +61,7 @@ class StrategyCost:
 class Setting:
     """What is compared: one model on one machine. `budget_bytes` of memory may be used on each device.
 
-    `dtype` is what products are computed in. With `stored` weights rest and travel as a checkpoint stores them, and
+    `dtype` is what GEMMs are computed in. With `stored` weights rest and travel as a checkpoint stores them, and
     every strategy computes from that; None: they rest in `dtype`.
     `engine_tokens` are those of a micro-batch of every strategy but asyncep; None: only pipelines have micro-batches.
     `transport` is how ranks exchange the shards of banks.
@@ -171,13 +171,13 @@ def _dp_ep(setting: Setting, layer: Layer) -> float:
 def _dp_tp(setting: Setting, layer: Layer) -> float:
     sequences, ranks = setting.sequences, setting.ranks
     everybody = dataclasses.replace(sequences, count=sequences.count * ranks)
-    computing = _layer(setting, layer).mixing + _layer(setting, layer, everybody, widths=ranks).mlp
+    computing = _layer(setting, layer).attention + _layer(setting, layer, everybody, widths=ranks).mlp
     return computing + _gather_and_scatter(setting, everybody.tokens)
 
 
 def _tp_tp(setting: Setting, layer: Layer) -> float:
     ranks = setting.ranks
-    computing = _layer(setting, layer, mixing=ranks, widths=ranks).total
+    computing = _layer(setting, layer, attention=ranks, widths=ranks).total
     return ranks * (computing + 2 * setting.collective("all_reduce", setting.row_bytes(setting.sequences.tokens)))
 
 
@@ -185,20 +185,20 @@ def _tp_ep(setting: Setting, layer: Layer) -> float:
     if layer.experts is None:
         return _tp_tp(setting, layer)
     ranks, tokens = setting.ranks, setting.sequences.tokens
-    computing = _layer(setting, layer, mixing=ranks).mixing + _share(setting, layer, experts=ranks).mlp
+    computing = _layer(setting, layer, attention=ranks).attention + _share(setting, layer, experts=ranks).mlp
     exchanging = _gather_and_scatter(setting, tokens) + _exchange(setting, layer, tokens / ranks)
     return ranks * (computing + exchanging)
 
 
 def _sp_tp(setting: Setting, layer: Layer) -> float:
     ranks, tokens = setting.ranks, setting.sequences.tokens
-    computing = _layer(setting, layer, mixing=ranks).mixing + _layer(setting, layer, widths=ranks).mlp
+    computing = _layer(setting, layer, attention=ranks).attention + _layer(setting, layer, widths=ranks).mlp
     return ranks * (computing + _key_values(setting, layer) + _gather_and_scatter(setting, tokens))
 
 
 def _sp_ep(setting: Setting, layer: Layer) -> float:
     ranks, tokens = setting.ranks, setting.sequences.tokens
-    computing = _layer(setting, layer, mixing=ranks).mixing + _share(setting, layer, experts=ranks).mlp
+    computing = _layer(setting, layer, attention=ranks).attention + _share(setting, layer, experts=ranks).mlp
     exchanging = _exchange(setting, layer, tokens / ranks) if layer.experts is not None else 0.0
     return ranks * (computing + _key_values(setting, layer) + exchanging)
 
@@ -266,8 +266,8 @@ def _micro_batched(setting: Setting, name: str) -> float:
     steps = [dataclasses.replace(setting, sequences=part) for part in parts]
     seconds = sum(_over_layers(step, functools.partial(_SECONDS[name], step)) for step in steps)
     if name in _DATA_PARALLEL:
-        mixing = [_over_layers(step, lambda layer, step=step: _layer(step, layer).mixing) for step in steps]  # type: ignore[misc]
-        seconds += len(parts) * slowest_seconds(mixing, setting.ranks) - sum(mixing)
+        attention = [_over_layers(step, lambda layer, step=step: _layer(step, layer).attention) for step in steps]  # type: ignore[misc]
+        seconds += len(parts) * slowest_seconds(attention, setting.ranks) - sum(attention)
     return _rounds(setting, parts) * seconds + _head(setting)
 
 
