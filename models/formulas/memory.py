@@ -81,22 +81,22 @@ def activation_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str) -> Siz
     """Bytes of the tensors that live at once in a layer, at their peak; attention scores are never whole in memory.
 
     Derived from the order of operations in a captured layer, each written to memory of its own: the residual stream
-    and its normalised form live through every stage.
+    and its normalised form live from one end of the layer to the other.
     """
     attention = layer.attention
     inputs = attention.query_width + attention.key_width + attention.value_width
-    stages = [inputs + attention.output_width, attention.output_width + hidden]
+    live_widths = [inputs + attention.output_width, attention.output_width + hidden]
     if layer.experts is None:
         assert layer.dense_width is not None
-        stages += [3 * layer.dense_width, layer.dense_width + hidden]
+        live_widths += [3 * layer.dense_width, layer.dense_width + hidden]
     else:
         experts = layer.experts
         # `routed` values are the result of the up projection, `inner` of them are left behind the gate.
         routed = routed_activation_bytes(experts, 1, "fp8")
         inner = experts.top_k * experts.width
         copies = experts.top_k * hidden
-        stages += [copies + routed, routed + inner, inner + copies, 2 * copies + hidden, 3 * experts.shared_width]
-    return tokens * (2 * hidden + max(stages)) * element_bytes(dtype)
+        live_widths += [copies + routed, routed + inner, inner + copies, 2 * copies + hidden, 3 * experts.shared_width]
+    return tokens * (2 * hidden + max(live_widths)) * element_bytes(dtype)
 
 
 def experts_hit(experts: Size, top_k: Size, tokens: Size) -> Size:

@@ -25,14 +25,14 @@ from moepass.passes.planner.make_plan import DEFAULT_SLOTS, MOST_SLOTS, MadePlan
 from moepass.passes.planner.model_problem import (
     bank_transfer,
     link_bytes,
+    model_phases,
     model_problem,
-    model_stages,
     saturation_at,
     streaming_machine,
     threshold,
 )
 from moepass.passes.planner.phases import LayerPhase, RingSchedule
-from moepass.passes.planner.simulate import Simulation, simulate_stages
+from moepass.passes.planner.simulate import Simulation, simulate_phases
 from moepass.passes.planner.strategies import (
     Setting,
     StrategyCost,
@@ -57,7 +57,7 @@ class Forecast:
     setting: Setting
     home: str
     transfer_seconds: float
-    stages: tuple[LayerPhase, ...]
+    phases: tuple[LayerPhase, ...]
     decisions: Decisions | None
     schedule: RingSchedule | None
     simulation: Simulation | None
@@ -116,7 +116,7 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
         setting=setting,
         home=home,
         transfer_seconds=transfer,
-        stages=problem.phases,
+        phases=problem.phases,
         decisions=None if made is None else made.decisions,
         schedule=None if made is None else made.schedule,
         simulation=simulation,
@@ -155,13 +155,13 @@ def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
     `all_to_all_seconds` are those of dp_ep; on one device, where nothing is exchanged, of all experts resident.
     """
     setting = dataclasses.replace(planned.setting, sequences=sequences_of(tokens, planned.setting.sequences.length))
-    stages = model_stages(setting, planned.home)
+    phases = model_phases(setting, planned.home)
     machine, found = streaming_machine(setting, planned.home), planned.schedule
     if found is not None:
-        run = simulate_stages(stages, found.slots, found.resident, machine)
+        run = simulate_phases(phases, found.slots, found.resident, machine)
     else:
         # Two slots: the slower of link and computation sets the pace.
-        run = simulate_stages(stages, DEFAULT_SLOTS, machine=machine)
+        run = simulate_phases(phases, DEFAULT_SLOTS, machine=machine)
     exchanged = strategy_cost(setting, "dp_ep").step_seconds
     return CurvePoint(setting.sequences.tokens, run.step_seconds, run.exposed_seconds, exchanged)
 

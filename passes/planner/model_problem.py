@@ -43,7 +43,7 @@ def model_problem(
 
     Raises InputError where the machine lacks the link, where the model has no experts, or for a dtype without a rate.
     """
-    phases = model_stages(setting, home)
+    phases = model_phases(setting, home)
     if threshold_tokens is None:
         layer = setting.architecture.typical_moe_layer
         threshold_tokens = threshold(setting, layer, bank_transfer(setting, layer, home)[1]).tokens
@@ -73,22 +73,22 @@ def profile_of(hardware: Hardware, machine: Machine) -> Profile:
     return Profile(hardware.name, ", ".join(sources), machine)
 
 
-def model_stages(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
+def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
     """All layers in order; a bank is read from its router on, so attention is a phase of its own."""
-    stages: list[LayerPhase] = []
+    phases: list[LayerPhase] = []
     seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
     banks = {layer: bank_transfer(setting, layer, home) for layer in seconds}
     for index, layer in enumerate(setting.architecture.layers):
         name, (nbytes, transfer) = f"layer {index}", banks[layer]
-        stages.append(LayerPhase(f"{name} attention", name, seconds[layer].attention, number=index))
-        stages.append(
+        phases.append(LayerPhase(f"{name} attention", name, seconds[layer].attention, number=index))
+        phases.append(
             LayerPhase(
                 f"{name} {'experts' if nbytes else 'mlp'}", name, seconds[layer].mlp, nbytes, transfer, number=index
             )
         )
     head = head_seconds(setting.hardware, setting.architecture, setting.sequences, setting.dtype)
-    stages.append(LayerPhase("head", "head", head))
-    return tuple(stages)
+    phases.append(LayerPhase("head", "head", head))
+    return tuple(phases)
 
 
 def threshold(setting: Setting, layer: Layer, transfer: float, gamma: float = GAMMA) -> Saturation:
@@ -122,13 +122,13 @@ def least_memory_bytes(setting: Setting, home: str) -> float:
 
 
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
-    """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
+    """Bytes that every schedule needs: dense weights, this rank's shards or staging buffers, activations."""
     dense, activations = setting.dense_bytes, activations_bytes(setting)
     record = home_named(home)
     shards = banks_bytes(setting) / setting.ranks if record.keeps_shards_on_device else 0.0
     largest = max(link_bytes(setting, layer) for layer in setting.architecture.layer_counts)
-    stages = record.staging_buffers * largest / setting.ranks
-    return DeviceMemory(dense + shards, stages, activations)
+    staging_bytes = record.staging_buffers * largest / setting.ranks
+    return DeviceMemory(dense + shards, staging_bytes, activations)
 
 
 def streaming_machine(setting: Setting, home: str) -> Machine:

@@ -210,8 +210,8 @@ class _Known:
         """What rests on the device in any case, but activations."""
         keeps_shards = home_named(self.route.home).keeps_shards_on_device
         shards = sum(self.bank_bytes.values()) / self.route.ranks if keeps_shards else 0.0
-        stages = self.route.staging_buffers * max(self.bank_bytes.values(), default=0) / self.route.ranks
-        return DeviceMemory(self.dense_bytes + shards, stages, 0.0)
+        staging_bytes = self.route.staging_buffers * max(self.bank_bytes.values(), default=0) / self.route.ranks
+        return DeviceMemory(self.dense_bytes + shards, staging_bytes, 0.0)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
         """The plan, with the layers that `stay` where that is decided."""

@@ -23,7 +23,7 @@ from moepass.passes.planner.forecast import (
     curve_point,
     forecast,
 )
-from moepass.passes.planner.model_problem import least_memory_bytes, model_stages, streaming_machine
+from moepass.passes.planner.model_problem import least_memory_bytes, model_phases, streaming_machine
 from moepass.passes.planner.strategies import Setting, StrategyCost, activations_bytes, banks_bytes, resident_cost
 from moepass.passes.planner.threshold_curve import threshold_curve
 from moepass.passes.planner.verdict import reason
@@ -56,13 +56,13 @@ def _scarce(home: str, banks: float = 2.0, **changes: int) -> Setting:
 
 def test_stages_are_the_layers_with_their_banks() -> None:
     setting = _setting()
-    stages = model_stages(setting, "peer")
+    phases = model_phases(setting, "peer")
     bank = bank_bytes(MOE.experts, 4096, "bf16")  # type: ignore[arg-type]
-    assert [stage.bank_bytes for stage in stages] == [0, 0, *[0, bank] * 5, 0]
-    assert {stage.transfer_seconds for stage in stages} == {0.0, gather_seconds(H100, bank, "peer")}
+    assert [phase.bank_bytes for phase in phases] == [0, 0, *[0, bank] * 5, 0]
+    assert {phase.transfer_seconds for phase in phases} == {0.0, gather_seconds(H100, bank, "peer")}
     layers = [layer_seconds(H100, layer, 4096, setting.sequences, "bf16").total for layer in SMALL.layers]
     whole = sum(layers) + head_seconds(H100, SMALL, setting.sequences, "bf16")
-    assert sum(stage.compute_seconds for stage in stages) == pytest.approx(whole)
+    assert sum(phase.compute_seconds for phase in phases) == pytest.approx(whole)
 
 
 def test_a_saturated_step_takes_what_all_experts_at_hand_would_take() -> None:
