@@ -154,7 +154,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
     layers = tuple(bank.spec.name for bank in store.banks)
     resident = tuple(find_expert_modules(model))
     home = store.banks[0].spec.home
-    return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.stage_bytes)
+    return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.staging_bytes)
 
 
 @dataclass(frozen=True)

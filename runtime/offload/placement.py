@@ -102,7 +102,7 @@ class BankRoute:
     """How banks of a model travel: from which home, between how many ranks, by which transport.
 
     `links` has the bytes per second of those that are emulated, by their names in a hardware profile.
-    `staging_buffers` is 0 but for homes that stage shards.
+    `staging_buffers` is 0 for homes that have none.
     """
 
     home: str
@@ -124,7 +124,7 @@ class BankRoute:
             max(1, dist.get_world_size(getattr(options, "group", None))) if is_spread else 1,
             getattr(options, "transport", PULL),
             links,
-            getattr(options, "stages", 0),
+            getattr(options, "staging_buffers", 0),
         )
 
 
