@@ -21,8 +21,9 @@ from torch.fx import GraphModule
 from moepass.explaining.compiler_view import Explanation
 from moepass.models.checkpoint.checkpoint_folders import meta_model
 from moepass.models.errors import MoepassError
-from moepass.passes.ir.plan import BANK_TENSOR, Plan
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext
+from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.pipeline import compile_graph
 from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.lowering.lower_segments import decompositions
