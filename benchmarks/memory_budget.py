@@ -94,7 +94,7 @@ def _compare(
 
     def placed(**wishes: object) -> tuple[nn.Module, Decisions]:
         changed = copy.deepcopy(model)
-        report = moepass.offload_experts(changed, link=link, hardware=machine, tokens=asked, **wishes)  # type: ignore[arg-type]
+        report = moepass.offload_experts(changed, moepass.Host(link=link), hardware=machine, tokens=asked, **wishes)  # type: ignore[arg-type]
         assert report.store.placed is not None
         return changed, report.store.placed.decisions
 
