@@ -61,7 +61,7 @@ def _measure(family: str, form: str, dtype: torch.dtype, inductor: bool) -> list
         if inductor and dtype is torch.float32:
             logits, _ = _run(build(), inputs, "inductor", stream=True)
             difference = _relative_difference(logits, expected)
-            # grouped_mm has no fp64, batched_mm computes the same products
+            # grouped_mm has no fp64, batched_mm computes the same GEMMs
             precise = tiny_model(family, experts_implementation="batched_mm").double()(**inputs).logits
             own_error = _relative_difference(expected, precise)
     same = [torch.equal(logits, expected) for logits in (resident, streaming)]

@@ -2,8 +2,8 @@
 
     peer     1/N on each rank's device: W·(N-1)/N over the peer link
     host     everything in host memory: W over the host link of one rank
-    hybrid   1/N of host memory over the host link into stages, W·(N-1)/N of stages over the peer link
-    alone    hybrid, while all other ranks rest: their stages serve the one that runs
+    hybrid   1/N of host memory over the host link into staging buffers, W·(N-1)/N of them over the peer link
+    alone    hybrid, while all other ranks rest: their staging buffers serve the one that runs
 
 A bank has W bytes. Every rank has a peer link and a host link of its own; a transfer really copies, then waits until
 bytes / bandwidth seconds have passed. Few tokens are computed, so that transfers are what takes the time. A forward
@@ -39,7 +39,7 @@ def main(
     layers: int = 6,
     tokens: int = 64,
     repeats: int = 3,
-    stages: int = 2,
+    staging_buffers: int = 2,
     links: str = "200:400,200:200,400:125",
 ) -> None:
     """Time forwards of TOKENS tokens over LINKS, pairs of MB/s, peer:host."""
@@ -48,13 +48,13 @@ def main(
         store = str(Path(folder) / "store")
         context = torch.multiprocessing.get_context("spawn")
         queue = context.SimpleQueue()
-        arguments = (ranks, store, queue, layers, tokens, repeats, stages, pairs)
+        arguments = (ranks, store, queue, layers, tokens, repeats, staging_buffers, pairs)
         torch.multiprocessing.spawn(_rank, arguments, nprocs=ranks)
         results = [queue.get() for _ in pairs]
     rows = [_row(result, ranks, name) for result in results for name in VARIANTS]
     print_table(
-        f"{ranks} ranks, {layers} layers of {results[0]['bank_bytes'] / 1e6:.1f} MB, {tokens} tokens, {stages} stages, "
-        "2 slots, both links EMULATED",
+        f"{ranks} ranks, {layers} layers of {results[0]['bank_bytes'] / 1e6:.1f} MB, {tokens} tokens, "
+        f"{staging_buffers} staging buffers, 2 slots, both links EMULATED",
         [
             "peer MB/s",
             "host MB/s",
@@ -62,7 +62,7 @@ def main(
             "predicted s",
             "measured s",
             "of predicted",
-            "from stages",
+            "from staging buffers",
             "holds",
             "equal",
         ],
@@ -103,7 +103,7 @@ def _rank(
     layers: int,
     tokens: int,
     repeats: int,
-    stages: int,
+    staging_buffers: int,
     pairs: list[tuple[float, float]],
 ) -> None:
     cores = sorted(os.sched_getaffinity(0))
@@ -114,14 +114,14 @@ def _rank(
     hidden = torch.randn(tokens, config.hidden, generator=torch.Generator().manual_seed(rank))
     with torch.no_grad():
         for links in pairs:
-            result = _measure(config, hidden, links, stages, repeats)
+            result = _measure(config, hidden, links, staging_buffers, repeats)
             if rank == 0:
                 queue.put({**result, "links": links, "layers": layers})
     dist.destroy_process_group()
 
 
 def _measure(
-    config: StackConfig, hidden: torch.Tensor, links: tuple[float, float], stages: int, repeats: int
+    config: StackConfig, hidden: torch.Tensor, links: tuple[float, float], staging_buffers: int, repeats: int
 ) -> dict[str, Any]:
     torch._dynamo.reset()
     gc.collect()
@@ -132,7 +132,9 @@ def _measure(
     peer, host = (f"emulate:{rate}" for rate in links)
     moepass.offload_experts(models["peer"], moepass.Peer(link=peer))
     moepass.offload_experts(models["host"], moepass.Host(link=host))
-    report = moepass.offload_experts(models["hybrid"], moepass.Hybrid(link=peer, host_link=host, stages=stages))
+    report = moepass.offload_experts(
+        models["hybrid"], moepass.Hybrid(link=peer, host_link=host, staging_buffers=staging_buffers)
+    )
     compiled = {
         name: torch.compile(model, backend="asyncep", options={"lower": "eager"})
         for name, model in {"resident": resident, **models}.items()
@@ -146,8 +148,8 @@ def _measure(
         before = figures.staged_bytes, figures.unstaged_bytes
         run = functools.partial(compiled["hybrid" if name == "alone" else name], hidden)
         seconds[name] = _seconds(run, repeats, is_alone=name == "alone")
-        from_stages, past_stages = figures.staged_bytes - before[0], figures.unstaged_bytes - before[1]
-        staged[name] = from_stages / max(1, from_stages + past_stages)
+        from_buffers, past_buffers = figures.staged_bytes - before[0], figures.unstaged_bytes - before[1]
+        staged[name] = from_buffers / max(1, from_buffers + past_buffers)
     return {"bank_bytes": bank_bytes, "seconds": seconds, "compute": compute, "staged": staged, "equal": equal}
 
 

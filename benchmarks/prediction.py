@@ -40,11 +40,11 @@ from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import from_config
 from moepass.passes.machine.hardware import Collectives, Hardware, with_collectives, with_emulated_link
-from moepass.passes.machine.layer_times import Texts, layer_seconds
+from moepass.passes.machine.layer_times import Sequences, layer_seconds
 from moepass.passes.machine.seconds_table import table_of
 from moepass.passes.planner.forecast import curve_point, forecast
-from moepass.passes.planner.model_problem import model_stages, streaming_machine
-from moepass.passes.planner.simulate import simulate_stages
+from moepass.passes.planner.model_problem import model_phases, streaming_machine
+from moepass.passes.planner.simulate import simulate_phases
 from moepass.passes.planner.strategies import Setting
 from moepass.runtime.calibrate.calibration import calibrate
 from moepass.runtime.calibrate.experiments import CPU_SIZES
@@ -190,8 +190,8 @@ def _middles(trials: Sequence[_Trial]) -> list[str]:
 def _predicted(hardware: Hardware, case: Case) -> float:
     links = [use.link for use in HOMES[case.home].travel]
     setting = _setting(with_emulated_link(hardware, case.link_bytes_per_s, links), case.layers, case.tokens)
-    stages = model_stages(setting, case.home)
-    return simulate_stages(stages, case.slots, machine=streaming_machine(setting, case.home)).step_seconds
+    phases = model_phases(setting, case.home)
+    return simulate_phases(phases, case.slots, machine=streaming_machine(setting, case.home)).step_seconds
 
 
 def _report_crossover(rate: float, rounds: Sequence[tuple[Hardware, list[BothForms]]]) -> bool:
@@ -251,8 +251,8 @@ def _rates(hardware: Hardware, ratios: str) -> Iterator[float]:
     architecture = _architecture(1)
     (layer,) = architecture.layers
     assert layer.experts is not None
-    texts = Texts(BALANCED_TOKENS // SEQUENCE, SEQUENCE)
-    computing = layer_seconds(hardware, layer, architecture.hidden, texts, "fp32").total
+    sequences = Sequences(BALANCED_TOKENS // SEQUENCE, SEQUENCE)
+    computing = layer_seconds(hardware, layer, architecture.hidden, sequences, "fp32").total
     shared_out = (hardware.ranks - 1) / hardware.ranks if hardware.ranks > 1 else 1.0
     crossing = bank_bytes(layer.experts, architecture.hidden, "fp32") * shared_out
     for ratio in ratios.split(","):
@@ -260,8 +260,8 @@ def _rates(hardware: Hardware, ratios: str) -> Iterator[float]:
 
 
 def _setting(hardware: Hardware, layers: int, tokens: int) -> Setting:
-    texts = Texts(tokens // SEQUENCE, SEQUENCE)
-    return Setting(_architecture(layers), hardware, texts, "fp32", hardware.memory_bytes.value)
+    sequences = Sequences(tokens // SEQUENCE, SEQUENCE)
+    return Setting(_architecture(layers), hardware, sequences, "fp32", hardware.memory_bytes.value)
 
 
 def _architecture(layers: int) -> Architecture:

@@ -177,7 +177,7 @@ def _rank(rank: int, store: str, asked: Any, answers: Any, prepare: Callable[...
 def _model(layers: int) -> PreTrainedModel:
     """The reference model with experts that are in about equal demand, as forecasts have them.
 
-    Random attention makes all tokens of a text alike, and one expert everybody's; so it adds little here.
+    Random attention makes all tokens of a sequence alike, and one expert everybody's; so it adds little here.
     """
     model = reference_model(layers)
     for layer in model.model.layers:
@@ -187,9 +187,9 @@ def _model(layers: int) -> PreTrainedModel:
 
 
 def _inputs(tokens: int, sequence: int) -> dict[str, Any]:
-    """Texts of `sequence` random tokens, the same on all ranks; the logits of the last token of each are asked for."""
-    texts = torch.randint(0, 1024, (tokens // sequence, sequence), generator=torch.Generator().manual_seed(tokens))
-    return {"input_ids": texts, "use_cache": False, "logits_to_keep": 1}
+    """Sequences of `sequence` random tokens, the same on all ranks. Logits are computed for the last token of each."""
+    token_ids = torch.randint(0, 1024, (tokens // sequence, sequence), generator=torch.Generator().manual_seed(tokens))
+    return {"input_ids": token_ids, "use_cache": False, "logits_to_keep": 1}
 
 
 def _seconds_alone(run: Callable[[], object], repeats: int) -> list[float]:

@@ -18,7 +18,7 @@ from typing import Any
 from common import print_table
 
 from moepass.models.sizes.presets import preset
-from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.planner.forecast import Forecast, forecast
 from moepass.passes.planner.strategies import (
     ASYNCEP,
@@ -38,7 +38,7 @@ MOST_DEVIATION = 0.15
 BASELINES: list[str] = PUBLISHED["baselines"]
 STRONGEST: str = PUBLISHED["strongest_baseline"]
 
-# Length and number of the synthetic texts.
+# Length and number of the synthetic sequences.
 SYNTHETIC = {256: 40960, 4096: 2560, 32768: 320, 131072: 80}
 LONGEST = max(SYNTHETIC)
 
@@ -59,7 +59,7 @@ class Workload:
         """Some lengths, and how many requests each stands for.
 
         Of the requests the part u is shorter than shortest · (longest ÷ shortest)^(u^shape): log-uniform at shape 1,
-        more short texts above it.
+        more short sequences above it.
         """
         ratio = self.longest / self.shortest
         parts = [((index + 0.5) / points) ** shape for index in range(points)]
@@ -76,12 +76,12 @@ REAL = (
 )
 
 
-def real_texts(shape: float) -> list[tuple[int, float]]:
+def real_lengths(shape: float) -> list[tuple[int, float]]:
     return [text for workload in REAL for text in workload.lengths(shape)]
 
 
 def real_tokens(shape: float) -> float:
-    return sum(length * count for length, count in real_texts(shape))
+    return sum(length * count for length, count in real_lengths(shape))
 
 
 def real_shape() -> float:
@@ -94,10 +94,10 @@ def real_shape() -> float:
 
 
 def setting_of(machine: str, dtype: str, length: int, share: float = MEMORY_SHARE) -> Setting:
-    """A step of `STEP_TOKENS` tokens, or of one text where that is longer, on each device."""
+    """A step of `STEP_TOKENS` tokens, or of one sequence where that is longer, on each device."""
     hardware = load_hardware(machine)
-    texts = Texts(max(1, STEP_TOKENS // length), length)
-    return Setting(MODEL, hardware, texts, dtype, share * hardware.memory_bytes.value, MICRO_BATCH_TOKENS)
+    sequences = Sequences(max(1, STEP_TOKENS // length), length)
+    return Setting(MODEL, hardware, sequences, dtype, share * hardware.memory_bytes.value, MICRO_BATCH_TOKENS)
 
 
 @functools.cache
@@ -107,15 +107,15 @@ def planned(machine: str, dtype: str, length: int) -> tuple[Forecast, tuple[Stra
     made = [forecast(setting, home) for home in homes_of(setting)]
     fitting = [one for one in made if one.cost(ASYNCEP).fits] or [one for one in made if one.simulation]
     if not fitting:
-        raise SystemExit(f"no home of {machine} {dtype} holds texts of {length}")
+        raise SystemExit(f"no home of {machine} {dtype} holds sequences of {length}")
     return min(fitting, key=lambda one: one.cost(ASYNCEP).step_seconds), compare_strategies(setting)
 
 
-def seconds_per_text(machine: str, dtype: str, length: int) -> tuple[float, float]:
+def seconds_per_sequence(machine: str, dtype: str, length: int) -> tuple[float, float]:
     """Of asyncep, and of the fastest baseline that fits."""
     best, baselines = planned(machine, dtype, length)
-    texts = best.setting.texts.batch
-    return best.cost(ASYNCEP).step_seconds / texts, fastest_baseline(baselines).step_seconds / texts
+    sequences = best.setting.sequences.count
+    return best.cost(ASYNCEP).step_seconds / sequences, fastest_baseline(baselines).step_seconds / sequences
 
 
 def fastest_baseline(costs: tuple[StrategyCost, ...]) -> StrategyCost:
@@ -139,7 +139,7 @@ def by_context() -> list[list[Any]]:
     rows = []
     for text, published in PUBLISHED["backend_only_speedup_8xh100_fp8_by_context"].items():
         length = int(text)
-        ours, theirs = seconds_per_text("8xh100-80g", "fp8", length)
+        ours, theirs = seconds_per_sequence("8xh100-80g", "fp8", length)
         fastest = fastest_baseline(planned("8xh100-80g", "fp8", length)[1]).strategy
         rows.append(
             [f"{SYNTHETIC[length]} x {length}", fastest, f"{published:.2f}", *compared(theirs / ours, published)]
@@ -156,20 +156,20 @@ def mfu_ranges() -> list[list[Any]]:
         values = [mfu(machine, "fp8", length) for machine in machines for length in SYNTHETIC]
         for end, predicted, said in zip(("least", "most"), (min(values), max(values)), published, strict=True):
             rows.append([f"{what}, {end}", f"{said:.1%}", *compared(predicted, said, ".1%")])
-    ours, theirs = seconds_per_text("8xh100-80g", "fp8", LONGEST)
+    ours, theirs = seconds_per_sequence("8xh100-80g", "fp8", LONGEST)
     said = PUBLISHED["best_baseline_mfu_8_devices"]
     predicted = mfu("8xh100-80g", "fp8", LONGEST) * ours / theirs
-    rows.append([f"best baseline, texts of {LONGEST}", f"{said:.1%}", *compared(predicted, said, ".1%")])
+    rows.append([f"best baseline, sequences of {LONGEST}", f"{said:.1%}", *compared(predicted, said, ".1%")])
     return rows
 
 
 def end_to_end() -> list[list[Any]]:
-    """The real workloads in sequence, by the backends' times per text."""
+    """The real workloads in sequence, by the backends' times per sequence."""
     rows = []
-    texts = real_texts(real_shape())
+    lengths = real_lengths(real_shape())
     for text, published in PUBLISHED["end_to_end_speedup_over_best_baseline_8_devices"].items():
         device, dtype = text.split()
-        seconds = [(seconds_per_text(f"8x{device}", dtype, length), count) for length, count in texts]
+        seconds = [(seconds_per_sequence(f"8x{device}", dtype, length), count) for length, count in lengths]
         ours, theirs = (sum(count * both[index] for both, count in seconds) for index in (0, 1))
         rows.append([text, f"{published:.2f}", *compared(theirs / ours, published)])
     return rows
@@ -177,18 +177,18 @@ def end_to_end() -> list[list[Any]]:
 
 def main() -> None:
     print(
-        f"{MODEL.name}; asyncep: {STEP_TOKENS} tokens or one text per rank and step; baselines: micro-batches of "
+        f"{MODEL.name}; asyncep: {STEP_TOKENS} tokens or one sequence per rank and step; baselines: micro-batches of "
         f"{MICRO_BATCH_TOKENS} tokens; {MEMORY_SHARE} of each device's memory"
     )
     against = ["published", "predicted", "", "within 15 %"]
     print_table(
-        "Speed-up of the backend by context (8 x H100, fp8)", ["texts", "best baseline", *against], by_context()
+        "Speed-up of the backend by context (8 x H100, fp8)", ["sequences", "best baseline", *against], by_context()
     )
     print_table("MFU (fp8)", ["what", *against], mfu_ranges())
     print_table("Speed-up end to end, by the backend alone", ["machine", *against], end_to_end())
     print(
         f"Real workloads: lengths skewed (shape {real_shape():.2f}) so that they hold the published "
-        f"{REAL_TOKENS / 1e6:.1f}M tokens. The best baseline is the fastest of ours that fits, text by text; the "
+        f"{REAL_TOKENS / 1e6:.1f}M tokens. The best baseline is, for each length, the fastest of ours that fits; the "
         f"publication names {STRONGEST} as the strongest. Two readings of the publication stand behind these tables:"
     )
     print(
@@ -197,8 +197,9 @@ def main() -> None:
         "numbers say so too: the least gain by context times the least gain of the frontend would be 1.50."
     )
     print(
-        f"- The published MFU of the best baseline is taken as that of texts of {LONGEST} tokens: it is the published "
-        "least MFU of the backend divided by the speed-up there, and every other context would need a higher one."
+        f"- The published MFU of the best baseline is taken as that of {LONGEST} tokens per sequence. It is the "
+        "published least MFU of the backend divided by the speed-up there; every other context would need "
+        "a higher one."
     )
 
 

@@ -222,7 +222,7 @@ def _slowest(times: list[float]) -> list[float]:
 
 
 def _flops_per_s() -> float:
-    """What one thread reaches here in a large fp32 product, as experts have it."""
+    """What one thread reaches here in a large fp32 GEMM, as experts have it."""
     torch.set_num_threads(1)
     left = torch.randn(1024, 1024)
     seconds = []

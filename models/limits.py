@@ -15,7 +15,7 @@ from moepass.models.errors import InputError, OptionError
 
 # Devices of one plan. The largest expert-parallel deployments that are published have 320.
 MOST_RANKS = 512
-# Tokens of one rank and step, over all of its texts.
+# Tokens of one rank and step, over all of its sequences.
 MOST_TOKENS = 1 << 24
 # Slots of a planned ring, each as large as a layer's experts.
 MOST_SLOTS = 256

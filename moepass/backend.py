@@ -20,8 +20,9 @@ from moepass.options import Options, parse_options
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.collectives import group_names
 from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_call
-from moepass.passes.ir.plan import BANK_TENSOR, Plan
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import CaptureNotes, PassContext
+from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.machine.hardware import Hardware, with_emulated_link
 from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph

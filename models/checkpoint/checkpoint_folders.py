@@ -1,4 +1,4 @@
-"""Read checkpoint folders: config, weights, tokenizer and prompt, safely and with errors that a person can act on.
+"""Read checkpoint folders: config, model, tokenizer and prompt. Files are checked before a library reads them.
 
 Only safetensors are read, never a pickle; no code of a checkpoint runs, and nothing is fetched.
 """
@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from moepass.models.checkpoint.file_stamp import FileStamps
-from moepass.models.errors import CheckpointError, InputError
-from moepass.models.limits import (
-    MOST_INDEX_BYTES,
-    MOST_JSON_BYTES,
-    MOST_TOKENIZER_BYTES,
-    TooLargeError,
-    check_limit,
-    decode_json,
-    read_limited,
+from moepass.models.checkpoint.weight_files import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    check_loading,
+    check_type,
+    check_weight_files,
+    one_line,
+    read_json,
+    weight_files,
 )
+from moepass.models.errors import CheckpointError
+from moepass.models.limits import MOST_TOKENIZER_BYTES, check_limit
 from moepass.models.sizes.config_checks import check_config, check_raw_config
 
 if TYPE_CHECKING:
@@ -33,14 +34,8 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 PROMPT_FILE = "prompt.json"
 _ADAPTER_FILE = "adapter_config.json"
-_LONGEST_NAME = 200
-# Types of safetensors that quantised weights have.
-_EIGHT_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _TEXT_MARK = "{text}"
 # [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
 _MADE_UP_NUMBERS = 1 << 26
@@ -110,7 +105,7 @@ def load_config(path: Path) -> PreTrainedConfig:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     file = path / CONFIG_FILE if path.is_dir() else path
-    values = _read_json(file, dict)
+    values = read_json(file, dict)
     check_raw_config(values, str(file))
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
@@ -139,7 +134,7 @@ def load_config(path: Path) -> PreTrainedConfig:
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # whatever a family's checks raise about values of this file
         raise CheckpointError(
-            f"{file} does not fit model_type {model_type!r}: {_one_line(error)}",
+            f"{file} does not fit model_type {model_type!r}: {one_line(error)}",
             path=file,
             name="model_type",
             value=model_type,
@@ -163,9 +158,9 @@ def load_model(
     stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
     config = load_config(folder)
     check_type(f"{folder / CONFIG_FILE}: dtype", config.dtype)
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         stamps.check(file)
-    check_numbers(folder, _check_weight_files(folder, config), experts_implementation)
+    check_numbers(folder, check_weight_files(folder, config), experts_implementation)
     model_class = _model_class(config)
     options = _options(model_class, experts_implementation)
     try:
@@ -189,8 +184,8 @@ def load_model(
                 "one of them is missing, or has another shape than the rest",
                 path=folder,
             ) from error
-        raise CheckpointError(f"{folder} cannot be loaded: {_one_line(error)}", path=folder) from error
-    _check_loading(folder, info)
+        raise CheckpointError(f"{folder} cannot be loaded: {one_line(error)}", path=folder) from error
+    check_loading(folder, info)
     stamps.check_all()
     loaded: PreTrainedModel = model
     for name, value in loaded.named_parameters():
@@ -220,7 +215,7 @@ def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: s
                 dtype = torch.bfloat16  # in which fp8 weights would be computed with; torch makes no model of fp8
             model: PreTrainedModel = build(config, dtype=dtype, **_options(model_class, experts_implementation))
     except Exception as error:  # whatever the family's constructor raises about numbers of the config
-        raise CheckpointError(f"{name} makes no {model_class.__name__}: {_one_line(error)}") from error
+        raise CheckpointError(f"{name} makes no {model_class.__name__}: {one_line(error)}") from error
     model.requires_grad_(False)
     return model.eval()
 
@@ -244,7 +239,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # the kinds differ with the file that is broken
         if not file.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json, which scoring text needs", path=folder) from error
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {_one_line(error)}", path=folder) from error
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {one_line(error)}", path=folder) from error
     if not tokenizer.is_fast:
         raise CheckpointError(f"{folder} has a tokenizer in Python only; a tokenizer.json is needed", path=folder)
     return tokenizer
@@ -255,7 +250,7 @@ def load_prompt(folder: Path) -> Prompt:
     file = folder / PROMPT_FILE
     if not file.is_file():
         return Prompt()
-    prompt: Prompt = _read_json(file, Prompt)
+    prompt: Prompt = read_json(file, Prompt)
     if prompt.template.count(_TEXT_MARK) != 1:
         raise CheckpointError(
             f"{file}: template is {prompt.template!r}; it must hold {_TEXT_MARK} exactly once",
@@ -312,37 +307,6 @@ def _switch_cache_off(config: PreTrainedConfig) -> None:
             _switch_cache_off(part)
 
 
-def _check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
-    """Every weight file is there and complete: safetensors say in their header how long they are.
-
-    Gives how many numbers they hold together. Raises CheckpointError also for weights in 8 bits of which `config` does
-    not say how they were quantised: read as they are, they would be the weights without their scales.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    numbers = 0
-    is_quantised = any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
-    for file in _weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118  it is no mapping
-                    stored = opened.get_slice(key)
-                    numbers += math.prod(stored.get_shape())
-                    if not is_quantised and stored.get_dtype() in _EIGHT_BITS:
-                        raise CheckpointError(
-                            f"{file}: {key} is stored as {stored.get_dtype()}, and the config does not say how to "
-                            "dequantise it; dequantise the weights, to bfloat16 for example, and save them as a "
-                            "checkpoint of their own",
-                            path=file,
-                        )
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {_one_line(error)}",
-                path=file,
-            ) from error
-    return numbers
-
-
 def check_numbers(folder: Path, held: int, experts_implementation: str) -> None:
     """Raises CheckpointError where much of the model is missing, which transformers would make up in memory."""
     asked = sum(value.numel() for value in meta_model(folder, experts_implementation).parameters())
@@ -356,85 +320,6 @@ def check_numbers(folder: Path, held: int, experts_implementation: str) -> None:
         )
 
 
-def check_type(what: str, dtype: torch.dtype | None) -> None:
-    """Raises CheckpointError where weights in `dtype` would be nothing that can be computed with as it is."""
-    import torch
-
-    if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise CheckpointError(
-            f"{what} is {dtype}, in which moepass computes nothing; dequantise the weights, to bfloat16 for example, "
-            "and save them as a checkpoint of their own",
-            name=what,
-            value=dtype,
-        )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    whole, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
-    if whole.is_file():
-        return [whole]
-    if index.is_file():
-        weight_map = _read_json(index, dict, MOST_INDEX_BYTES).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map that says which file holds which weight", path=index)
-        names = sorted({str(name) for name in weight_map.values()})
-        for name in names:
-            if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
-                raise CheckpointError(
-                    f"{index} names {name!r}; it must be a .safetensors file in the same folder",
-                    path=index,
-                    value=name,
-                    expected="a .safetensors file in the same folder",
-                )
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise CheckpointError(f"{folder} lacks {_some(missing)}, which {INDEX_FILE} names", path=folder)
-        return [folder / name for name in names]
-    pickles = [name for name in _PICKLES if (folder / name).is_file()]
-    if pickles:
-        raise CheckpointError(
-            f"{folder} holds {pickles[0]}, a pickle, which moepass does not open; convert it to {WEIGHTS_FILE}",
-            path=folder,
-        )
-    raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}", path=folder)
-
-
-def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
-    # Each of these would otherwise pass in silence, with random weights or with layers left out.
-    if info.get("mismatched_keys"):
-        name, found, wanted = sorted(info["mismatched_keys"])[0]
-        raise CheckpointError(
-            f"{folder}: {name} has shape {list(found)}, but the config asks for {list(wanted)}"
-            + _and_more(len(info["mismatched_keys"])),
-            name=name,
-            value=tuple(found),
-            expected=tuple(wanted),
-            path=folder,
-        )
-    if info.get("missing_keys"):
-        raise CheckpointError(
-            f"{folder} lacks weights that the config asks for: {_some(sorted(info['missing_keys']))}", path=folder
-        )
-    if info.get("unexpected_keys"):
-        raise CheckpointError(
-            f"{folder} holds weights that the config has no place for: {_some(sorted(info['unexpected_keys']))}",
-            path=folder,
-        )
-    if info.get("error_msgs"):
-        raise CheckpointError(f"{folder} cannot be loaded: {_one_line(info['error_msgs'])}", path=folder)
-
-
-def _read_json(file: Path, kind: type[Any], most_bytes: int = MOST_JSON_BYTES) -> Any:
-    try:
-        return decode_json(read_limited(file, most_bytes), kind)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file) from error
-    except TooLargeError as error:
-        raise CheckpointError(str(error), path=file, value=error.value, expected=error.expected) from error
-    except InputError as error:
-        raise CheckpointError(f"{file} is malformed: {error}", path=file) from error
-
-
 def _did_you_mean(model_type: str) -> str:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -442,17 +327,3 @@ def _did_you_mean(model_type: str) -> str:
     close = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
     hint = f"did you mean {close[0]}?" if close else "give one that it knows, as qwen3_moe"
     return f"{transformers.__version__}; {hint}"
-
-
-def _some(names: list[str]) -> str:
-    return names[0] + _and_more(len(names))
-
-
-def _and_more(count: int) -> str:
-    return f" (and {count - 1} more)" if count > 1 else ""
-
-
-def _one_line(error: object) -> str:
-    """An error's text as one line: the first 200 characters, line breaks and runs of blanks made single blanks."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -18,10 +18,10 @@ of scans; elementwise work costs bytes, not FLOPs. Bytes are counted once per te
 from __future__ import annotations
 
 from moepass.models.formulas.attention import (
+    attention_flops,
     attention_pairs,
     causal_pairs,
     chunked_pairs,
-    mixing_flops,
     score_flops,
 )
 from moepass.models.formulas.communication import (
@@ -66,7 +66,7 @@ from moepass.models.formulas.memory import (
     resident_bytes,
     routed_activation_bytes,
 )
-from moepass.models.formulas.saturation import Saturation, saturation, threshold_of_one_text, threshold_of_texts
+from moepass.models.formulas.saturation import Saturation, saturation, threshold_of_one_sequence, threshold_of_sequences
 from moepass.models.formulas.sizes import Size, batch, divided, evaluate, ranks, sequence, tokens
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "activation_bytes",
     "active_parameters",
     "all_gather_bytes",
+    "attention_flops",
     "attention_pairs",
     "attention_parameters",
     "background_bytes",
@@ -104,7 +105,6 @@ __all__ = [
     "layer_parameters",
     "layer_traffic_bytes",
     "layer_weight_bytes",
-    "mixing_flops",
     "model_flops",
     "model_kv_bytes",
     "model_parameters",
@@ -116,8 +116,8 @@ __all__ = [
     "score_flops",
     "sequence",
     "staged_bytes",
-    "threshold_of_one_text",
-    "threshold_of_texts",
+    "threshold_of_one_sequence",
+    "threshold_of_sequences",
     "tokens",
     "triangular_solve_flops",
 ]

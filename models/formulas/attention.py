@@ -1,7 +1,7 @@
-"""What token mixing costs beyond its projections: scores of attention, scans of linear attention and state spaces.
+"""What attention costs beyond its projections: scores of attention, scans of linear attention and state spaces.
 
-Attention reads pairs: a token and one that it sees. A causal text of S tokens has S(S + 1)/2 of them, half of the
-square that torch's counter assumes. Where P tokens before the text are cached or shared, S·P pairs come on top.
+Attention reads pairs: a token and one that it sees. A causal sequence of S tokens has S(S + 1)/2 of them, half of the
+square that torch's counter assumes. Where P tokens before the sequence are cached or shared, S·P pairs come on top.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCAN_FLOPS = 9
 
 
 def causal_pairs(sequence: Size, window: Size | None = None, prefix: Size = 0) -> Size:
-    """Pairs of one text of `sequence` tokens behind `prefix` others, each token seeing at most `window` tokens."""
+    """Pairs of one sequence of `sequence` tokens behind `prefix` others, each token seeing at most `window` tokens."""
     if prefix == 0:
         ramp = sequence if window is None else smaller(sequence, window)
         return divided(ramp * (ramp + 1), 2) + (sequence - ramp) * ramp
@@ -35,7 +35,7 @@ def chunked_pairs(sequence: Size, chunk: int, prefix: Size = 0) -> Size:
 
 
 def attention_pairs(attention: Attention, sequence: Size, prefix: Size = 0) -> Size:
-    """Pairs that `attention` looks at in one text. Raises InputError for kinds that look at none."""
+    """Pairs that `attention` looks at in one sequence. Raises InputError for kinds that look at none."""
     if attention.kind == "chunked":
         assert attention.window is not None
         return chunked_pairs(sequence, attention.window, prefix)
@@ -76,8 +76,8 @@ def selective_scan_flops(tokens: Size, channels: Size, states: Size) -> Size:
     return SCAN_FLOPS * tokens * channels * states
 
 
-def mixing_flops(attention: Attention, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
-    """FLOPs of `batch` texts of `sequence` tokens beyond the projections, each behind `prefix` cached tokens."""
+def attention_flops(attention: Attention, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
+    """FLOPs of `batch` sequences of `sequence` tokens beyond the projections, each behind `prefix` cached tokens."""
     if attention.kind == "linear":
         return delta_rule_flops(batch * sequence, attention.heads, attention.head_dim, attention.value_head_dim)
     if attention.kind == "state_space":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from moepass.models.formulas.attention import mixing_flops
+from moepass.models.formulas.attention import attention_flops
 from moepass.models.formulas.sizes import Size
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 
 
 def projection_parameters(attention: Attention, hidden: int) -> int:
-    """Weights of the products before and after mixing, the convolution's included; biases and norms are not."""
+    """Weights of the projections before and after attention, the convolution included; without biases and norms."""
     output = attention.output_width * hidden
     if attention.kind == "state_space":
         inner, states, rank = attention.heads, attention.head_dim, attention.time_step_rank
@@ -31,7 +31,7 @@ def projection_parameters(attention: Attention, hidden: int) -> int:
 
 
 def attention_parameters(attention: Attention, hidden: int) -> int:
-    """All parameters of token mixing."""
+    """All parameters of attention."""
     return projection_parameters(attention, hidden) + attention.other_parameters
 
 
@@ -91,7 +91,7 @@ def active_parameters(architecture: Architecture, *, embedding: bool = True, hea
 
 
 def flops_per_token(layer: Layer, hidden: int) -> int:
-    """design.md's f: FLOPs of a layer per token, all products but those whose size depends on the text's length.
+    """design.md's f: FLOPs of a layer per token, all GEMMs but those whose size depends on the sequence length.
 
     2·(projections + H·E router + k·3·H·h routed + 3·H·h shared), or 2·(projections + 3·H·w) for a dense layer.
     """
@@ -105,9 +105,9 @@ def flops_per_token(layer: Layer, hidden: int) -> int:
 
 
 def layer_flops(layer: Layer, hidden: int, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
-    """FLOPs of a layer for `batch` texts of `sequence` tokens, each behind `prefix` cached or shared tokens."""
+    """FLOPs of a layer for `batch` sequences of `sequence` tokens, each behind `prefix` cached or shared tokens."""
     weights = batch * sequence * flops_per_token(layer, hidden)
-    return weights + mixing_flops(layer.attention, batch, sequence, prefix)
+    return weights + attention_flops(layer.attention, batch, sequence, prefix)
 
 
 def head_flops(architecture: Architecture, positions: Size) -> Size:
@@ -118,9 +118,9 @@ def head_flops(architecture: Architecture, positions: Size) -> Size:
 def model_flops(
     architecture: Architecture, batch: Size, sequence: Size, prefix: Size = 0, positions: Size | None = None
 ) -> Size:
-    """FLOPs of a forward pass over `batch` texts of `sequence` tokens, each behind `prefix` cached or shared tokens.
+    """FLOPs of a forward pass over `batch` sequences of `sequence` tokens, each after `prefix` cached or shared tokens.
 
-    `positions` are the tokens whose logits are computed: one per text where None, as prefill-only work needs.
+    `positions` are the tokens whose logits are computed: one per sequence where None, as prefill-only work needs.
     """
     layers = sum(
         count * layer_flops(layer, architecture.hidden, batch, sequence, prefix)

@@ -50,7 +50,7 @@ def resident_bytes(architecture: Architecture, dtype: str | None = None) -> int:
 
 
 def kv_bytes(attention: Attention, batch: Size, sequence: Size, dtype: str) -> Size:
-    """Bytes that one layer must keep of `batch` texts of `sequence` tokens: 2·B·S·Nkv·dh·b for ordinary attention.
+    """Bytes that one layer must keep of `batch` sequences of `sequence` tokens: 2·B·S·Nkv·dh·b for ordinary attention.
 
     Windows and chunks keep their last tokens only, latent attention its compressed form, recurrent layers a state.
     """
@@ -81,22 +81,22 @@ def activation_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str) -> Siz
     """Bytes of the tensors that live at once in a layer, at their peak; attention scores are never whole in memory.
 
     Derived from the order of operations in a captured layer, each written to memory of its own: the residual stream
-    and its normalised form live through every stage.
+    and its normalised form live from one end of the layer to the other.
     """
     attention = layer.attention
     inputs = attention.query_width + attention.key_width + attention.value_width
-    stages = [inputs + attention.output_width, attention.output_width + hidden]
+    live_widths = [inputs + attention.output_width, attention.output_width + hidden]
     if layer.experts is None:
         assert layer.dense_width is not None
-        stages += [3 * layer.dense_width, layer.dense_width + hidden]
+        live_widths += [3 * layer.dense_width, layer.dense_width + hidden]
     else:
         experts = layer.experts
         # `routed` values are the result of the up projection, `inner` of them are left behind the gate.
         routed = routed_activation_bytes(experts, 1, "fp8")
         inner = experts.top_k * experts.width
         copies = experts.top_k * hidden
-        stages += [copies + routed, routed + inner, inner + copies, 2 * copies + hidden, 3 * experts.shared_width]
-    return tokens * (2 * hidden + max(stages)) * element_bytes(dtype)
+        live_widths += [copies + routed, routed + inner, inner + copies, 2 * copies + hidden, 3 * experts.shared_width]
+    return tokens * (2 * hidden + max(live_widths)) * element_bytes(dtype)
 
 
 def experts_hit(experts: Size, top_k: Size, tokens: Size) -> Size:
@@ -104,20 +104,20 @@ def experts_hit(experts: Size, top_k: Size, tokens: Size) -> Size:
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
-def mixing_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype: str = "bf16") -> Size:
-    """Bytes of activations that token mixing reads and writes, its norm and the addition to the residual stream too.
+def attention_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype: str = "bf16") -> Size:
+    """Bytes of activations that attention reads and writes, its norm and the addition to the residual stream too.
 
-    Attention reads queries, keys and values once, as fused kernels do for all but the longest texts.
+    Attention reads queries, keys and values once, as fused kernels do for all but the longest sequences.
     """
     attention = layer.attention
     inputs = attention.query_width + attention.key_width + attention.value_width
-    # A norm reads and writes; the addition reads two and writes one. Projections, mixing, the last projection.
+    # A norm reads and writes; the addition reads two and writes one. Projections, attention, the last projection.
     elements = 5 * hidden + hidden + inputs + inputs + attention.output_width + attention.output_width + hidden
     return tokens * elements * element_bytes(activation_dtype)
 
 
 def mlp_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype: str = "bf16") -> Size:
-    """Bytes of activations that experts or a dense MLP read and write, with norm and addition as for mixing."""
+    """Bytes of activations that experts or a dense MLP read and write, with norm and addition as for attention."""
     elements = 5 * hidden
     if layer.experts is None:
         assert layer.dense_width is not None
@@ -133,7 +133,7 @@ def mlp_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype:
 
 
 def layer_traffic_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str, activation_dtype: str = "bf16") -> Size:
-    """Bytes that a layer reads and writes: weights once, every product's operands and result, elementwise passes.
+    """Bytes that a layer reads and writes: weights once, operands and result of every GEMM, elementwise passes.
 
     The floor under a layer's time is this over the memory's rate. Of the experts those count that tokens are routed to.
     """
@@ -145,5 +145,5 @@ def layer_traffic_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str, act
             * expert_parameters(experts, hidden)
             * element_bytes(dtype)
         )
-    activations = mixing_traffic_bytes(layer, hidden, tokens, activation_dtype)
+    activations = attention_traffic_bytes(layer, hidden, tokens, activation_dtype)
     return weights + activations + mlp_traffic_bytes(layer, hidden, tokens, activation_dtype)

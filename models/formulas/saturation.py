@@ -2,15 +2,15 @@
 
     compute(n) ÷ F  >=  γ · t        F reached or peak rate, t the transfer's seconds, γ the margin (1.2)
 
-What compute(n) is depends on where n tokens come from, because attention scores grow with the length of a text and not
-with their number. Both cases are solved with SymPy:
+compute(n) depends on where n tokens come from, because attention scores grow with the length of a sequence and not with
+the number of sequences. Both cases are solved with SymPy:
 
-    texts       of a length that is given: more tokens are more texts, so scores cost a constant per token, and
-                n = γ·t·F / (f + scores per token). Exact for every kind of attention.
-    one text    that gets longer: n·f + a·n(n + 1)/2 = γ·t·F, a quadratic equation in n; behind a window of w tokens
-                scores grow by w per token, so the equation becomes linear.
+    sequences      of a given length: more tokens are more sequences, so scores cost a constant per token, and
+                   n = γ·t·F / (f + scores per token). Exact for every kind of attention.
+    one sequence   that gets longer: n·f + a·n(n + 1)/2 = γ·t·F, a quadratic equation in n. Beyond a window of w
+                   tokens scores grow by w per token, and the equation is linear.
 
-Where no length is known, scores are left out, which errs to a threshold that is too high and never too low.
+Where no length is known, scores are left out. The threshold is then too high, never too low.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 import sympy
 
 from moepass.models.errors import InputError
-from moepass.models.formulas.attention import causal_pairs, mixing_flops, score_flops
+from moepass.models.formulas.attention import attention_flops, causal_pairs, score_flops
 from moepass.models.formulas.layers import flops_per_token, layer_flops
 from moepass.models.formulas.sizes import Size, evaluate, tokens
 from moepass.models.sizes.architecture import Layer
@@ -52,8 +52,8 @@ class Saturation:
 
 
 @functools.lru_cache(maxsize=1)
-def threshold_of_texts() -> Size:
-    """n for texts of one length, in the symbols of this module."""
+def threshold_of_sequences() -> Size:
+    """n for sequences of one length, in the symbols of this module."""
     (solution,) = sympy.solve(
         sympy.Eq(tokens * (_flops_per_token + _scores_per_token) / _flops_per_s, _hidden()), tokens
     )
@@ -61,8 +61,8 @@ def threshold_of_texts() -> Size:
 
 
 @functools.lru_cache(maxsize=2)
-def threshold_of_one_text(windowed: bool = False) -> Size:
-    """n for one text that sees all before, or only the last `window` tokens, in the symbols of this module."""
+def threshold_of_one_sequence(windowed: bool = False) -> Size:
+    """n for one sequence that sees all before, or only the last `window` tokens, in the symbols of this module."""
 
     def solved(pairs: Size) -> Size:
         seconds = (tokens * _flops_per_token + _scores_per_pair * pairs) / _flops_per_s
@@ -94,7 +94,7 @@ def saturation(
     flops_per_s: float,
     gamma: float = GAMMA,
     sequence: int | None = None,
-    one_text: bool = False,
+    one_sequence: bool = False,
 ) -> Saturation:
     """The threshold of one layer, whose computation hides a transfer of `transfer_seconds`.
 
@@ -103,12 +103,12 @@ def saturation(
         transfer_seconds: of one bank.
         flops_per_s: the rate that is reached, or the peak.
         gamma: how much longer than the transfer the computation must be.
-        sequence: tokens of each text. Without it, and without `one_text`, attention scores are left out.
-        one_text: the tokens are those of one text.
+        sequence: tokens of each sequence. Without it, and without `one_sequence`, attention scores are left out.
+        one_sequence: the tokens are those of one sequence.
 
     Raises:
-        InputError: a rate or margin that is not positive, a negative transfer, both `sequence` and `one_text`, or one
-            text under chunked attention, where n jumps from chunk to chunk.
+        InputError: a rate or margin that is not positive, a negative transfer, both `sequence` and `one_sequence`, or
+            one sequence under chunked attention, where n jumps from chunk to chunk.
     """
     for name, value in (("flops_per_s", flops_per_s), ("gamma", gamma)):
         if not (value > 0 and math.isfinite(value)):
@@ -116,10 +116,10 @@ def saturation(
     if not (transfer_seconds >= 0 and math.isfinite(transfer_seconds)):
         raise InputError.wrong("transfer_seconds", transfer_seconds, "a number of at least 0")
     if sequence is not None and sequence < 1:
-        raise InputError(f"sequence is {sequence}; a text has at least 1 token", name="sequence", value=sequence)
-    if one_text and sequence is not None:
+        raise InputError(f"sequence is {sequence}; a sequence has at least 1 token", name="sequence", value=sequence)
+    if one_sequence and sequence is not None:
         raise InputError(
-            f"the tokens are those of one text, or of texts of {sequence} tokens: give one of both",
+            f"the tokens are those of one sequence, or of sequences of {sequence} tokens: give one of both",
             name="sequence",
             value=sequence,
         )
@@ -129,41 +129,41 @@ def saturation(
         "transfer_seconds": float(transfer_seconds),
         "gamma": float(gamma),
     }
-    expression, scores = _one_text(layer) if one_text else _texts(layer, sequence)
+    expression, scores = _one_sequence(layer) if one_sequence else _sequences(layer, sequence)
     values.update(scores)
     exact = evaluate(expression, **values)
-    count = _smallest(layer, hidden, exact, gamma * transfer_seconds * flops_per_s, sequence, one_text)
-    flops = _flops(layer, hidden, count, sequence, one_text)
+    count = _smallest(layer, hidden, exact, gamma * transfer_seconds * flops_per_s, sequence, one_sequence)
+    flops = _flops(layer, hidden, count, sequence, one_sequence)
     return Saturation(count, flops, f"tokens = {expression}", values, expression)
 
 
-def _texts(layer: Layer, sequence: int | None) -> tuple[Size, dict[str, float]]:
-    return threshold_of_texts(), {"score_flops_per_token": _scores_per_token_of(layer, sequence)}
+def _sequences(layer: Layer, sequence: int | None) -> tuple[Size, dict[str, float]]:
+    return threshold_of_sequences(), {"score_flops_per_token": _scores_per_token_of(layer, sequence)}
 
 
-def _one_text(layer: Layer) -> tuple[Size, dict[str, float]]:
+def _one_sequence(layer: Layer) -> tuple[Size, dict[str, float]]:
     attention = layer.attention
     if attention.kind == "chunked":
-        raise InputError("the threshold of one text is not defined under chunked attention: give its length instead")
+        raise InputError("one sequence has no threshold under chunked attention: give the length of sequences instead")
     if attention.kind not in ("full", "sliding"):
-        return _texts(layer, 1)
+        return _sequences(layer, 1)
     per_pair = float(score_flops(1, attention.heads, attention.head_dim, attention.value_head_dim))
     scores = {"score_flops_per_pair": per_pair}
     if attention.window is None:
-        return threshold_of_one_text(), scores
-    return threshold_of_one_text(windowed=True), {**scores, "window": attention.window}
+        return threshold_of_one_sequence(), scores
+    return threshold_of_one_sequence(windowed=True), {**scores, "window": attention.window}
 
 
 def _scores_per_token_of(layer: Layer, sequence: int | None) -> float:
     if sequence is None:
         # States cost the same per token whatever the length; scores of pairs are left out.
         has_state = layer.attention.kind in ("linear", "state_space")
-        return float(mixing_flops(layer.attention, 1, 1)) if has_state else 0.0
-    return float(mixing_flops(layer.attention, 1, sequence)) / sequence
+        return float(attention_flops(layer.attention, 1, 1)) if has_state else 0.0
+    return float(attention_flops(layer.attention, 1, sequence)) / sequence
 
 
-def _flops(layer: Layer, hidden: int, count: int, sequence: int | None, one_text: bool) -> float:
-    if one_text:
+def _flops(layer: Layer, hidden: int, count: int, sequence: int | None, one_sequence: bool) -> float:
+    if one_sequence:
         return float(layer_flops(layer, hidden, 1, count))
     return count * (flops_per_token(layer, hidden) + _scores_per_token_of(layer, sequence))
 
@@ -172,13 +172,13 @@ def _flops(layer: Layer, hidden: int, count: int, sequence: int | None, one_text
 _EXACT_COUNTS = 1 << 44
 
 
-def _smallest(layer: Layer, hidden: int, exact: float, needed: float, sequence: int | None, one_text: bool) -> int:
+def _smallest(layer: Layer, hidden: int, exact: float, needed: float, sequence: int | None, one_sequence: bool) -> int:
     """The smallest whole number that does: rounding of floats may be off by one next to a whole solution."""
     count = math.ceil(exact)
     if count > _EXACT_COUNTS:
         return count
-    while count > 0 and _flops(layer, hidden, count - 1, sequence, one_text) >= needed:
+    while count > 0 and _flops(layer, hidden, count - 1, sequence, one_sequence) >= needed:
         count -= 1
-    while _flops(layer, hidden, count, sequence, one_text) < needed:
+    while _flops(layer, hidden, count, sequence, one_sequence) < needed:
         count += 1
     return count

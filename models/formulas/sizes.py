@@ -11,7 +11,7 @@ from moepass.models.errors import InputError, one_of
 # An int, or a sympy.Expr (untyped here, so that arithmetic on both stays readable).
 Size: TypeAlias = Any
 
-# Texts in a step, tokens of each, their product, and the ranks that share a bank.
+# Sequences in a step, tokens of each, their product, and the ranks that share a bank.
 batch, sequence, tokens, ranks = sympy.symbols("batch sequence tokens ranks", integer=True, positive=True)
 
 

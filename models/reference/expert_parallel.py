@@ -12,12 +12,12 @@ captures as one graph (`fullgraph=True`), with a dynamic number of tokens; those
     all_reduce             are there already             AllReduce          0            the same tokens
 
 Exactness, measured on CPUs against `GroupedExperts` run on all ranks' tokens, rank by rank, in one batch, with as many
-threads as a rank has (float32 products round differently on another number):
+threads as a rank has (float32 GEMMs round differently on another number):
     the two AllToAll forms are bit-identical while no token is dropped: every expert sees the same rows in the same
     order, and the weighted sum runs in the same order on the rank that owns the token.
     `all_gather` and `all_reduce` sum on each rank and then over ranks: equal up to rounding. They are bit-identical
     with top-1, and with top-2 where the weights have the type of the hidden states, since two terms have one order.
-`GroupedExperts` run on one rank's tokens alone gives the same up to rounding: a matrix product may round a row
+`GroupedExperts` run on one rank's tokens alone gives the same up to rounding: a GEMM may round a row
 differently as the number of rows changes (float32 does below 4 rows for an expert; bfloat16 was not seen to).
 """
 

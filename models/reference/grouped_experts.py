@@ -1,4 +1,4 @@
-"""Gated experts by grouped products: tokens sorted by expert, one product for all experts, a sum in top-k order.
+"""Gated experts by grouped GEMMs: tokens sorted by expert, one grouped GEMM for all experts, a sum in top-k order.
 
 Shapes: hidden_states [tokens, H], top_k_index [tokens, k] (int64), top_k_weights [tokens, k]; S = tokens * k pairs of a
 token and an expert, flattened token by token. The arithmetic, and above all the order of the weighted sum, is that of
@@ -18,7 +18,7 @@ class GroupedExperts(nn.Module):
 
     Args:
         gate_up_proj: [E, 2h, H], the gate's rows first.
-        down_proj: [E, H, h]. A row of either must be a multiple of 16 bytes long, which grouped products ask for.
+        down_proj: [E, H, h]. A row of either must be a multiple of 16 bytes long, which grouped GEMMs require.
     """
 
     def __init__(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ class GroupedExperts(nn.Module):
 
         Rows beyond sum(counts) belong to no expert; what comes out for them is uninitialised.
         """
-        # The product wants int32.
+        # The grouped GEMM requires int32.
         ends = counts.cumsum(0, dtype=torch.int32)
         gate, up = grouped_gemm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
         return grouped_gemm(F.silu(gate) * up, self.down_proj.transpose(1, 2), ends)

@@ -49,7 +49,7 @@ class Attention:
     `window` tokens. `linear` is the gated delta rule: `heads` are value heads, `kv_heads` those of queries and keys,
     `convolution` the width of the convolution before. `state_space` is a selective scan (Mamba): `heads` channels of
     `head_dim` states each, time steps of rank `time_step_rank`. With `output_gate` the query projection gives a gate of
-    the same width too. `other_parameters` are those outside matrix products: biases, norms, sinks, decays.
+    the same width too. `other_parameters` are those outside GEMMs: biases, norms, sinks, decays.
     """
 
     kind: str
@@ -111,7 +111,7 @@ class Experts:
     """The experts of a layer: `width` is one expert's, `shared_width` that of all shared ones together (0: none).
 
     A gated expert has three matrices, another one two. `shared_gate`: the shared experts' output is weighted by a
-    product of its own. `bias`: the experts' products have biases, which lie in the bank. `router_bias`: so has the
+    gate of its own. `bias`: the experts' GEMMs have biases, which lie in the bank. `router_bias`: so has the
     router.
     """
 
@@ -136,7 +136,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One decoder layer: token mixing, then experts or a gated MLP of `dense_width`. `norms`: its own norm weights."""
+    """One decoder layer: attention, then experts or a gated MLP of `dense_width`. `norms`: its own norm weights."""
 
     attention: Attention
     experts: Experts | None

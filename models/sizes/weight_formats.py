@@ -32,7 +32,7 @@ class WeightFormat:
 
     A number takes `bits`. Each block of `block_rows` x `block_columns` numbers has a scale of `scale_bytes`; blocks at
     the edge of a matrix may be smaller. A block size of None is the whole dimension. `computes_in` is the dtype of the
-    products that kernels for this format run.
+    GEMMs that kernels for this format run.
     """
 
     name: str

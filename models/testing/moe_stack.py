@@ -80,7 +80,7 @@ class MoELayer(nn.Module):
 
 
 class MoEStack(nn.Module):
-    """Layers of a dense product and experts, each with a norm before and a residual around it: [tokens, H] to the same.
+    """Layers of a dense GEMM and experts, each with a norm before and a residual around it: [tokens, H] to the same.
 
     No token sees another one, so the tokens of many ranks may be compared with one batch of them all.
     """

@@ -1,6 +1,6 @@
 """Tiny configurations of well-known mixture-of-experts families: the structure of the family, a thousandth of its size.
 
-Widths that reach a grouped matrix product are multiples of 16, so that a bfloat16 row is a multiple of 16 bytes long.
+Widths that reach a grouped GEMM are multiples of 16, so that a bfloat16 row is a multiple of 16 bytes long.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def explain(
         ),
     ] = None,
     dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights.", show_default="that of the config")] = None,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts of one rank and step.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences of one rank and step.")] = 16,
     seq: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each text.")] = 4096,
     tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="One text of that many tokens, instead.", show_default=False)
@@ -328,7 +328,7 @@ def calibrate(
 
     Models on this machine are then planned with it. With --quick it is written and not stored.
 
-    Products, products by expert, attention, memory, copies into slots, collectives, and how much copies slow
+    GEMMs, grouped GEMMs, attention, memory, copies into slots, collectives, and how much copies slow
     computation down. Leave the machine alone meanwhile: what else runs is measured too.
     """
     target = check_output(output)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from moepass.models.errors import InputError
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import with_ranks
-from moepass.passes.machine.layer_times import texts_of
+from moepass.passes.machine.layer_times import sequences_of
 from moepass.passes.planner.forecast import Forecast
 from moepass.passes.planner.host_memory import host_memory
 from moepass.passes.planner.model_problem import least_memory_bytes
@@ -34,7 +34,7 @@ def _what_fits(setting: Setting) -> Iterator[str]:
     if other is not None:
         yield f"asyncep fits with --home {other}"
         return
-    fewer = setting.texts.tokens // 2
+    fewer = setting.sequences.tokens // 2
     while fewer >= 1 and _fitting_home(_with_tokens(setting, fewer)) is None:
         fewer //= 2
     if fewer >= 1:
@@ -56,7 +56,7 @@ def _what_fits(setting: Setting) -> Iterator[str]:
 
 
 def _with_tokens(setting: Setting, tokens: int) -> Setting:
-    return dataclasses.replace(setting, texts=texts_of(tokens, setting.texts.sequence))
+    return dataclasses.replace(setting, sequences=sequences_of(tokens, setting.sequences.length))
 
 
 def _fitting_home(setting: Setting) -> str | None:
@@ -74,15 +74,15 @@ def _fits(setting: Setting, home: str) -> bool:
 def _waiting(made: Forecast, crossover: int | None) -> Iterator[str]:
     if made.simulation is None or made.chosen == RESIDENT:
         return
-    texts, threshold = made.setting.texts, made.saturation.tokens
+    sequences, threshold = made.setting.sequences, made.saturation.tokens
     waits = made.simulation.exposed_seconds / made.simulation.step_seconds
-    if waits > _WORTH_SAYING and texts.tokens < threshold:
-        batch = math.ceil(threshold / texts.sequence)
+    if waits > _WORTH_SAYING and sequences.tokens < threshold:
+        batch = math.ceil(threshold / sequences.length)
         yield (
-            f"from {threshold} tokens per rank and step on ({batch} texts of {texts.sequence}) transfers are hidden, "
-            f"with a margin of {made.saturation.values['gamma']:g}"
+            f"from {threshold} tokens per rank and step on ({batch} sequences of {sequences.length}) transfers "
+            f"are hidden, with a margin of {made.saturation.values['gamma']:g}"
         )
-    if made.chosen != ASYNCEP and crossover is not None and crossover > texts.tokens:
+    if made.chosen != ASYNCEP and crossover is not None and crossover > sequences.tokens:
         yield f"against AllToAll (dp_ep) asyncep pays from {crossover} tokens per rank and step on"
 
 

@@ -23,7 +23,7 @@ def check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, r
             raise InputError.wrong(name, value, "a whole number from 1 on")
     per_step = batch * seq if tokens is None else tokens
     what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
-    check_limit(what, per_step, MOST_TOKENS, "share the texts out over several steps")
+    check_limit(what, per_step, MOST_TOKENS, "share the sequences out over several steps")
     if slots is not None:
         check_limit("slots", slots, MOST_SLOTS, "a ring of a few slots hides as much as one of many")
     if ranks is not None:

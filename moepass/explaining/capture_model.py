@@ -21,8 +21,9 @@ from torch.fx import GraphModule
 from moepass.explaining.compiler_view import Explanation
 from moepass.models.checkpoint.checkpoint_folders import meta_model
 from moepass.models.errors import MoepassError
-from moepass.passes.ir.plan import BANK_TENSOR, Plan
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext
+from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.pipeline import compile_graph
 from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.lowering.lower_segments import decompositions
@@ -36,7 +37,7 @@ _NO_LIMIT = 1 << 30
 
 
 def explain_model(path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lower: str = "inductor") -> Explanation:
-    """Plan the checkpoint folder or config file `path` for `batch` texts of `seq` tokens.
+    """Plan the checkpoint folder or config file `path` for `batch` sequences of `seq` tokens.
 
     Raises CheckpointError where the config makes no model, OptionError and PlanError for slots that do not do.
     """

@@ -38,7 +38,7 @@ from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, Decisions
 from moepass.passes.machine.hardware import Hardware
-from moepass.passes.machine.layer_times import Texts, texts_of
+from moepass.passes.machine.layer_times import Sequences, sequences_of
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast
 from moepass.passes.planner.make_plan import MOST_SLOTS as USEFUL_SLOTS
@@ -75,8 +75,8 @@ def explain(
         home: where experts rest: device, peer, host, hybrid or disk. None tries peer, hybrid and host where there are
             several ranks, else host, and takes the fastest that fits.
         dtype: of the weights, bf16, fp8 or fp32, in place of the configuration's.
-        batch, seq: texts of one rank and step, and the tokens of each.
-        tokens: one text of so many tokens, instead.
+        batch, seq: sequences of one rank and step, and the tokens of each.
+        tokens: one sequence of so many tokens, instead.
         memory_budget_bytes: that may be used on each device; 0.9 of its memory where None.
         slots: of the ring at most; as many as help, up to 4, where None.
         lower: how segments would be compiled, "inductor" or "eager".
@@ -110,7 +110,7 @@ def explain(
     architecture = found.architecture
     # Asked for by name, a checkpoint's own format is computed with as it is stored.
     as_stored = architecture.stored if architecture.stored and architecture.stored.name == dtype else None
-    setting = Setting(architecture, machine, Texts(batch, seq), architecture.dtype, budget, stored=as_stored)
+    setting = Setting(architecture, machine, Sequences(batch, seq), architecture.dtype, budget, stored=as_stored)
     most_slots = USEFUL_SLOTS if slots is None else slots
     best, tried = best_home(setting, home, most_slots)
     shown = forecast(setting, "device") if best.chosen == RESIDENT and best.home != "device" else best
@@ -354,15 +354,15 @@ def _strategy(made: Forecast) -> str:
 
 def _curve(made: Forecast) -> tuple[CurveRow, ...]:
     """From well below the threshold and the planned tokens to well above both."""
-    marks = [made.saturation.tokens, made.setting.texts.tokens, 1]
+    marks = [made.saturation.tokens, made.setting.sequences.tokens, 1]
     octaves = range(
         _POINTS_PER_OCTAVE * max(0, math.floor(math.log2(min(mark for mark in marks[:2] if mark > 0))) - 4),
         _POINTS_PER_OCTAVE * (math.ceil(math.log2(max(marks))) + 2) + 1,
     )
-    exact = [made.setting.texts.tokens, *[made.saturation.tokens] * (made.saturation.tokens > 0)]
+    exact = [made.setting.sequences.tokens, *[made.saturation.tokens] * (made.saturation.tokens > 0)]
     wanted = {round(2 ** (step / _POINTS_PER_OCTAVE)) for step in octaves} | set(exact)
-    # Steps are of whole texts: several numbers may come down to one.
-    counts = sorted({texts_of(count, made.setting.texts.sequence).tokens for count in wanted})
+    # Steps are of whole sequences: several numbers may come down to one.
+    counts = sorted({sequences_of(count, made.setting.sequences.length).tokens for count in wanted})
     points = [curve_point(made, count) for count in counts]
     return tuple(CurveRow(p.tokens, p.step_seconds, p.exposed_seconds, p.all_to_all_seconds) for p in points)
 

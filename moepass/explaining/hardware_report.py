@@ -36,7 +36,7 @@ def print_hardware(console: Console, hardware: Hardware) -> None:
 
 
 def _rows(hardware: Hardware) -> list[tuple[str, str, Figure]]:
-    rows = [(f"{dtype} product", _si(rate.value, "FLOP/s"), rate) for dtype, rate in hardware.flops.items()]
+    rows = [(f"{dtype} GEMM", _si(rate.value, "FLOP/s"), rate) for dtype, rate in hardware.flops.items()]
     rows += [
         ("memory", _si(hardware.memory_bytes.value, "B"), hardware.memory_bytes),
         ("memory rate", _si(hardware.memory_bytes_per_s.value, "B/s"), hardware.memory_bytes_per_s),
@@ -47,7 +47,7 @@ def _rows(hardware: Hardware) -> list[tuple[str, str, Figure]]:
             rows.append((f"{name} to slot", _si(link.bytes_per_s.value, "B/s"), link.bytes_per_s))
             rows.append((f"{name} latency", _si(link.latency_seconds.value, "s"), link.latency_seconds))
     for kind, ratio in vars(hardware.overlap).items():
-        what = "copy beside products" if kind == "copy" else f"{kind} beside copies"
+        what = "copy beside GEMMs" if kind == "copy" else f"{kind} beside copies"
         rows.append((what, f"x {ratio.value:.2f}", ratio))
     if hardware.collectives is not None:
         for kind, seconds in hardware.collectives.seconds.items():

@@ -162,7 +162,7 @@ class MemoryPart(_Part, frozen=True):
 
 
 class ComparisonRow(_Part, frozen=True):
-    """`step_seconds` for the texts of all ranks; None where asyncep does not fit at all."""
+    """`step_seconds` for the sequences of all ranks; None where asyncep does not fit at all."""
 
     strategy: str
     step_seconds: float | None

@@ -32,8 +32,9 @@ from moepass.passes.blocks.expert_gemms import ExpertGemm, expert_gemms, gather_
 from moepass.passes.graph.nodes import fake_value, graphs_within, is_call, module_path, positions
 from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.bank_format import BankFormat
-from moepass.passes.ir.plan import BANK_TENSOR, BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name
+from moepass.passes.ir.plan import BankSpec, MoEBlock, Plan, Refusal, TensorSpec, dtype_name
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
+from moepass.passes.ir.slot_operations import BANK_TENSOR
 
 aten = torch.ops.aten
 

@@ -15,7 +15,8 @@ from torch.fx import Graph, Node
 
 from moepass.passes.graph.nodes import fake_value, is_call, is_view, module_path, view_source
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, source_line
-from moepass.passes.ir.plan import BANK_TENSOR, Refusal, gather
+from moepass.passes.ir.plan import Refusal
+from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from moepass.models.formulas import Size
 from moepass.passes.cost.traffic_ops import TRAFFIC_OPS
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_view, mutates
-from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, gather
+from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
 
 aten = torch.ops.aten
 

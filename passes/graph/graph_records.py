@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.ir.plan import SLOT_OPS
+from moepass.passes.ir.slot_operations import SLOT_OPS
 
 # Where the plan says what layers a segment serves.
 LAYERS_KEY = "moepass_layers"

@@ -20,7 +20,7 @@ class FormRange:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device: weights that stay (shards and resident banks too), slots with stages, activations."""
+    """Bytes on one device: weights that stay (shards, resident banks), slots and staging buffers, activations."""
 
     resident_bytes: float
     slot_bytes: float

@@ -16,7 +16,8 @@ from torch.fx import GraphModule, Node
 
 from moepass.models.errors import MoepassError, OptionError, one_of
 from moepass.passes.ir.placed_model import PlacedModel
-from moepass.passes.ir.plan import SLOT_OPS, Plan, Refusal, gather
+from moepass.passes.ir.plan import Plan, Refusal
+from moepass.passes.ir.slot_operations import SLOT_OPS, gather
 from moepass.passes.machine.hardware import Hardware
 
 

@@ -60,7 +60,7 @@ class Segment:
     `name` is that of its module in the top-level graph. `parts` are what it computes, in host order, each once:
 
         embedding    lookups in the table of token embeddings
-        attention    scores and values, and the projections before and after them; also other products of activations
+        attention    scores and values, and the projections before and after them; also other GEMMs of activations
                      with activations
         router       the GEMM that scores experts, and the choice among them
         experts      GEMMs with expert weights

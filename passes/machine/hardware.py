@@ -20,7 +20,7 @@ from moepass.passes.machine.seconds_table import SecondsTable, Source
 HARDWARE_SCHEMA = "moepass.hardware/1"
 
 # What a table of seconds exists for, and the sizes that it goes by. `rows`, `inner`, `columns`: [rows, inner] times
-# [inner, columns]. Of a grouped product: rows per expert, and the seconds of one expert. Of attention: the seconds of
+# [inner, columns]. Of a grouped GEMM: rows per expert, and the seconds of one expert. Of attention: the seconds of
 # one head over one sequence, causal by a flag, which leaves half of it out, or by a mask, which is applied to it all.
 COMPUTE_AXES: dict[str, tuple[str, ...]] = {
     "gemm": ("rows", "inner", "columns"),
@@ -35,11 +35,11 @@ COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p"
 
 # The three efficiencies that stand in for measurements where a profile has none. [Empirical] all three:
 #
-#   dense_gemm   One H200 reaches 790 of the 989 TFLOP/s of its datasheet in a bf16 product of 8192 x 8192 x 8192; half
+#   dense_gemm   One H200 reaches 790 of the 989 TFLOP/s of its datasheet in a bf16 GEMM of 8192 x 8192 x 8192; half
 #                a wave of tiles (`moepass.passes.machine.times`) is 1.6 % of that one.
-#   irregular    Attention and products by expert, whose tiles are ragged. FlashAttention's authors report 0.50 to 0.73
+#   irregular    Attention and grouped GEMMs, whose tiles are ragged. FlashAttention's authors report 0.50 to 0.73
 #                of the peak on A100 (arXiv 2307.08691), up to 0.75 in fp16 and 0.61 in fp8 on H100 (arXiv 2407.08608);
-#                0.60 is within all three. That products by expert reach as much is assumed.
+#                0.60 is within all three. That grouped GEMMs reach as much is assumed.
 #   bandwidth    8 x H100 reach 370 of 450 GB/s over NVLink; the memory of an H200 reaches 4.3 of 4.8 TB/s, so the
 #                same number is on the safe side there.
 LEAST_EFFICIENCY = 1e-6
@@ -109,7 +109,7 @@ class TransferLink:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How many times as long something takes while a bank is copied: products, memory traffic, and the copy itself."""
+    """How many times as long something takes while a bank is copied: GEMMs, memory traffic, and the copy itself."""
 
     gemm: Figure
     memory: Figure
@@ -169,7 +169,7 @@ class Hardware:
     peer, host, disk      links into the device from another device, from host memory, from files; None: there is none
     local                 copies inside the device's memory; None: at the rate of its memory
     collective_latency_seconds   that a step of a collective takes before its first byte, where it has no table
-    processors            that take one tile of a product each (a GPU's multiprocessors); None: there are no tiles
+    processors            that take one tile of a GEMM each (a GPU's multiprocessors); None: there are no tiles
     overlap               what copies and computation do to each other
     compute               tables of seconds by kind (COMPUTE_AXES) and dtype
     memory                seconds of elementwise traffic, by `bytes`

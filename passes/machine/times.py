@@ -29,7 +29,7 @@ SLICE_BYTES = 4 << 20
 # Ranks tell each other numbers of rows in int64.
 _COUNT_BYTES = 8
 
-# Rows and columns of one tile of a product on GPUs: those of CUTLASS's and DeepGEMM's kernels for large shapes.
+# Rows and columns of one tile of a GEMM on GPUs: those of CUTLASS's and DeepGEMM's kernels for large shapes.
 # FlashAttention's tiles have as many queries (of one head).
 TILE_ROWS, TILE_COLUMNS = 128, 128
 
@@ -215,7 +215,7 @@ def attention_seconds(
 ) -> float:
     """Attention of `flops` in all; `sequence` (keys that a query sees at most) and `head_dim` say how fast it runs.
 
-    `queries` are those of all heads and texts, which kernels take a tile at a time; None: it is not known how many.
+    `queries` are those of all heads and sequences, which kernels take a tile at a time; None: it is not known how many.
 
     `is_masked`: by a mask, so `flops` are those of all pairs of queries and keys; else what a causal kernel leaves out
     is not in `flops`. A profile without a table of one has the rate of the other.
@@ -259,7 +259,7 @@ def _last_wave_factor(hardware: Hardware, tiles: float) -> float:
 
 def work_flops(work: Work, shape: Mapping[str, float]) -> float:
     """FLOPs of one point of a table of `work`, with a size for each of its axes."""
-    if work in _ATTENTION:  # one head, both products; the diagonal of a causal one is counted as half
+    if work in _ATTENTION:  # one head, both GEMMs; the diagonal of a causal one is counted as half
         return (2.0 if work == "attention" else 4.0) * shape["sequence"] ** 2 * shape["head_dim"]
     return float(gemm_flops(shape["rows"], shape["inner"], shape["columns"]))
 

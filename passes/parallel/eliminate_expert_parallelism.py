@@ -36,9 +36,10 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.bank_format import BankFormat
-from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan, dtype_name, gather
+from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan, dtype_name
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import pack_layout
+from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.block_text import block_text
 from moepass.passes.parallel.experts_text import experts_text
 from moepass.passes.parallel.local_form.local_experts import LocalForm

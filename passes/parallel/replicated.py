@@ -31,7 +31,7 @@ from moepass.passes.graph.nodes import constant_of, fake_value, map_nodes
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import input_name, named, source_line
 from moepass.passes.graph.written_inputs import writes_to_inputs
-from moepass.passes.ir.plan import gather
+from moepass.passes.ir.slot_operations import gather
 
 # Their results are the same on all ranks of their group.
 _EQUALISING = {f"_c10d_functional.{kind}.default" for kind in ("all_reduce", "all_gather_into_tensor", "broadcast")}

@@ -5,7 +5,7 @@
                   same tokens (AllReduce), gathering makes each compute what they shared out, and may never pay
 
 Both grow with n, and `exchanged` is the longer one from the crossover on. Computation is that of the whole graph at the
-reached rates, products by expert at theirs.
+reached rates, grouped GEMMs at theirs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CrossoverEstimate:
         return high
 
     def _computation(self, tokens: float) -> tuple[float, float]:
-        """Seconds of products by expert, and of everything else."""
+        """Seconds of grouped GEMMs, and of everything else."""
         scale, sizes = 1.0, self.sizes
         if self.grows is None:
             scale = tokens / self.captured_tokens

@@ -1,7 +1,7 @@
 """What moepass would do with a model on a machine, and what that takes: a plan in numbers, from sizes alone.
 
 Pseudo-code
-    stages: every layer's mixing, then its experts with their bank, then the head
+    phases: every layer's attention, then its experts with their bank, then the head
     memory left over beside dense weights, this rank's shards and activations goes to slots and resident banks
     the schedule with the least exposed time that fits, simulated in its steady state
     compared with all other strategies; the fastest that fits is chosen, and may be another one
@@ -17,7 +17,7 @@ from moepass.models.formulas.layers import model_flops
 from moepass.models.formulas.saturation import GAMMA, Saturation
 from moepass.passes.ir.decisions import ASYNCEP, Decisions, DeviceMemory
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.machine.layer_times import texts_of
+from moepass.passes.machine.layer_times import sequences_of
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS
 from moepass.passes.planner.host_memory import HostMemory, host_memory
@@ -25,14 +25,14 @@ from moepass.passes.planner.make_plan import DEFAULT_SLOTS, MOST_SLOTS, MadePlan
 from moepass.passes.planner.model_problem import (
     bank_transfer,
     link_bytes,
+    model_phases,
     model_problem,
-    model_stages,
     saturation_at,
     streaming_machine,
     threshold,
 )
 from moepass.passes.planner.phases import LayerPhase, RingSchedule
-from moepass.passes.planner.simulate import Simulation, simulate_stages
+from moepass.passes.planner.simulate import Simulation, simulate_phases
 from moepass.passes.planner.strategies import (
     Setting,
     StrategyCost,
@@ -57,7 +57,7 @@ class Forecast:
     setting: Setting
     home: str
     transfer_seconds: float
-    stages: tuple[LayerPhase, ...]
+    phases: tuple[LayerPhase, ...]
     decisions: Decisions | None
     schedule: RingSchedule | None
     simulation: Simulation | None
@@ -110,13 +110,13 @@ def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int 
     )
     comparison = (*compare_strategies(setting), streamed, resident_cost(setting))
     chosen, runner_up = ranking(comparison, setting.ranks)
-    flops = model_flops(architecture, setting.texts.batch, setting.texts.sequence)
+    flops = model_flops(architecture, setting.sequences.count, setting.sequences.length)
     peak = peak_flops_per_s(hardware, setting.dtype).value
     return Forecast(
         setting=setting,
         home=home,
         transfer_seconds=transfer,
-        stages=problem.phases,
+        phases=problem.phases,
         decisions=None if made is None else made.decisions,
         schedule=None if made is None else made.schedule,
         simulation=simulation,
@@ -150,19 +150,20 @@ def _two_slots(problem: PlanningProblem) -> DeviceMemory:
 def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
     """`planned`'s schedule with another number of tokens per rank and step, memory left out of account.
 
-    Texts keep their length, but for steps of less than one text, so that `tokens` come down to whole texts.
+    Sequences keep their length, and `tokens` is rounded down to whole sequences. A step of fewer tokens than one
+    sequence has one shorter sequence.
     `all_to_all_seconds` are those of dp_ep; on one device, where nothing is exchanged, of all experts resident.
     """
-    setting = dataclasses.replace(planned.setting, texts=texts_of(tokens, planned.setting.texts.sequence))
-    stages = model_stages(setting, planned.home)
+    setting = dataclasses.replace(planned.setting, sequences=sequences_of(tokens, planned.setting.sequences.length))
+    phases = model_phases(setting, planned.home)
     machine, found = streaming_machine(setting, planned.home), planned.schedule
     if found is not None:
-        run = simulate_stages(stages, found.slots, found.resident, machine)
+        run = simulate_phases(phases, found.slots, found.resident, machine)
     else:
         # Two slots: the slower of link and computation sets the pace.
-        run = simulate_stages(stages, DEFAULT_SLOTS, machine=machine)
+        run = simulate_phases(phases, DEFAULT_SLOTS, machine=machine)
     exchanged = strategy_cost(setting, "dp_ep").step_seconds
-    return CurvePoint(setting.texts.tokens, run.step_seconds, run.exposed_seconds, exchanged)
+    return CurvePoint(setting.sequences.tokens, run.step_seconds, run.exposed_seconds, exchanged)
 
 
 def crossover_tokens(planned: Forecast) -> int | None:

@@ -19,7 +19,7 @@ from moepass.passes.ir.decisions import Decisions
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import Plan
 from moepass.passes.machine.hardware import Hardware, with_ranks, without_emulation
-from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import gather_seconds, work_seconds
 from moepass.passes.planner.make_plan import NO_PROFILE, PlanningProblem, Profile, make_plan
 from moepass.passes.planner.model_problem import model_problem, profile_of
@@ -88,7 +88,7 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
     setting = Setting(
         placed.architecture,
         placed.hardware,
-        Texts(*counts),
+        Sequences(*counts),
         placed.dtype,
         math.inf if budget is None else budget,
         transport=placed.transport,

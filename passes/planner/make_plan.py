@@ -18,9 +18,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, STRUCTURAL, Decisions, DeviceMemory, FormRange
-from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_stages
+from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_phases
 from moepass.passes.planner.schedule_search import BudgetError, search_schedule, spread_evenly
-from moepass.passes.planner.simulate import Machine, Simulation, simulate_stages
+from moepass.passes.planner.simulate import Machine, Simulation, simulate_phases
 
 DEFAULT_SLOTS = 2
 MOST_SLOTS = 4
@@ -46,7 +46,8 @@ class PlanningProblem:
     """What a plan is made for.
 
     phases        one step, in order; `LayerPhase.number` tells the layer of a bank. Without `profile` seconds are 0
-    resting       bytes on the device whatever is decided: dense weights, shards, stages, activations; None: not known
+    resting       bytes on the device whatever is decided: dense weights, shards, staging buffers, activations;
+                  None: not known
     budget_bytes  that may be used on the device; None: no limit was given, so that nothing but `resident` stays
     resident      positions of phases that stay, where that is decided already
     slots         of the ring, where that is decided already; `most_slots` where it is not
@@ -89,7 +90,7 @@ def make_plan(problem: PlanningProblem) -> MadePlan:
     schedule, why = _decide(problem)
     simulation = None
     if problem.profile is not None:
-        simulation = simulate_stages(problem.phases, schedule.slots, schedule.resident, problem.profile.machine)
+        simulation = simulate_phases(problem.phases, schedule.slots, schedule.resident, problem.profile.machine)
     memory = None
     if problem.resting is not None:
         memory = dataclasses.replace(
@@ -127,7 +128,7 @@ def _filled_evenly(phases: Sequence[LayerPhase], room: int, slots: int | None) -
     Slots fill across steps, so no layer is the first of a steady stream: what counts is that every streamed bank has
     computation before it to hide behind, as much as the others.
     """
-    banks = streamed_stages(phases)
+    banks = streamed_phases(phases)
     for count in (DEFAULT_SLOTS, 1) if slots is None else (slots,):
         resident: list[int] = []
         # The even spread for as many as fit; what a smaller bank leaves is filled up.
@@ -163,7 +164,7 @@ def _with_second_slot(problem: PlanningProblem, found: RingSchedule, room: int) 
         return found
     assert problem.profile is not None
     before, after = (
-        simulate_stages(problem.phases, one.slots, one.resident, problem.profile.machine).step_seconds
+        simulate_phases(problem.phases, one.slots, one.resident, problem.profile.machine).step_seconds
         for one in (found, changed)
     )
     return found if after > before * (1 + ROUNDING) else changed

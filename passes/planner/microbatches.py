@@ -1,11 +1,11 @@
-"""Micro-batches of a serving engine: how texts are cut, who waits for whom, and how they pass through a pipeline."""
+"""Micro-batches of a serving engine: how sequences are cut, how ranks wait, and how a pipeline runs them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.layer_times import Sequences
 
 # As many micro-batches are simulated as this, for each that is under way at once.
 _ROUNDS = 24
@@ -14,22 +14,22 @@ _MOST_STEPS = 4_000_000
 _FEWEST_ROUNDS = 3
 
 
-def micro_batches(sequence: int, tokens: int) -> tuple[Texts, ...]:
-    """How texts of `sequence` tokens are cut into micro-batches of about `tokens`: one round, which then repeats.
+def micro_batches(sequence: int, tokens: int) -> tuple[Sequences, ...]:
+    """How sequences of `sequence` tokens are cut into micro-batches of about `tokens`: one round, which then repeats.
 
-    Short texts go together; a long one goes in chunks, each of which looks back at those before it.
+    Short sequences go together; a long one goes in chunks, each of which looks back at those before it.
     """
     if sequence <= tokens:
-        return (Texts(max(1, tokens // sequence), sequence),)
+        return (Sequences(max(1, tokens // sequence), sequence),)
     starts = range(0, sequence, tokens)
-    return tuple(Texts(1, min(tokens, sequence - start), start) for start in starts)
+    return tuple(Sequences(1, min(tokens, sequence - start), start) for start in starts)
 
 
 def slowest_seconds(micro_batch_seconds: Sequence[float], ranks: int) -> float:
     """Expected seconds of the slowest of `ranks` in one step, `micro_batch_seconds` being those of one round.
 
-    Each rank has texts of its own, which came when they came: it is at any micro-batch of the round, as likely at one
-    as at another, whatever the others are at.
+    Each rank has sequences of its own, which arrive at any time. So at each moment a rank is at any micro-batch of
+    the round with the same probability, independently of the other ranks.
     """
     ordered, count = sorted(micro_batch_seconds), len(micro_batch_seconds)
     return sum(
@@ -46,7 +46,7 @@ def pipeline_seconds(stage_seconds: Sequence[float], stages: int) -> float:
     if min(stage_seconds) == max(stage_seconds):
         return math.fsum(stage_seconds)  # every stage is always busy
     rounds = max(_ROUNDS, -(-_ROUNDS * stages // len(stage_seconds)))
-    # Long texts on many stages: the mean of fewer rounds has to do.
+    # Long sequences on many stages: the mean of fewer rounds has to do.
     rounds = max(_FEWEST_ROUNDS, min(rounds, _MOST_STEPS // (2 * len(stage_seconds) * stages)))
     ends = [0.0] * stages
     left: list[float] = []

@@ -1,6 +1,6 @@
 """The planning problem of a model on a machine, posed from the sizes of its layers alone.
 
-A bank is read from its router on, so token mixing is a phase of its own.
+A bank is read from its router on, so attention is a phase of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, without_emulation
-from moepass.passes.machine.layer_times import LayerSeconds, Texts, head_seconds, layer_seconds
+from moepass.passes.machine.layer_times import LayerSeconds, Sequences, head_seconds, layer_seconds
 from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
 from moepass.passes.planner.phases import LayerPhase
@@ -43,7 +43,7 @@ def model_problem(
 
     Raises InputError where the machine lacks the link, where the model has no experts, or for a dtype without a rate.
     """
-    phases = model_stages(setting, home)
+    phases = model_phases(setting, home)
     if threshold_tokens is None:
         layer = setting.architecture.typical_moe_layer
         threshold_tokens = threshold(setting, layer, bank_transfer(setting, layer, home)[1]).tokens
@@ -54,8 +54,8 @@ def model_problem(
         phases=phases,
         home=home,
         resting=resting_memory(setting, home) if resting is None else resting,
-        batch=setting.texts.batch,
-        sequence=setting.texts.sequence,
+        batch=setting.sequences.count,
+        sequence=setting.sequences.length,
         profile=profile_of(setting.hardware, streaming_machine(setting, home)),
         budget_bytes=setting.budget_bytes if math.isfinite(setting.budget_bytes) else None,
         resident=None
@@ -73,22 +73,22 @@ def profile_of(hardware: Hardware, machine: Machine) -> Profile:
     return Profile(hardware.name, ", ".join(sources), machine)
 
 
-def model_stages(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
-    """All layers in order; a bank is read from its router on, so mixing is a stage of its own."""
-    stages: list[LayerPhase] = []
+def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
+    """All layers in order; a bank is read from its router on, so attention is a phase of its own."""
+    phases: list[LayerPhase] = []
     seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
     banks = {layer: bank_transfer(setting, layer, home) for layer in seconds}
     for index, layer in enumerate(setting.architecture.layers):
         name, (nbytes, transfer) = f"layer {index}", banks[layer]
-        stages.append(LayerPhase(f"{name} attention", name, seconds[layer].mixing, number=index))
-        stages.append(
+        phases.append(LayerPhase(f"{name} attention", name, seconds[layer].attention, number=index))
+        phases.append(
             LayerPhase(
                 f"{name} {'experts' if nbytes else 'mlp'}", name, seconds[layer].mlp, nbytes, transfer, number=index
             )
         )
-    head = head_seconds(setting.hardware, setting.architecture, setting.texts, setting.dtype)
-    stages.append(LayerPhase("head", "head", head))
-    return tuple(stages)
+    head = head_seconds(setting.hardware, setting.architecture, setting.sequences, setting.dtype)
+    phases.append(LayerPhase("head", "head", head))
+    return tuple(phases)
 
 
 def threshold(setting: Setting, layer: Layer, transfer: float, gamma: float = GAMMA) -> Saturation:
@@ -107,9 +107,9 @@ def threshold(setting: Setting, layer: Layer, transfer: float, gamma: float = GA
 
 
 def _reached_rate(setting: Setting, layer: Layer, tokens: int) -> float:
-    """FLOP/s of a layer's products and passes together, attention scores apart: what n · f runs at."""
-    seconds = _seconds(dataclasses.replace(setting, texts=Texts(tokens, 1)), layer)
-    without_scores = seconds.total - seconds.mixing_scores
+    """FLOP/s that a layer reaches on average, without attention scores: the rate for n · f."""
+    seconds = _seconds(dataclasses.replace(setting, sequences=Sequences(tokens, 1)), layer)
+    without_scores = seconds.total - seconds.attention_scores
     return tokens * flops_per_token(layer, setting.architecture.hidden) / without_scores
 
 
@@ -122,24 +122,24 @@ def least_memory_bytes(setting: Setting, home: str) -> float:
 
 
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
-    """What is on the device whatever the schedule: dense weights, this rank's shards or stages, activations."""
+    """Bytes that every schedule needs: dense weights, this rank's shards or staging buffers, activations."""
     dense, activations = setting.dense_bytes, activations_bytes(setting)
     record = home_named(home)
     shards = banks_bytes(setting) / setting.ranks if record.keeps_shards_on_device else 0.0
     largest = max(link_bytes(setting, layer) for layer in setting.architecture.layer_counts)
-    stages = record.staging_buffers * largest / setting.ranks
-    return DeviceMemory(dense + shards, stages, activations)
+    staging_bytes = record.staging_buffers * largest / setting.ranks
+    return DeviceMemory(dense + shards, staging_bytes, activations)
 
 
 def streaming_machine(setting: Setting, home: str) -> Machine:
     """How copies and computation act together.
 
-    Copies slow products and memory passes down by different factors: their mean over the model. An emulated link is
+    Copies slow GEMMs and memory passes down by different factors: their mean over the model. An emulated link is
     busy for longer than it copies, and slows nothing down while it waits: the mean over that time too.
     """
     kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
     total = sum(count * seconds.total for count, seconds in kinds)
-    passes = sum(count * (seconds.mixing_passes + seconds.mlp_passes) for count, seconds in kinds)
+    passes = sum(count * (seconds.attention_passes + seconds.mlp_passes) for count, seconds in kinds)
     overlap = setting.hardware.overlap
     slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
     on_host = setting.hardware.device_kind == "cpu"
@@ -172,7 +172,7 @@ def link_bytes(setting: Setting, layer: Layer) -> int:
 
 
 def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:
-    return layer_seconds(setting.hardware, layer, setting.architecture.hidden, setting.texts, setting.dtype)
+    return layer_seconds(setting.hardware, layer, setting.architecture.hidden, setting.sequences, setting.dtype)
 
 
 def saturation_at(setting: Setting, layer: Layer, transfer: float, rate: float, gamma: float) -> Saturation:
@@ -182,5 +182,5 @@ def saturation_at(setting: Setting, layer: Layer, transfer: float, rate: float, 
         transfer_seconds=transfer,
         flops_per_s=rate,
         gamma=gamma,
-        sequence=setting.texts.sequence,
+        sequence=setting.sequences.length,
     )

@@ -1,7 +1,7 @@
 """What a simulator executes: the steps of a schedule, each with the seconds that it takes.
 
 They come from a `Plan` and the seconds of its segments and banks, or, where there is no graph, from a sequence of
-stages: what a model of that architecture computes, one after the other, and the bank that each stage reads.
+phases: what a model of that architecture computes, one after the other, and the bank that each phase reads.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def plan_steps(
     return tuple(steps)
 
 
-def streamed_stages(stages: Sequence[LayerPhase], resident: Collection[int] = ()) -> tuple[int, ...]:
-    """Positions of the stages whose bank passes through a slot: all with a bank, but those at positions `resident`."""
-    return tuple(place for place, stage in enumerate(stages) if stage.bank_bytes > 0 and place not in resident)
+def streamed_phases(phases: Sequence[LayerPhase], resident: Collection[int] = ()) -> tuple[int, ...]:
+    """Positions of the phases whose bank passes through a slot: all with a bank, but those at positions `resident`."""
+    return tuple(place for place, phase in enumerate(phases) if phase.bank_bytes > 0 and place not in resident)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RingSchedule:
 
 def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection[int]) -> RingSchedule:
     """The schedule with these residents; no more slots than there are banks to stream."""
-    order = streamed_stages(phases, resident)
+    order = streamed_phases(phases, resident)
     return RingSchedule(
         slots=min(slots, len(order)),
         slot_bytes=max((phases[place].bank_bytes for place in order), default=0),
@@ -114,30 +114,30 @@ def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection
     )
 
 
-def stage_steps(stages: Sequence[LayerPhase], slots: int, resident: Collection[int] = ()) -> tuple[TimedStep, ...]:
-    """The schedule of `stages` over `slots` slots, as the passes plan and schedule would make it of a graph.
+def phase_steps(phases: Sequence[LayerPhase], slots: int, resident: Collection[int] = ()) -> tuple[TimedStep, ...]:
+    """The schedule of `phases` over `slots` slots, as the passes plan and schedule would make it of a graph.
 
-    Banks are copied in the order in which stages need them, each as early as link and slots allow: copy k goes into
-    the slot of the copy k - slots, once its stage is done.
+    Banks are copied in the order in which phases need them, each as early as link and slots allow: copy k goes into
+    the slot of the copy k - slots, once its phase is done.
 
-    Raises PlanError where there is no slot for stages with banks.
+    Raises PlanError where there is no slot for phases with banks.
     """
-    needed = streamed_stages(stages, resident)
+    needed = streamed_phases(phases, resident)
     if needed and slots < 1:
-        raise PlanError(f"slots is {slots}; stages with banks need 1 or more")
+        raise PlanError(f"slots is {slots}; phases with banks need 1 or more")
     turn_of = {place: turn for turn, place in enumerate(needed)}
 
     def step(op: str, place: int, seconds: float = 0.0) -> TimedStep:
-        stage = stages[place]
-        return TimedStep(op, stage.layer, seconds, turn_of[place] % slots, stage.bank_bytes, stage.link)
+        phase = phases[place]
+        return TimedStep(op, phase.layer, seconds, turn_of[place] % slots, phase.bank_bytes, phase.link)
 
-    steps = [step("prefetch", place, stages[place].transfer_seconds) for place in needed[:slots]]
-    for place, stage in enumerate(stages):
-        computing = TimedStep("segment", stage.name, stage.compute_seconds)
+    steps = [step("prefetch", place, phases[place].transfer_seconds) for place in needed[:slots]]
+    for place, phase in enumerate(phases):
+        computing = TimedStep("segment", phase.name, phase.compute_seconds)
         if place not in turn_of:
             steps.append(computing)
             continue
         steps += [step("acquire", place), computing, step("release", place)]
         for following in needed[turn_of[place] + slots : turn_of[place] + slots + 1]:
-            steps.append(step("prefetch", following, stages[following].transfer_seconds))
+            steps.append(step("prefetch", following, phases[following].transfer_seconds))
     return tuple(steps)

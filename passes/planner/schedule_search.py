@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_stages
+from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_phases
 
 # Below this many schedules all are tried; above it, as many as this at most. 94 layers take about 0.3 ms each.
 MOST_TRIED = 1500
@@ -51,13 +51,13 @@ class FoundSchedule(RingSchedule):
 
 
 def search_schedule(
-    stages: Sequence[LayerPhase],
+    phases: Sequence[LayerPhase],
     memory_bytes: int,
     most_slots: int = 4,
     most_tried: int = MOST_TRIED,
     slots: int | None = None,
 ) -> FoundSchedule:
-    """The best schedule of `stages` whose resident banks and slots take `memory_bytes` together at most.
+    """The best schedule of `phases` whose resident banks and slots take `memory_bytes` together at most.
 
     There are `slots` slots, or up to `most_slots` where that is None, but no more than banks to stream. Times are those
     of a steady state over one link, in which copies do not slow computation down.
@@ -68,10 +68,10 @@ def search_schedule(
     counts = range(1, most_slots + 1) if slots is None else range(slots, slots + 1)
     if not counts or counts[0] < 1:
         raise ValueError(f"most_slots is {most_slots} and slots {slots}; there must be a slot or more")
-    links = {stages[place].link for place in streamed_stages(stages)}
+    links = {phases[place].link for place in streamed_phases(phases)}
     if len(links) > 1:
         raise ValueError(f"banks come over {len(links)} links, {', '.join(sorted(links))}; the search knows one")
-    search = _Search(stages, memory_bytes, counts, most_tried)
+    search = _Search(phases, memory_bytes, counts, most_tried)
     if search.fits(counts[0], frozenset(search.banks)):
         return search.all_resident()
     least = min(search.memory(counts[0], frozenset(must_stay)) for must_stay in search.largest_first())
@@ -86,28 +86,28 @@ def spread_evenly(places: Sequence[int], count: int) -> list[int]:
     return [places[(2 * index + 1) * len(places) // (2 * count)] for index in range(count)]
 
 
-def steady_step(stages: Sequence[LayerPhase], slots: int, resident: frozenset[int]) -> tuple[float, list[float]]:
-    """Seconds of a step in the steady state, and how long each stage waits for its bank in the last one looked at.
+def steady_step(phases: Sequence[LayerPhase], slots: int, resident: frozenset[int]) -> tuple[float, list[float]]:
+    """Seconds of a step in the steady state, and how long each phase waits for its bank in the last one looked at.
 
-    The same as `simulate_stages` gives for one link and no slowdown, by a recurrence that is quicker: copy k ends its
+    The same as `simulate_phases` gives for one link and no slowdown, by a recurrence that is quicker: copy k ends its
     transfer after copy k - 1 and after release k - slots.
     """
-    # For each streamed stage: compute in front of it, and its own. Then what follows the last one.
-    places = streamed_stages(stages, resident)
+    # For each streamed phase: compute in front of it, and its own. Then what follows the last one.
+    places = streamed_phases(phases, resident)
     streamed = set(places)
-    transfers = [stages[place].transfer_seconds for place in places]
+    transfers = [phases[place].transfer_seconds for place in places]
     count = len(places)
     before: list[float] = []
     inside: list[float] = []
     gap = 0.0
-    for place, stage in enumerate(stages):
+    for place, phase in enumerate(phases):
         if place in streamed:
             before.append(gap)
-            inside.append(stage.compute_seconds)
+            inside.append(phase.compute_seconds)
             gap = 0.0
         else:
-            gap += stage.compute_seconds
-    waits = [0.0] * len(stages)
+            gap += phase.compute_seconds
+    waits = [0.0] * len(phases)
     if not count:
         return gap, waits
     slots = min(slots, count)
@@ -155,34 +155,34 @@ class _Tried:
 
 
 class _Search:
-    def __init__(self, stages: Sequence[LayerPhase], memory_bytes: int, counts: range, most_tried: int) -> None:
-        self.stages, self.memory_bytes, self.most_tried = stages, memory_bytes, most_tried
+    def __init__(self, phases: Sequence[LayerPhase], memory_bytes: int, counts: range, most_tried: int) -> None:
+        self.phases, self.memory_bytes, self.most_tried = phases, memory_bytes, most_tried
         self.counts = counts
-        self.banks = streamed_stages(stages)
-        self.compute_seconds = sum(stage.compute_seconds for stage in stages)
+        self.banks = streamed_phases(phases)
+        self.compute_seconds = sum(phase.compute_seconds for phase in phases)
         self.tried = 0
         self.is_exhaustive = True
         self.best: _Tried | None = None
         self.best_with: dict[int, _Tried] = {}
 
     def streamed(self, resident: frozenset[int]) -> tuple[int, ...]:
-        return streamed_stages(self.stages, resident)
+        return streamed_phases(self.phases, resident)
 
     # ---- Memory
 
     def bytes_of(self, places: Iterable[int]) -> int:
-        return sum(self.stages[place].bank_bytes for place in places)
+        return sum(self.phases[place].bank_bytes for place in places)
 
     def memory(self, slots: int, resident: frozenset[int]) -> int:
-        return ring_schedule(self.stages, slots, resident).memory_bytes
+        return ring_schedule(self.phases, slots, resident).memory_bytes
 
     def fits(self, slots: int, resident: frozenset[int]) -> bool:
         return self.memory(slots, resident) <= self.memory_bytes
 
     def largest_first(self) -> Iterator[list[int]]:
         """The smallest resident set for each size that a slot can have: everything that is larger stays."""
-        for size in sorted({self.stages[place].bank_bytes for place in self.banks}, reverse=True):
-            yield [place for place in self.banks if self.stages[place].bank_bytes > size]
+        for size in sorted({self.phases[place].bank_bytes for place in self.banks}, reverse=True):
+            yield [place for place in self.banks if self.phases[place].bank_bytes > size]
 
     # ---- Bounds
 
@@ -191,8 +191,8 @@ class _Search:
         return min(
             max(
                 self.compute_seconds,
-                self._least(slots, must_stay, lambda stage: stage.transfer_seconds),
-                self._least(slots, must_stay, lambda stage: stage.transfer_seconds + stage.compute_seconds) / slots,
+                self._least(slots, must_stay, lambda phase: phase.transfer_seconds),
+                self._least(slots, must_stay, lambda phase: phase.transfer_seconds + phase.compute_seconds) / slots,
             )
             for slots in self.counts
             for must_stay in self.largest_first()
@@ -205,18 +205,18 @@ class _Search:
         if room < 0:
             return math.inf
         total = 0.0
-        streamed = [self.stages[place] for place in self.banks if place not in stay]
-        for stage in sorted(streamed, key=lambda stage: value(stage) / stage.bank_bytes, reverse=True):
-            part = min(1.0, room / stage.bank_bytes)
-            total += (1 - part) * value(stage)
-            room -= part * stage.bank_bytes
+        streamed = [self.phases[place] for place in self.banks if place not in stay]
+        for phase in sorted(streamed, key=lambda phase: value(phase) / phase.bank_bytes, reverse=True):
+            part = min(1.0, room / phase.bank_bytes)
+            total += (1 - part) * value(phase)
+            room -= part * phase.bank_bytes
         return total
 
     def pace(self, slots: int, resident: frozenset[int]) -> float:
         """The bound for this resident set: longest path, link busy, slots busy."""
-        streamed = [self.stages[place] for place in self.banks if place not in resident]
-        link = sum(stage.transfer_seconds for stage in streamed)
-        held = sum(stage.transfer_seconds + stage.compute_seconds for stage in streamed)
+        streamed = [self.phases[place] for place in self.banks if place not in resident]
+        link = sum(phase.transfer_seconds for phase in streamed)
+        held = sum(phase.transfer_seconds + phase.compute_seconds for phase in streamed)
         return max(self.compute_seconds, link, held / slots)
 
     # ---- Trying
@@ -249,8 +249,8 @@ class _Search:
 
     def _try(self, slots: int, resident: frozenset[int]) -> _Tried:
         self.tried += 1
-        step, waits = steady_step(self.stages, slots, resident)
-        moved = sum(self.stages[place].transfer_seconds for place in self.streamed(resident))
+        step, waits = steady_step(self.phases, slots, resident)
+        moved = sum(self.phases[place].transfer_seconds for place in self.streamed(resident))
         found = _Tried(step, moved, slots, resident, tuple(waits))
         if found.is_better_than(self.best):
             self.best = found
@@ -286,7 +286,7 @@ class _Search:
     def _rankings(self, slots: int, must_stay: frozenset[int]) -> Iterator[list[int]]:
         """In which order banks are made resident while there is room."""
         movable = [place for place in self.banks if place not in must_stay]
-        yield sorted(movable, key=lambda place: -self.stages[place].transfer_seconds / self.stages[place].bank_bytes)
+        yield sorted(movable, key=lambda place: -self.phases[place].transfer_seconds / self.phases[place].bank_bytes)
         # Evenly spread, so that each streamed bank has as much computation to hide behind as the others.
         room = self.memory_bytes - self.memory(slots, must_stay)
         size = max(self.bytes_of(movable) // len(movable), 1) if movable else 1
@@ -294,14 +294,14 @@ class _Search:
         yield spread_evenly(movable, count) + movable
         yield movable
         yield movable[::-1]
-        yield sorted(movable, key=lambda place: self.stages[place].compute_seconds)
+        yield sorted(movable, key=lambda place: self.phases[place].compute_seconds)
         # Where the transfers wait, one after the other.
         ranking: list[int] = []
         while len(ranking) < count and self.tried < self.most_tried // 2:
             resident = must_stay | frozenset(ranking)
             self.tried += 1
-            _, waits = steady_step(self.stages, slots, resident)
-            worst = max(self.streamed(resident), key=lambda place: (waits[place], self.stages[place].transfer_seconds))
+            _, waits = steady_step(self.phases, slots, resident)
+            worst = max(self.streamed(resident), key=lambda place: (waits[place], self.phases[place].transfer_seconds))
             if not waits[worst]:
                 break
             ranking.append(worst)
@@ -342,7 +342,7 @@ class _Search:
         self, slots: int, resident: frozenset[int], entering: int | None, leaving: int | None
     ) -> frozenset[int]:
         """`resident` with one bank more, or one less, and as many of the others as fit then."""
-        value = {place: self.stages[place].transfer_seconds / self.stages[place].bank_bytes for place in self.banks}
+        value = {place: self.phases[place].transfer_seconds / self.phases[place].bank_bytes for place in self.banks}
         changed = resident - {leaving} | ({entering} if entering is not None else set())
         for place in sorted(changed - {entering}, key=value.__getitem__):
             if self.fits(slots, changed):
@@ -357,7 +357,7 @@ class _Search:
         best = self.best
         assert best is not None
         return FoundSchedule(
-            **vars(ring_schedule(self.stages, best.slots, best.resident)),
+            **vars(ring_schedule(self.phases, best.slots, best.resident)),
             step_seconds=best.step_seconds,
             exposed_seconds=max(0.0, best.step_seconds - self.compute_seconds),
             least_exposed_seconds=max(0.0, self.least - self.compute_seconds),

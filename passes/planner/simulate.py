@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import Event, Timeline, timeline_of
-from moepass.passes.planner.phases import LayerPhase, TimedStep, plan_steps, stage_steps
+from moepass.passes.planner.phases import LayerPhase, TimedStep, phase_steps, plan_steps
 from moepass.passes.planner.simulation_engine import Engine, Machine, SimulatedRun, never_filled, period_of
 
 # Runs nearly always repeat themselves after two or three steps. Where they do not, the mean of the last ones will do.
@@ -69,14 +69,14 @@ class Simulation:
 _PLAIN = Machine()
 
 
-def simulate_stages(
-    stages: Sequence[LayerPhase],
+def simulate_phases(
+    phases: Sequence[LayerPhase],
     slots: int,
     resident: Collection[int] = (),
     machine: Machine = _PLAIN,
 ) -> Simulation:
-    """A model that runs `stages` again and again. Raises as `stage_steps` and `simulate`."""
-    return simulate([stage_steps(stages, slots, resident)], slots, machine)
+    """A model that runs `phases` again and again. Raises as `phase_steps` and `simulate`."""
+    return simulate([phase_steps(phases, slots, resident)], slots, machine)
 
 
 def simulate_plan(
@@ -169,4 +169,4 @@ def _shown(events: Sequence[tuple[str, str, str, float, float]], start: float, e
     )
 
 
-__all__ = ["Bounds", "Machine", "Simulation", "simulate", "simulate_plan", "simulate_stages", "step_bounds"]
+__all__ = ["Bounds", "Machine", "Simulation", "simulate", "simulate_phases", "simulate_plan", "step_bounds"]

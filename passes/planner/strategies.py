@@ -1,12 +1,13 @@
 """What a step would take under each strategy, and the memory it would need: the comparison that explain shows.
 
-A step is `texts` on each of N ranks. Strategies that share one text out over all ranks run N such steps, one for each
-rank's texts, so that all have done equal work. Routing is taken to be even and kernels to be the same everywhere; what
-differs is what is exchanged, what is read how often, and who waits for whom.
+A step is `Setting.sequences` on each of N ranks. A strategy that splits every sequence over all ranks runs N such
+steps, one for each rank's sequences, so that all strategies do equal work. Routing is assumed to be even, and kernels
+to be the same everywhere. What differs is what is exchanged, how often weights are read, and who waits for whom.
 
-Texts are computed at once, but by a pipeline, which lives on micro-batches. `Setting.engine_tokens` asks for all
-strategies as serving engines run them: micro-batch by micro-batch, a long text in chunks. Ranks with texts of their own
-(dp) are then at chunks of their own, and wait at every layer for the one that looks back at the longest prefix.
+All sequences of a step are computed at once. Only a pipeline cuts them into micro-batches. With `Setting.engine_tokens`
+every strategy runs as serving engines run it: micro-batch by micro-batch, and a long sequence in chunks. Ranks with
+sequences of their own (dp) are then at different chunks, and at every layer all wait for the rank with the longest
+prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from moepass.models.sizes.architecture import Architecture, Experts, Layer
 from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import Hardware
-from moepass.passes.machine.layer_times import LayerSeconds, Split, Texts, activation_dtype, head_seconds, layer_seconds
+from moepass.passes.machine.layer_times import (
+    LayerSeconds,
+    Sequences,
+    Split,
+    activation_dtype,
+    head_seconds,
+    layer_seconds,
+)
 from moepass.passes.machine.times import collective_seconds, token_exchange_seconds
 from moepass.passes.planner.microbatches import micro_batches, pipeline_seconds, slowest_seconds
 
@@ -35,7 +43,7 @@ MICRO_BATCH_TOKENS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class StrategyCost:
-    """`step_seconds` for the texts of all ranks; bytes per device.
+    """`step_seconds` for the sequences of all ranks; bytes per device.
 
     `communication_bytes` are those of a typical layer with experts, by the table of arXiv 2605.02960; nothing hides
     them. `background_bytes` are those of its experts that come beside the computation, where they are streamed.
@@ -53,7 +61,7 @@ class StrategyCost:
 class Setting:
     """What is compared: one model on one machine. `budget_bytes` of memory may be used on each device.
 
-    `dtype` is what products are computed in. With `stored` weights rest and travel as a checkpoint stores them, and
+    `dtype` is what GEMMs are computed in. With `stored` weights rest and travel as a checkpoint stores them, and
     every strategy computes from that; None: they rest in `dtype`.
     `engine_tokens` are those of a micro-batch of every strategy but asyncep; None: only pipelines have micro-batches.
     `transport` is how ranks exchange the shards of banks.
@@ -61,7 +69,7 @@ class Setting:
 
     architecture: Architecture
     hardware: Hardware
-    texts: Texts
+    sequences: Sequences
     dtype: str
     budget_bytes: float
     engine_tokens: int | None = None
@@ -124,7 +132,7 @@ def strategy_cost(setting: Setting, name: str) -> StrategyCost:
         name,
         setting.architecture.typical_moe_layer,
         setting.architecture.hidden,
-        setting.texts.tokens,
+        setting.sequences.tokens,
         setting.ranks,
         activation_dtype(setting.dtype),
     )
@@ -136,20 +144,20 @@ def _over_layers(setting: Setting, seconds: Callable[[Layer], float]) -> float:
 
 
 def _head(setting: Setting) -> float:
-    return head_seconds(setting.hardware, setting.architecture, setting.texts, setting.dtype)
+    return head_seconds(setting.hardware, setting.architecture, setting.sequences, setting.dtype)
 
 
-def _rounds(setting: Setting, parts: Sequence[Texts]) -> float:
-    """How often `parts` are computed until all texts of one rank are."""
-    return setting.texts.tokens / sum(part.tokens for part in parts)
+def _rounds(setting: Setting, parts: Sequence[Sequences]) -> float:
+    """How often `parts` are computed until all sequences of one rank are."""
+    return setting.sequences.tokens / sum(part.tokens for part in parts)
 
 
-def _layer(setting: Setting, layer: Layer, texts: Texts | None = None, **split: int) -> LayerSeconds:
-    texts = texts or setting.texts
-    return layer_seconds(setting.hardware, layer, setting.architecture.hidden, texts, setting.dtype, Split(**split))
+def _layer(setting: Setting, layer: Layer, sequences: Sequences | None = None, **split: int) -> LayerSeconds:
+    sequences = sequences or setting.sequences
+    return layer_seconds(setting.hardware, layer, setting.architecture.hidden, sequences, setting.dtype, Split(**split))
 
 
-# ---- Seconds of one layer for the texts of all ranks -----------------------------------------------------------------
+# ---- Seconds of one layer for the sequences of all ranks -------------------------------------------------------------
 # Exchanges are those that carry each hidden state once: a device that holds 1/N of the tokens sends those alone.
 
 
@@ -157,47 +165,47 @@ def _dp_ep(setting: Setting, layer: Layer) -> float:
     if layer.experts is None:
         return _layer(setting, layer).total
     computing = _layer(setting, layer, experts=setting.ranks).total
-    return computing + _exchange(setting, layer, setting.texts.tokens)
+    return computing + _exchange(setting, layer, setting.sequences.tokens)
 
 
 def _dp_tp(setting: Setting, layer: Layer) -> float:
-    texts, ranks = setting.texts, setting.ranks
-    everybody = dataclasses.replace(texts, batch=texts.batch * ranks)
-    computing = _layer(setting, layer).mixing + _layer(setting, layer, everybody, widths=ranks).mlp
+    sequences, ranks = setting.sequences, setting.ranks
+    everybody = dataclasses.replace(sequences, count=sequences.count * ranks)
+    computing = _layer(setting, layer).attention + _layer(setting, layer, everybody, widths=ranks).mlp
     return computing + _gather_and_scatter(setting, everybody.tokens)
 
 
 def _tp_tp(setting: Setting, layer: Layer) -> float:
     ranks = setting.ranks
-    computing = _layer(setting, layer, mixing=ranks, widths=ranks).total
-    return ranks * (computing + 2 * setting.collective("all_reduce", setting.row_bytes(setting.texts.tokens)))
+    computing = _layer(setting, layer, attention=ranks, widths=ranks).total
+    return ranks * (computing + 2 * setting.collective("all_reduce", setting.row_bytes(setting.sequences.tokens)))
 
 
 def _tp_ep(setting: Setting, layer: Layer) -> float:
     if layer.experts is None:
         return _tp_tp(setting, layer)
-    ranks, tokens = setting.ranks, setting.texts.tokens
-    computing = _layer(setting, layer, mixing=ranks).mixing + _share(setting, layer, experts=ranks).mlp
+    ranks, tokens = setting.ranks, setting.sequences.tokens
+    computing = _layer(setting, layer, attention=ranks).attention + _share(setting, layer, experts=ranks).mlp
     exchanging = _gather_and_scatter(setting, tokens) + _exchange(setting, layer, tokens / ranks)
     return ranks * (computing + exchanging)
 
 
 def _sp_tp(setting: Setting, layer: Layer) -> float:
-    ranks, tokens = setting.ranks, setting.texts.tokens
-    computing = _layer(setting, layer, mixing=ranks).mixing + _layer(setting, layer, widths=ranks).mlp
+    ranks, tokens = setting.ranks, setting.sequences.tokens
+    computing = _layer(setting, layer, attention=ranks).attention + _layer(setting, layer, widths=ranks).mlp
     return ranks * (computing + _key_values(setting, layer) + _gather_and_scatter(setting, tokens))
 
 
 def _sp_ep(setting: Setting, layer: Layer) -> float:
-    ranks, tokens = setting.ranks, setting.texts.tokens
-    computing = _layer(setting, layer, mixing=ranks).mixing + _share(setting, layer, experts=ranks).mlp
+    ranks, tokens = setting.ranks, setting.sequences.tokens
+    computing = _layer(setting, layer, attention=ranks).attention + _share(setting, layer, experts=ranks).mlp
     exchanging = _exchange(setting, layer, tokens / ranks) if layer.experts is not None else 0.0
     return ranks * (computing + _key_values(setting, layer) + exchanging)
 
 
 def _share(setting: Setting, layer: Layer, experts: int) -> LayerSeconds:
-    """One rank's share of the tokens of one step; a text may be cut, which only scores would notice."""
-    return _layer(setting, layer, Texts(1, math.ceil(setting.texts.tokens / setting.ranks)), experts=experts)
+    """One rank's share of the tokens of one step; a sequence may be cut, which changes the cost of scores alone."""
+    return _layer(setting, layer, Sequences(1, math.ceil(setting.sequences.tokens / setting.ranks)), experts=experts)
 
 
 def _exchange(setting: Setting, layer: Layer, tokens: float) -> float:
@@ -214,12 +222,14 @@ def _gather_and_scatter(setting: Setting, tokens: float) -> float:
 
 
 def _key_values(setting: Setting, layer: Layer) -> float:
-    """Keys and values of the whole text to every device that holds a part of it."""
-    nbytes = kv_bytes(layer.attention, setting.texts.batch, setting.texts.sequence, activation_dtype(setting.dtype))
+    """Keys and values of the whole sequence to every device that holds a part of it."""
+    nbytes = kv_bytes(
+        layer.attention, setting.sequences.count, setting.sequences.length, activation_dtype(setting.dtype)
+    )
     return setting.collective("all_gather", float(nbytes))
 
 
-# Each rank mixes the tokens of texts of its own.
+# Each rank computes attention over sequences of its own.
 _DATA_PARALLEL = ("dp_ep", "dp_tp")
 
 _SECONDS: dict[str, Callable[[Setting, Layer], float]] = {
@@ -244,20 +254,20 @@ def _pipeline(setting: Setting) -> float:
     return setting.ranks * _rounds(setting, parts) * pipeline_seconds(seconds, setting.ranks) + _head(setting)
 
 
-def _parts(setting: Setting) -> tuple[Texts, ...]:
+def _parts(setting: Setting) -> tuple[Sequences, ...]:
     """The micro-batches of one round: of no more tokens than all ranks have in a step."""
-    tokens = min(setting.engine_tokens or MICRO_BATCH_TOKENS, setting.ranks * setting.texts.tokens)
-    return micro_batches(setting.texts.sequence, tokens)
+    tokens = min(setting.engine_tokens or MICRO_BATCH_TOKENS, setting.ranks * setting.sequences.tokens)
+    return micro_batches(setting.sequences.length, tokens)
 
 
 def _micro_batched(setting: Setting, name: str) -> float:
     """Micro-batches one after the other; data-parallel ranks wait for the slowest of them."""
     parts = _parts(setting)
-    steps = [dataclasses.replace(setting, texts=part) for part in parts]
+    steps = [dataclasses.replace(setting, sequences=part) for part in parts]
     seconds = sum(_over_layers(step, functools.partial(_SECONDS[name], step)) for step in steps)
     if name in _DATA_PARALLEL:
-        mixing = [_over_layers(step, lambda layer, step=step: _layer(step, layer).mixing) for step in steps]  # type: ignore[misc]
-        seconds += len(parts) * slowest_seconds(mixing, setting.ranks) - sum(mixing)
+        attention = [_over_layers(step, lambda layer, step=step: _layer(step, layer).attention) for step in steps]  # type: ignore[misc]
+        seconds += len(parts) * slowest_seconds(attention, setting.ranks) - sum(attention)
     return _rounds(setting, parts) * seconds + _head(setting)
 
 
@@ -275,7 +285,7 @@ def banks_bytes(setting: Setting) -> int:
 
 def activations_bytes(setting: Setting, tokens: float | None = None) -> float:
     """The most that activations of `tokens`, all of a rank's by default, take at once in any layer."""
-    tokens = setting.texts.tokens if tokens is None else tokens
+    tokens = setting.sequences.tokens if tokens is None else tokens
     return peak_activation_bytes(setting.architecture, tokens, setting.dtype)
 
 
@@ -287,10 +297,10 @@ def peak_activation_bytes(architecture: Architecture, tokens: float, dtype: str)
 
 def _memory(setting: Setting, name: str) -> float:
     """Weights, the activations of the tokens that a device has, and keys and values of chunks where there are any."""
-    ranks, tokens = setting.ranks, setting.texts.tokens
+    ranks, tokens = setting.ranks, setting.sequences.tokens
     dense, banks = setting.dense_bytes, banks_bytes(setting)
     parts = _parts(setting)
-    kept = max(part.batch * (part.prefix + part.sequence) for part in parts)
+    kept = max(part.count * (part.prefix + part.length) for part in parts)
     kept_bytes = float(model_kv_bytes(setting.architecture, 1, kept, activation_dtype(setting.dtype)))
     if name == "pp_pp":
         share = math.ceil(len(setting.architecture.layers) / ranks) / len(setting.architecture.layers)

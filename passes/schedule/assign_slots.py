@@ -22,8 +22,9 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.models.homes import home_named
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import is_call, is_view, mutates, positions, readers
-from moepass.passes.ir.plan import Plan, SlotStay, gather
+from moepass.passes.ir.plan import Plan, SlotStay
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
+from moepass.passes.ir.slot_operations import gather
 from moepass.passes.schedule.dispatch import plan_dispatch
 
 

@@ -17,8 +17,9 @@ from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
 from moepass.passes.graph.input_sizes import size_sources
 from moepass.passes.graph.nodes import is_call
-from moepass.passes.ir.plan import Dispatch, Plan, Refusal, gather
+from moepass.passes.ir.plan import Dispatch, Plan, Refusal
 from moepass.passes.ir.protocol import PassContext
+from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY
 from moepass.passes.planner.all_to_all_crossover import CrossoverEstimate
 

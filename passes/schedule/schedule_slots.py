@@ -20,8 +20,9 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.sink_token_gather import with_lookup
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
-from moepass.passes.ir.plan import Plan, acquire, decode, prefetch, release
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassError, PassResult, graph_pass
+from moepass.passes.ir.slot_operations import acquire, decode, prefetch, release
 from moepass.passes.schedule.assign_slots import Lifetime, lifetimes
 
 

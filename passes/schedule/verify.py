@@ -28,8 +28,9 @@ import networkx
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import is_call, positions, readers
-from moepass.passes.ir.plan import SLOT_OPS, Plan, acquire, decode, gather, prefetch, release
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassError, PassResult, graph_pass
+from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather, prefetch, release
 
 
 class ScheduleError(PassError):

@@ -39,9 +39,10 @@ from moepass.passes.graph.nodes import (
     symbolic_sizes,
     unbacked_conditions,
 )
-from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, MoEBlock, Plan, Step, gather
+from moepass.passes.ir.plan import MoEBlock, Plan, Step
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.ir.segment import PART_KEY, Segment, SegmentUse, role_of
+from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
 from moepass.passes.segments.parts import parts_of_nodes
 
 

@@ -29,8 +29,9 @@ from torch.fx import Graph, Node
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
-from moepass.passes.ir.plan import BANK_TENSOR, MoEBlock, acquire, gather
+from moepass.passes.ir.plan import MoEBlock
 from moepass.passes.ir.segment import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, ROUTER
+from moepass.passes.ir.slot_operations import BANK_TENSOR, acquire, gather
 
 aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
-from moepass.passes.ir.plan import BANK_TENSOR, TensorSpec
+from moepass.passes.ir.plan import TensorSpec
+from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.runtime.banks.banks import BankStore
 
 # The class of a module with banked parameters, by the names of these; an attribute of the module's own class, so that

@@ -1,1 +1,1 @@
-"""This machine is measured: products, attention, copies, collectives. May import every room; none imports it."""
+"""Measures this machine: GEMMs, attention, copies, collectives. May import every room; none imports it."""

@@ -288,11 +288,11 @@ def _table(name: str, of_ranks: Sequence[Measured]) -> SecondsTable:
 
 
 def _best_rate(table: SecondsTable) -> Figure:
-    """The highest rate of any product in the table."""
+    """The highest rate of any GEMM in the table."""
     rates = [(work_flops("gemm", point) / seconds, point) for point, seconds in table.points()]
     rate, shape = max(rates, key=lambda pair: pair[0])
     sizes = " x ".join(f"{size:.0f}" for size in shape.values())
-    return Figure(rate, "calibrated", f"the best product, {sizes}")
+    return Figure(rate, "calibrated", f"the best GEMM, {sizes}")
 
 
 def _link(table: SecondsTable) -> TransferLink:

@@ -30,9 +30,9 @@ class Experiment:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The grids of one calibration. Widths are both inner and outer sizes of products.
+    """The grids of one calibration. Widths are both inner and outer sizes of GEMMs.
 
-    Products run over so many weights and results that these have `cold_bytes`, and products by expert over `experts` at
+    GEMMs run over so many weights and results that these have `cold_bytes`, and grouped GEMMs over `experts` at
     least: few rows take as long as the weights take from memory, and no cache may hold these.
     """
 

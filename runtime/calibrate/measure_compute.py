@@ -1,4 +1,4 @@
-"""Timing computation on one device: products, products by expert, attention and memory traffic."""
+"""Timing computation on one device: GEMMs, grouped GEMMs, attention and memory traffic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 # Enough heads to give a GPU work at short sequences; a CPU takes one after the other.
 _GPU_HEAD_ROWS = 1 << 16
 _CPU_HEADS = 4
-# [Empirical] With more rows an expert's product takes many times as long as its weights take from memory.
+# [Empirical] With more rows an expert's GEMM takes many times as long as its weights take from memory.
 _MOST_COLD_ROWS = 128
 _MOST_COLD = 128
 _DIFFERENT_VALUES = 1 << 16
@@ -41,7 +41,7 @@ def compute_experiments(sizes: Sizes, device: torch.device) -> list[Experiment]:
 
 
 def _gemm(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
-    """Seconds of one product. Weights come from memory and results go there, as in a model, whose layers are many."""
+    """Seconds of one GEMM. Weights come from memory and results go there, as in a model, whose layers are many."""
 
     def measure(rows: int, inner: int, columns: int) -> Timing:
         own_bytes = (inner + rows) * columns * dtype.itemsize

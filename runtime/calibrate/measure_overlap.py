@@ -19,23 +19,23 @@ _PIECE_SECONDS = 0.002
 
 
 def measure_overlap(lane: Lane, sizes: Sizes, device: torch.device) -> dict[str, Timing]:
-    """`gemm` and `memory`: how many times as long each takes beside copies; `copy`: the copies, beside products.
+    """`gemm` and `memory`: how many times as long each takes beside copies; `copy`: the copies, beside GEMMs.
 
     These are ratios, 1 and above. Alone and together are measured in turns, so that drift of the machine meets both.
     """
-    products = _products(sizes, device)
+    gemms = _gemms(sizes, device)
     elements = max(1, min(sizes.memory_bytes[-1], 48 << 20) // 12)
     left, right, result = (torch.ones(elements, device=device) for _ in range(3))
-    gemm, copy = _beside(products, lane, sizes, device)
+    gemm, copy = _beside(gemms, lane, sizes, device)
     memory, _ = _beside(lambda: torch.add(left, right, out=result), lane, sizes, device)
     return {"gemm": gemm, "memory": memory, "copy": copy}
 
 
-def _products(sizes: Sizes, device: torch.device) -> Callable[[], object]:
+def _gemms(sizes: Sizes, device: torch.device) -> Callable[[], object]:
     dtype = TORCH_DTYPES[sizes.dtypes[0]]
     width, rows = sizes.widths[-1], sizes.rows[-1]
     left, right = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, width), (width, width)))
-    # A part of the rows, so that one product ends soon.
+    # A part of the rows, so that one GEMM ends soon.
     once = time_calls(lambda: left @ right, device, TimingEffort(1, 0.0, 0.0)).seconds
     part = left[: max(1, min(rows, int(rows * _PIECE_SECONDS / once)))]
     return lambda: part @ right

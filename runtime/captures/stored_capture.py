@@ -26,8 +26,9 @@ from moepass.passes.graph.graph_records import NodeRecord, NotStorableError, rea
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, symbolic_sizes
 from moepass.passes.graph.written_inputs import writes_to_inputs
-from moepass.passes.ir.plan import BANK_TENSOR, BankSpec, Plan, dtype_name
+from moepass.passes.ir.plan import BankSpec, Plan, dtype_name
 from moepass.passes.ir.protocol import PassContext
+from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.captures.capture_watch import CaptureWatch, CompiledGraph, GraphRun

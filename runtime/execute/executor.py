@@ -18,7 +18,8 @@ from moepass.models.errors import InputError, MoepassError
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.input_sizes import read_sizes, size_sources
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call
-from moepass.passes.ir.plan import BANK_TENSOR, SLOT_OPS, BankSpec, Plan, Refusal, acquire, decode, prefetch, release
+from moepass.passes.ir.plan import BankSpec, Plan, Refusal
+from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, acquire, decode, prefetch, release
 from moepass.passes.ir.timeline import COMPUTE, HOST
 from moepass.runtime.banks.identity import MemoryTable, find_bank, memories_of
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics

@@ -58,8 +58,8 @@ class PeerPacker:
     """Spreads the banks of a model over the ranks of `group`: `agree`, then `pack` each bank, then `connect`."""
 
     home_name = "peer"
-    # Of home `hybrid`: how many stages each rank has.
-    stages = 0
+    # Of home `hybrid`: how many staging buffers each rank has.
+    staging_buffers = 0
     # Where shards lie.
     device_type = "cpu"
     # Whether what somebody writes to `tensors_in_shard` is seen by this rank alone.
@@ -86,7 +86,7 @@ class PeerPacker:
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """As `agree`, for banks that are described already; `digests` is a word for each that all ranks must share."""
         self._specs = list(specs)
-        self.group.agree(self._specs, digests, self.stages, self.device_type)
+        self.group.agree(self._specs, digests, self.staging_buffers, self.device_type)
         with self.group.rendezvous.telling_failures():
             self._reserve()
 

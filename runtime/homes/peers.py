@@ -110,16 +110,16 @@ class PeerGroup:
         return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport, watch)
 
     def agree(
-        self, banks: Sequence[BankSpec], digests: Sequence[str], stages: int = 0, device_type: str = "cpu"
+        self, banks: Sequence[BankSpec], digests: Sequence[str], staging_buffers: int = 0, device_type: str = "cpu"
     ) -> None:
         """Wait until every rank has come here with the same banks, `digests` of which are one word each, as many
-        `stages`, and shards on the same kind of device.
+        `staging_buffers`, and shards on the same kind of device.
 
         Raises PeerError: one that names what differs, with both values and ranks, the same on every rank; or one that
         names the ranks that did not come within the timeout, or are gone.
         """
         process = this_process() if self.transport == PULL else None
-        topics = list(self._topics(process, banks, digests, stages, device_type))
+        topics = list(self._topics(process, banks, digests, staging_buffers, device_type))
         for rank, votes in agree(self.rendezvous, _BANKS, topics, self.check_alive):
             if rank != self.rank and votes[_PROCESS] is not None:
                 self._processes[rank] = msgspec.convert(votes[_PROCESS], ProcessIdentity)
@@ -132,7 +132,7 @@ class PeerGroup:
         process: ProcessIdentity | None,
         banks: Sequence[BankSpec],
         digests: Sequence[str],
-        stages: int,
+        staging_buffers: int,
         device_type: str,
     ) -> Iterator[Topic]:
         """`digests` have one word per bank, equal for equal weights. Counts come first."""
@@ -141,7 +141,7 @@ class PeerGroup:
         yield Topic("the number of ranks", self.size, remedy)
         yield Topic("the transport", self.transport, remedy)
         yield Topic("the machine", None if process is None else process.machine, remedy)
-        yield Topic("the number of stages of home='hybrid'", stages, remedy)
+        yield Topic("the number of staging buffers of home='hybrid'", staging_buffers, remedy)
         yield Topic("the kind of device", device_type, remedy)
         yield Topic("the number of banks", len(banks), remedy)
         for bank, digest in zip(banks, digests, strict=True):

@@ -11,7 +11,7 @@ from moepass.runtime.system.device_names import cpu_info
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 
 # [Empirical] Where MKL is held back, oneDNN is faster from so many rows and multiplications on (on Zen 5). With fewer,
-# calling it takes longer than the product.
+# calling it takes longer than the GEMM.
 _LEAST_ROWS, _LEAST_MULTIPLICATIONS = 8, 2 << 20
 
 
@@ -61,7 +61,7 @@ def _padded(rows: int) -> int:
     """A number of rows of which there are few, at least `rows` and at most an eighth more (from 32 on).
 
     oneDNN generates code for every number of rows that it meets, 0.3 ms and 0.6 MB each, and keeps that of 1024
-    products. Routers give every number there is.
+    GEMMs. Routers give every number there is.
     """
     step = max(4, 1 << rows.bit_length() >> 4)
     return -(-rows // step) * step

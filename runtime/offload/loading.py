@@ -29,6 +29,14 @@ from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
 from moepass.models.checkpoint.checkpoint_folders import check_numbers
 from moepass.models.checkpoint.file_stamp import FileStamps
 from moepass.models.checkpoint.unread_tensors import UnreadTensor, unread
+from moepass.models.checkpoint.weight_files import (
+    INDEX_FILE,
+    check_loading,
+    check_type,
+    check_weight_files,
+    one_line,
+    weight_files,
+)
 from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
@@ -154,7 +162,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
     layers = tuple(bank.spec.name for bank in store.banks)
     resident = tuple(find_expert_modules(model))
     home = store.banks[0].spec.home
-    return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.stage_bytes)
+    return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.staging_bytes)
 
 
 @dataclass(frozen=True)
@@ -235,12 +243,12 @@ class _Plan:
 def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str, residents: Residents) -> _Plan:
     """Let transformers build the model from unread tensors. Raises CheckpointError and InputError."""
     folder = checkpoints.resolve_model(path)
-    stamps = FileStamps(folder / name for name in (checkpoints.CONFIG_FILE, checkpoints.INDEX_FILE, _GENERATION_FILE))
+    stamps = FileStamps(folder / name for name in (checkpoints.CONFIG_FILE, INDEX_FILE, _GENERATION_FILE))
     config = checkpoints.load_config(folder)
     _refuse_quantised(folder, config)
-    checkpoints.check_type(f"{folder / checkpoints.CONFIG_FILE}: dtype", config.dtype)
-    checkpoints._check_weight_files(folder, config)
-    files = CheckpointFiles(checkpoints._weight_files(folder), stamps)
+    check_type(f"{folder / checkpoints.CONFIG_FILE}: dtype", config.dtype)
+    check_weight_files(folder, config)
+    files = CheckpointFiles(weight_files(folder), stamps)
     check_numbers(folder, files.numbers, experts_implementation)
     model_class = checkpoints._model_class(config)
     try:
@@ -263,7 +271,7 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
         ) from error
     except Exception as error:  # transformers raises many kinds for one cause: the files do not fit the config
         raise CheckpointError(f"{folder} cannot be loaded: {_cause(error)}") from error
-    checkpoints._check_loading(folder, info)
+    check_loading(folder, info)
     _name_after(model, folder)
     model.requires_grad_(False)
     return _Plan(folder, files, model.eval(), residents)
@@ -293,7 +301,7 @@ def _cause(error: Exception) -> str:
             "the weights of single experts do not merge into one bank per layer; one of them is missing, or has "
             "another shape than the rest"
         )
-    return checkpoints._one_line(error)
+    return one_line(error)
 
 
 def _name_after(model: PreTrainedModel, folder: Path) -> None:
@@ -306,9 +314,7 @@ def _name_after(model: PreTrainedModel, folder: Path) -> None:
             with checkpoints.quiet_transformers():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # as it may be malformed in any way
-            raise CheckpointError(
-                f"{folder / _GENERATION_FILE} cannot be read: {checkpoints._one_line(error)}"
-            ) from error
+            raise CheckpointError(f"{folder / _GENERATION_FILE} cannot be read: {one_line(error)}") from error
 
 
 def _read_dense(model: nn.Module, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from moepass.runtime.transfer.link import parse_link
 @dataclasses.dataclass(frozen=True)
 class OffloadReport:
     """What `offload_experts` moved. Bytes at rest in this process, and bytes that the ring takes on `device`; with home
-    `hybrid` the stages take `stage_bytes` there.
+    `hybrid` the staging buffers take `staging_bytes` there.
 
     `layers` moved; `resident_layers` stayed as they were.
     """
@@ -37,7 +37,7 @@ class OffloadReport:
     home_bytes: int
     ring_bytes: int
     resident_layers: tuple[str, ...] = ()
-    stage_bytes: int = 0
+    staging_bytes: int = 0
 
     @property
     def transport(self) -> str:
@@ -186,8 +186,8 @@ def offload_experts(
         packer.connect(store.banks)
     if isinstance(packer.home.transport, CollectiveTransport):
         _mark_forwards(model, packer.home.transport)
-    stage_bytes = packer.home.stage_bytes
-    return OffloadReport(store, options.home, tuple(banks), store.home_bytes, store.ring_bytes, resident, stage_bytes)
+    staging_bytes = packer.home.staging_bytes
+    return OffloadReport(store, options.home, tuple(banks), store.home_bytes, store.ring_bytes, resident, staging_bytes)
 
 
 def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequence[nn.Module]) -> None:

@@ -26,7 +26,7 @@ from moepass.models.sizes.families import from_config
 from moepass.passes.ir.decisions import DeviceMemory
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_ranks
-from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
 from moepass.passes.planner.graph_problem import bank_phases, layer_numbers
 from moepass.passes.planner.make_plan import DEFAULT_SLOTS, NO_PROFILE, MadePlan, PlanningProblem, make_plan
@@ -69,7 +69,7 @@ class PlanWish:
         return int(number)
 
     @property
-    def texts(self) -> Texts:
+    def sequences(self) -> Sequences:
         given = DEFAULT_TOKENS if self.tokens is None else self.tokens
         counts = (1, given) if isinstance(given, int) else given
         if (
@@ -82,7 +82,7 @@ class PlanWish:
                 "sequences in a step, and the tokens of each"
             )
         check_limit("tokens", counts[0] * counts[1], MOST_TOKENS, "share the sequences out over several steps")
-        return Texts(*counts)
+        return Sequences(*counts)
 
     def machine(self, device: torch.device, ranks: int) -> Hardware | None:
         """The profile that was given, else that of this machine; None where there is none."""
@@ -102,7 +102,7 @@ class BankRoute:
     """How banks of a model travel: from which home, between how many ranks, by which transport.
 
     `links` has the bytes per second of those that are emulated, by their names in a hardware profile.
-    `staging_buffers` is 0 but for homes that stage shards.
+    `staging_buffers` is 0 for homes that have none.
     """
 
     home: str
@@ -124,7 +124,7 @@ class BankRoute:
             max(1, dist.get_world_size(getattr(options, "group", None))) if is_spread else 1,
             getattr(options, "transport", PULL),
             links,
-            getattr(options, "stages", 0),
+            getattr(options, "staging_buffers", 0),
         )
 
 
@@ -147,7 +147,7 @@ def place(
     Raises OptionError where both a budget and residents are given, and what `PlanWish` raises; InputError where the
     budget is too small, with the least that would do, and where the profile lacks a link or a rate.
     """
-    budget, _ = wish.budget_bytes, wish.texts
+    budget, _ = wish.budget_bytes, wish.sequences
     if budget is not None and residents.is_given:
         raise OptionError(
             f"memory_budget is {wish.memory_budget!r}, and {residents}: the plan decides which layers stay; "
@@ -210,8 +210,8 @@ class _Known:
         """What rests on the device in any case, but activations."""
         keeps_shards = home_named(self.route.home).keeps_shards_on_device
         shards = sum(self.bank_bytes.values()) / self.route.ranks if keeps_shards else 0.0
-        stages = self.route.staging_buffers * max(self.bank_bytes.values(), default=0) / self.route.ranks
-        return DeviceMemory(self.dense_bytes + shards, stages, 0.0)
+        staging_bytes = self.route.staging_buffers * max(self.bank_bytes.values(), default=0) / self.route.ranks
+        return DeviceMemory(self.dense_bytes + shards, staging_bytes, 0.0)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
         """The plan, with the layers that `stay` where that is decided."""
@@ -226,7 +226,7 @@ class _Known:
         setting = Setting(
             architecture,
             hardware,
-            self.wish.texts,
+            self.wish.sequences,
             self.dtype,
             math.inf if budget is None else budget,
             transport=self.route.transport,
@@ -241,10 +241,10 @@ class _Known:
 
     def _by_bytes(self, stay: tuple[str, ...] | None, slots: int | None) -> PlanningProblem:
         """Without times. Activations are those of the formula where it knows the model, else left out."""
-        texts = self.wish.texts
+        sequences = self.wish.sequences
         weights = self.weights()
         if self.architecture is not None:
-            activations = peak_activation_bytes(self.architecture, texts.tokens, self.dtype)
+            activations = peak_activation_bytes(self.architecture, sequences.tokens, self.dtype)
             weights = dataclasses.replace(weights, activation_bytes=activations)
         phases = bank_phases(self.bank_bytes.items(), self.numbers)
         places = None if stay is None else tuple(place for place, one in enumerate(phases) if one.name in stay)
@@ -253,8 +253,8 @@ class _Known:
             phases=phases,
             home=self.route.home,
             resting=weights,
-            batch=texts.batch,
-            sequence=texts.sequence,
+            batch=sequences.count,
+            sequence=sequences.length,
             budget_bytes=None if budget is None else float(budget),
             resident=places,
             slots=slots,

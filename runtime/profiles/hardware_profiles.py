@@ -126,7 +126,7 @@ def _hardware_of(name: str, raw: dict[str, Any], ranks: int) -> Hardware:
         memory_bytes_per_s=stated(raw["hbm_bytes_per_s"], "reads and writes"),
         efficiency=EMPIRICAL_EFFICIENCY,
         overlap=Overlap(
-            gemm=Figure(1.0, "empirical", "assumed: copies use copy engines, and products wait for no memory"),
+            gemm=Figure(1.0, "empirical", "assumed: copies use copy engines, and GEMMs do not wait for memory"),
             memory=Figure(1.0 / (1.0 - writes), "derived", "what arrives takes its part of the memory's rate"),
             copy=Figure(1.0, "empirical", "assumed: copies come first on the link"),
         ),

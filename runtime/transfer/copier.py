@@ -22,7 +22,7 @@ class RingStatistics:
 
     `copied_bytes` went into slots or the staging buffer; `link_bytes` of them came over the link, the others from this
     rank's own shards. `decodes` counts the banks that were decoded.
-    With home `hybrid`, `staged_bytes` of what runs have used came from stages, `unstaged_bytes` past them from host
+    With home `hybrid`, `staged_bytes` of what runs have used came from staging buffers, `unstaged_bytes` from host
     memory.
 
     Slots that a run has done with are filled for the next run while this one ends: `ahead_used` of these copies were

@@ -31,7 +31,7 @@ class PendingCopy:
     """One copy: queued, running or finished. `wait` gives what went wrong, to the thread that needs the bytes.
 
     A tensor as `sources` stands for all of its bytes, to the start of the slot. With home `hybrid`, `staged_bytes` came
-    from stages so far, and `unstaged_bytes` from host memory.
+    from staging buffers so far, and `unstaged_bytes` from host memory.
     """
 
     staged_bytes = 0

@@ -19,8 +19,8 @@ class Home:
     """
 
     transport: Transport = Transport("host")
-    # Bytes that this rank's stages take on the compute device.
-    stage_bytes: int = 0
+    # Bytes that this rank's staging buffers take on the compute device.
+    staging_bytes: int = 0
 
     def check(self) -> None:
         """Raise where banks can no longer be read. Called before every run; must cost next to nothing."""

@@ -30,7 +30,7 @@ from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names
 from moepass.models.testing.tiny import TINY_FAMILIES
 from moepass.passes.ir.plan import MoEBlock, Plan, Refusal
-from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.planner.forecast import Forecast, forecast
 from moepass.passes.planner.strategies import Setting
 from moepass.runtime.profiles.hardware_profiles import load_hardware
@@ -147,7 +147,7 @@ def test_a_preset_takes_less_than_two_cores_have_in_ten_seconds_and_2_gb(name: s
 
 
 def _forecast(name: str, home: str, batch: int, sequence: int, dtype: str = "bf16") -> Forecast:
-    return forecast(Setting(preset(name), load_hardware("8xh100"), Texts(batch, sequence), dtype, 72e9), home)
+    return forecast(Setting(preset(name), load_hardware("8xh100"), Sequences(batch, sequence), dtype, 72e9), home)
 
 
 def test_advice_where_nothing_fits() -> None:

@@ -110,7 +110,7 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-# Wide enough for grouped products, which want bf16 on a GPU.
+# Wide enough for grouped GEMMs, which require bf16 on a GPU.
 PARALLEL = StackConfig(layers=4, hidden=512, width=512, experts=16, top_k=4, dtype=torch.bfloat16)
 
 

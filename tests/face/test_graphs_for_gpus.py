@@ -18,8 +18,9 @@ from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
 from moepass.passes.graph.collectives import collectives_of
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.ir.plan import Plan, acquire, prefetch, release
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Group, PassContext, PassResult
+from moepass.passes.ir.slot_operations import acquire, prefetch, release
 from moepass.passes.pipeline import compile_graph
 from moepass.runtime.execute.adoption import AdoptionOptions, adoption
 from moepass.runtime.transfer.link import Link

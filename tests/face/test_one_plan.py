@@ -15,7 +15,7 @@ from moepass.models.formulas.memory import bank_bytes
 from moepass.models.sizes.families import from_config
 from moepass.passes.ir.decisions import STRUCTURAL, Decisions
 from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
-from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.planner.model_problem import least_memory_bytes
 from moepass.passes.planner.strategies import Setting
 from moepass.runtime.profiles.hardware_profiles import load_hardware
@@ -56,7 +56,7 @@ def tiny_model() -> PreTrainedModel:
 def budget(banks: float, hardware: Hardware) -> int:
     """Room for so many banks beside what is on the device in any case."""
     architecture = from_config(CONFIG, dtype="fp32")
-    setting = Setting(architecture, hardware, Texts(BATCH, SEQUENCE), "fp32", float("inf"))
+    setting = Setting(architecture, hardware, Sequences(BATCH, SEQUENCE), "fp32", float("inf"))
     bank = bank_bytes(architecture.typical_moe_layer.experts, CONFIG.hidden_size, "fp32")  # type: ignore[arg-type]
     return round(least_memory_bytes(setting, "host") + (banks - 1) * bank)
 

@@ -96,9 +96,9 @@ def test_f_is_that_of_the_design() -> None:
 def test_scores_are_half_of_the_square() -> None:
     """4·S²·heads·head_dim for all pairs, and the causal half of it with its diagonal."""
     attention = preset("qwen3-235b-a22b").layers[0].attention
-    assert formulas.mixing_flops(attention, 3, 512) == 3 * 4 * 64 * 128 * 512 * 513 // 2
+    assert formulas.attention_flops(attention, 3, 512) == 3 * 4 * 64 * 128 * 512 * 513 // 2
     latent = preset("deepseek-v3").layers[0].attention
-    assert formulas.mixing_flops(latent, 1, 512) == 2 * 128 * (192 + 128) * 512 * 513 // 2
+    assert formulas.attention_flops(latent, 1, 512) == 2 * 128 * (192 + 128) * 512 * 513 // 2
 
 
 def test_the_delta_rule_counts_the_products_of_a_chunk() -> None:

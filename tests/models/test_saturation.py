@@ -44,7 +44,7 @@ def test_one_text_is_long_enough_and_one_token_less_is_not(
 ) -> None:
     layer, rate = layer_of(kind, window), 1e9
     found = formulas.saturation(
-        layer, HIDDEN, transfer_seconds=transfer_seconds, flops_per_s=rate, gamma=gamma, one_text=True
+        layer, HIDDEN, transfer_seconds=transfer_seconds, flops_per_s=rate, gamma=gamma, one_sequence=True
     )
     needed = gamma * transfer_seconds * rate
     assert found.tokens == smallest(needed, lambda count: formulas.layer_flops(layer, HIDDEN, 1, count))
@@ -74,7 +74,7 @@ def test_what_is_left_out_errs_to_the_safe_side(transfer_seconds: float, sequenc
     layer = layer_of("full")
     without = formulas.saturation(layer, HIDDEN, **known)
     assert without.tokens >= formulas.saturation(layer, HIDDEN, **known, sequence=sequence).tokens
-    assert without.tokens >= formulas.saturation(layer, HIDDEN, **known, one_text=True).tokens
+    assert without.tokens >= formulas.saturation(layer, HIDDEN, **known, one_sequence=True).tokens
 
 
 def test_the_formula_of_the_design() -> None:
@@ -110,7 +110,7 @@ def test_a_dense_layer_hides_a_transfer_too() -> None:
         ({"gamma": -1}, "gamma"),
         ({"transfer_seconds": -0.5}, "transfer_seconds"),
         ({"transfer_seconds": float("inf")}, "transfer_seconds"),
-        ({"sequence": 4, "one_text": True}, "sequence"),
+        ({"sequence": 4, "one_sequence": True}, "sequence"),
         ({"sequence": 0}, "sequence"),
     ],
 )
@@ -122,4 +122,4 @@ def test_errors_name_the_value(changes: dict[str, float], name: str) -> None:
 
 def test_one_text_in_chunks_has_no_formula() -> None:
     with pytest.raises(InputError, match="chunked"):
-        formulas.saturation(layer_of("chunked", 8), HIDDEN, transfer_seconds=1, flops_per_s=1e9, one_text=True)
+        formulas.saturation(layer_of("chunked", 8), HIDDEN, transfer_seconds=1, flops_per_s=1e9, one_sequence=True)

@@ -8,55 +8,33 @@ graph was decomposed when it was captured, and Inductor refuses what should have
 
 from __future__ import annotations
 
-import functools
-import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, map_nodes, nodes_in
+from moepass.passes.graph.nodes import fake_value, is_call, is_view, map_nodes, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import operation
-from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.graph.source_lines import named
+from moepass.passes.parallel.local_form.block_writer import BlockWriter
 from moepass.passes.parallel.local_form.row_layout import ratio
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-_SIZE = "the number of its rows or tokens"
-_OPERATORS: dict[Any, Callable[[Any, Any], Any]] = {
-    sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv, CleanDiv: operator.floordiv,
-    Mod: operator.mod, PythonMod: operator.mod,
-}  # fmt: skip
-
-
-def _in_words(arguments: Any) -> str:
-    if isinstance(arguments, (list, tuple)):
-        return ", ".join(map(_in_words, arguments))
-    if isinstance(arguments, torch.Tensor):
-        return describe_shape(arguments)
-    return "a size" if isinstance(arguments, torch.SymInt) else str(arguments)
-
-
-class LocalForm:
+class LocalForm(BlockWriter):
     """Writes the local form of one block. `complete` maps each local expert tensor to the one with all experts."""
 
     def __init__(self, graph: Graph, block: ParallelBlock, complete: dict[Node, Node]) -> None:
-        self.graph = graph
-        self.block = block
+        super().__init__(graph, block)
         self.complete = complete
-        self.fake_mode = fake_value(block.sink).fake_mode
         # The GEMMs that were written, and which GEMM of the block each of them is.
         self.gemms: dict[Node, int] = {}
-        self.written: list[Node] = []
         self._region = set(block.region)
         # Of the block's nodes: those whose operation the local form repeats, and the masks that it does without.
         self.copied: set[Node] = set()
@@ -70,8 +48,6 @@ class LocalForm:
         self.sizes: dict[Node, int | Node] = {}
         # The results of the block's GEMMs, biases included, and what stands for them: there the copies start.
         self.starts: dict[Node, Node] = {}
-        # Nodes that were written with a number of this rank's rows, or of slots, in their arguments.
-        self.sized: set[Node] = set()
         # The experts alone: their rows, sorted, where each expert's rows end, and which expert each row has.
         self.rows: Node
         self.ends: Node
@@ -97,34 +73,6 @@ class LocalForm:
         if self.block.form == "all_to_all_capacity":
             return self._slots_by_counts(sources["rows"], self._flat(sources["counts"]))
         return self._weighted_sum(sources["hidden"], sources["ids"], sources["weights"])
-
-    def _emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A call of `target`, with its fake value."""
-        return self._append(target, args, kwargs)
-
-    def _append(self, target: Callable[..., Any], args: Any, kwargs: Any, repeated: Node | None = None) -> Node:
-        """As `_emit`; `repeated` is the node of the block whose operation this is, if it is one's."""
-        node = self.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = map_nodes((args, kwargs), fake_value)
-        self.written.append(node)
-        if "nn_module_stack" in self.block.down.node.meta:
-            node.meta["nn_module_stack"] = self.block.down.node.meta["nn_module_stack"]
-        try:
-            with self.fake_mode:
-                node.meta["val"] = target(*fake_args, **fake_kwargs)
-        except Exception as error:  # whatever an operator says to arguments that do not fit it
-            raise NotThisForm(self._unfit(node, fake_args, repeated)) from error
-        return node
-
-    def _unfit(self, node: Node, arguments: Any, repeated: Node | None) -> str:
-        ups, down = self.block.gemms[:-1], self.block.down
-        begins = f"repeat {named(repeated)}" if repeated is not None else "be written"
-        return (
-            f"its local form cannot {begins}: {operation(node)} does not take {_in_words(arguments)}, which stand "
-            "there where this rank runs its rows through all experts; expected what lies between "
-            f"{' and '.join(named(up.node) for up in ups)} and {named(down.node)} to be computed row by row from their "
-            "results"
-        )
 
     def _flat(self, counts: Node) -> Node:
         return counts if fake_value(counts).dim() == 1 else self._emit(aten.view.default, counts, [-1])
@@ -186,65 +134,6 @@ class LocalForm:
         if fake_value(total).dtype == wanted:
             return total
         return self._emit(prims.convert_element_type.default, total, wanted)
-
-    def _size(self, size: Any) -> Any:
-        """A size as a number or as a node, which is computed from the symbols that enter the graph.
-
-        Not read off a tensor: the executor would have to leave a segment for that.
-        """
-        if not isinstance(size, torch.SymInt):
-            return size
-        before = itertools.takewhile(lambda node: node is not self.block.sink, self.graph.nodes)
-        known: dict[str, Node] = {}
-        for node in before:
-            if isinstance(value := fake_value(node), torch.SymInt):
-                known.setdefault(str(value.node.expr), node)
-        # Its tokens, or several rows of each: whatever their number is computed from, it is computed once.
-        tokens = size_expression(fake_value(self.block.sink).shape[0])
-        times = ratio(size.node.expr, tokens)
-        if times is None or not times.is_Integer or times == 1:
-            return self._expression(size.node.expr, known)
-        return self._emit(operator.mul, self._expression(tokens, known), int(times))
-
-    def _expression(self, expression: Any, known: dict[str, Node]) -> Any:
-        if expression.is_Integer:
-            return int(expression)
-        if str(expression) in known:
-            return known[str(expression)]
-        if expression.is_Symbol:
-            return self._symbol(str(expression))
-        if expression.func not in _OPERATORS:
-            raise NotThisForm(
-                f"{_SIZE} depends on others by {expression.func.__name__}; expected sums, products, quotients and "
-                "remainders of sizes"
-            )
-        terms = [self._expression(term, known) for term in expression.args]
-        return functools.reduce(lambda left, right: self._emit(_OPERATORS[expression.func], left, right), terms)
-
-    def _symbol(self, name: str) -> Node:
-        for node in graph_inputs(self.graph):
-            value = fake_value(node)
-            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-                if str(size) == name:
-                    return self._emit(aten.sym_size.int, node, dim)
-        raise NotThisForm(
-            f"{_SIZE} is known only while the graph runs, as that of a mask, nonzero or .item() is; expected sizes of "
-            "the graph's inputs, and of what the block exchanges"
-        )
-
-    def _arange(self, count: Any, device: torch.device) -> Node:
-        return self._emit(
-            prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
-        )
-
-    def _sorted(self, ids: Node) -> tuple[Node, Node]:
-        both = self._emit(aten.sort.stable, ids, stable=True)
-        return self._emit(operator.getitem, both, 0), self._emit(operator.getitem, both, 1)
-
-    def _inverse(self, order: Node) -> Node:
-        places = self._arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
-        self.sized.add(places)
-        return self._emit(aten.index_put.default, self._emit(aten.empty_like.default, order), [order], places)
 
     # ------------------------------------------------------------------------------------------------ the experts
 

@@ -1,10 +1,10 @@
-"""Home `hybrid`: every rank keeps 1/N of each bank in host memory, and stages of it on the compute side.
+"""Home `hybrid`: every rank keeps 1/N of each bank in host memory, and copies some shards ahead into staging buffers.
 
-    segment of a rank   its shards of all banks, one after the other    (host memory)
-                        its board: what its stages hold, what it wants  (host memory)
-                        its stages, each as long as its largest shard   (memory of the compute device)
+    segment of a rank   its shards of all banks, one after the other                     (host memory)
+                        its board: what its staging buffers hold, which banks it wants   (host memory)
+                        its staging buffers, each as long as its largest shard           (memory of the compute device)
 
-Here both are shared memory of the machine: on a CPU there is no other.
+On a CPU all three are shared memory of the machine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import shard_layout, shard_pieces
 from moepass.runtime.banks.banks import Bank
-from moepass.runtime.homes.hybrid.stage_board import MOST_BANKS, StagingBoard, board_bytes, check_machine
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull, StagedSource
 from moepass.runtime.homes.hybrid.stager import Stager, StagingBuffers
+from moepass.runtime.homes.hybrid.staging_board import MOST_BANKS, StagingBoard, board_bytes, check_machine
 from moepass.runtime.homes.peer_home import PeerHome, PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, in_pages
@@ -27,7 +27,7 @@ from moepass.runtime.transfer.sources import Source, whole
 
 
 class HybridHome(PeerHome):
-    """Shards on all ranks of a group, and stages before them."""
+    """Shards on all ranks of a group, read through staging buffers."""
 
     def __init__(self, group: PeerGroup, transport: StagedPull) -> None:
         super().__init__(group, transport)
@@ -38,58 +38,60 @@ class HybridHome(PeerHome):
 
 
 class HybridPacker(PeerPacker):
-    """As `PeerPacker`, with `stages` stages on each rank."""
+    """As `PeerPacker`, with `staging_buffers` buffers on each rank."""
 
     home_name = "hybrid"
 
-    def __init__(self, group: PeerGroup, transport: StagedPull, stages: int) -> None:
-        """Raises InputError where stages cannot be told from what they held before."""
+    def __init__(self, group: PeerGroup, transport: StagedPull, staging_buffers: int) -> None:
+        """Raises InputError on a processor on which readers could not see that a buffer was refilled."""
         check_machine()
         super().__init__(group, transport)
         self.home = HybridHome(group, transport)
-        self.stages = stages
+        self.staging_buffers = staging_buffers
         self._staged = transport
-        self._stages_of: dict[int, StagingBuffers] = {}
+        self._staging_of: dict[int, StagingBuffers] = {}
 
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
-        """Raises InputError where there are more banks than a board can tell apart; else as `PeerPacker`."""
+        """Raises InputError for more banks than a board has numbers for; else as `PeerPacker`."""
         if len(specs) > MOST_BANKS:
             raise InputError(f"home='hybrid' takes {MOST_BANKS} banks at most, and the model has {len(specs)}")
         super().agree_on(specs, digests)
 
     def connect(self, banks: Sequence[Bank]) -> None:
         spread = self.spread(banks)
-        own = self._stages_of[self.group.rank]
-        others = [stages.board for rank, stages in self._stages_of.items() if rank != self.group.rank]
+        own = self._staging_of[self.group.rank]
+        others = [staging.board for rank, staging in self._staging_of.items() if rank != self.group.rank]
         shards = [whole(bank.shard) for bank in banks]
         self._staged.connect(Stager(own, others, shards, self._staged.host_link))
         self.home.connect(spread)
 
     def _reserve(self) -> None:
         rank = self.group.rank
-        end = self._places(rank)[-1] + in_pages(board_bytes(self.stages))
-        self._segment = self.group.make_segment(end + self.stages * in_pages(self._stage_bytes(rank)) - PAGE_BYTES)
-        # Now, as long as nothing is changed if there is no memory for them.
-        self._map_stages(rank, self._segment)
+        end = self._places(rank)[-1] + in_pages(board_bytes(self.staging_buffers))
+        self._segment = self.group.make_segment(
+            end + self.staging_buffers * in_pages(self._buffer_bytes(rank)) - PAGE_BYTES
+        )
+        # Mapped now: if there is no memory for the buffers, the error comes before anything is changed.
+        self._map_staging(rank, self._segment)
 
     def _open(self, rank: int, segment: SharedSegment) -> list[torch.Tensor]:
-        self._map_stages(rank, segment)
+        self._map_staging(rank, segment)
         return super()._open(rank, segment)
 
-    def _map_stages(self, rank: int, segment: SharedSegment) -> None:
+    def _map_staging(self, rank: int, segment: SharedSegment) -> None:
         place = self._places(rank)[-1]
-        board = StagingBoard(segment.map(place, board_bytes(self.stages)), self.stages)
-        place += in_pages(board_bytes(self.stages))
-        nbytes = self._stage_bytes(rank)
-        memories = [segment.map(place + number * in_pages(nbytes), nbytes) for number in range(self.stages)]
-        self._stages_of[rank] = StagingBuffers(board, memories)
+        board = StagingBoard(segment.map(place, board_bytes(self.staging_buffers)), self.staging_buffers)
+        place += in_pages(board_bytes(self.staging_buffers))
+        nbytes = self._buffer_bytes(rank)
+        memories = [segment.map(place + number * in_pages(nbytes), nbytes) for number in range(self.staging_buffers)]
+        self._staging_of[rank] = StagingBuffers(board, memories)
         if rank == self.group.rank:
-            self.home.stage_bytes = self.stages * nbytes
+            self.home.staging_bytes = self.staging_buffers * nbytes
 
-    def _stage_bytes(self, rank: int) -> int:
-        """Bytes of one stage of `rank`."""
+    def _buffer_bytes(self, rank: int) -> int:
+        """Bytes of one staging buffer of `rank`."""
         return max((shard_layout(spec, rank).nbytes for spec in self._specs), default=0)
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
         is_other = rank != self.group.rank
-        return StagedSource(shard, shard_pieces(spec, rank), is_other, spec.index, self._stages_of[rank])
+        return StagedSource(shard, shard_pieces(spec, rank), is_other, spec.index, self._staging_of[rank])

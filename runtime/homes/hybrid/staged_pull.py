@@ -1,9 +1,9 @@
-"""Transport `pull` of home `hybrid`: shards are copied from stages, and past them from host memory.
+"""Transport `pull` of home `hybrid`: shards are copied from staging buffers, or directly from host memory.
 
-No rank depends on another one's pace. Bytes that are on their way into a stage are waited for as long as they move, and
-in all not much longer than fetching the bank would take: fetching them at once would load a host link that is the
-bottleneck already. Where a stage does not hold them, or was given to another bank while they were copied, they are
-fetched from host memory at once.
+A rank waits for bytes on their way into a buffer while the copy makes progress, and for little longer in all than
+fetching the whole bank would take. Fetching them directly at once would add load to the host link, which is usually the
+bottleneck. Where no buffer holds the bytes, or the buffer was given to another bank while they were copied, they are
+fetched from host memory at once. So no rank depends on the speed of another one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moepass.runtime.transfer.link import BusyLink, Link
 from moepass.runtime.transfer.sources import MemorySource, Source
 from moepass.runtime.transfer.transports import Transport
 
-# [Empirical] One copy waits for stages so many times as long, in all, as fetching the whole bank from host memory would
-# take: all of it at once would slow down what this rank stages for others.
+# [Empirical] The most that one copy waits for staging buffers in all, as a multiple of the time to fetch the whole bank
+# from host memory. Fetching it directly would slow down this rank's copies into its staging buffers.
 _PATIENCE = 1.5
-# [Empirical] A rank whose stages have not moved for the time of so many slices, and longer than a thread waits for the
-# interpreter lock, is not waited for until they do.
+# [Empirical] A rank is stalled if its buffers made no progress for the time of so many slices, and for longer than a
+# thread waits for the interpreter lock. Nobody waits for a stalled rank until it makes progress.
 _STALLED_SLICES, _STALLED_S = 4, 0.005
 _PAUSE_S = 0.0005
 
@@ -36,9 +36,9 @@ class Patience:
     """How long one copy waits for bytes that are on their way. Times are those of `time.perf_counter`."""
 
     def __init__(self, whole_seconds: float, stalled_seconds: float, stalled: dict[Hashable, int]) -> None:
-        """It waits for `whole_seconds` in all, and for nobody who has not moved for `stalled_seconds`.
+        """Waits for `whole_seconds` in all, and not for a rank without progress for `stalled_seconds`.
 
-        `stalled` says how far those had come who were given up, and outlives the copy.
+        `stalled` holds the progress at which a rank was found stalled. It outlives the copy.
         """
         self._left = whole_seconds
         self._stalled_seconds = stalled_seconds
@@ -46,7 +46,7 @@ class Patience:
         self._seen: dict[Hashable, tuple[int, float]] = {}
 
     def waits_for(self, who: Hashable, progress: int, now: float) -> bool:
-        """Whether to wait a little longer for `who`, who has come as far as `progress`."""
+        """Whether to wait a little longer for `who`, whose progress is `progress`."""
         if self._left <= 0 or self._stalled.get(who) == progress:
             return False
         seen, since = self._seen.setdefault(who, (progress, now))
@@ -63,14 +63,14 @@ class Patience:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedSource(MemorySource):
-    """A rank's shard of bank number `bank` in host memory, and the stages of that rank, one of which may hold it."""
+    """A rank's shard of bank number `bank` in host memory, and the buffers of that rank, one of which may hold it."""
 
     bank: int = 0
-    stages: StagingBuffers | None = None
+    staging: StagingBuffers | None = None
 
 
 class StagedPull(Transport):
-    """One-sided copies from stages. `host_link` is the link between this rank and host memory, its own and others'."""
+    """One-sided copies from staging buffers. `host_link` is the link between this rank and all host memory."""
 
     def __init__(self, host_link: Link) -> None:
         super().__init__(PULL)
@@ -79,7 +79,7 @@ class StagedPull(Transport):
         self._stalled: dict[Hashable, int] = {}
 
     def connect(self, stager: Stager) -> None:
-        """From now on this rank fills stages."""
+        """From now on this rank fills its staging buffers."""
         self._stager = stager
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingCopy:
@@ -88,7 +88,7 @@ class StagedPull(Transport):
         return StagedCopy(self, self._stager, bank, sources, slot)
 
     def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
-        """Raises StagerError where the stages of this rank are filled no more."""
+        """Raises StagerError where the thread that fills the staging buffers of this rank has failed."""
         if self._stager is not None:
             self._stager.check()
             self._stager.show_running(True)
@@ -101,7 +101,7 @@ class StagedPull(Transport):
         self.end_run()
 
     def asked_for(self, bank: BankSpec) -> None:
-        """A copy of `bank` was asked for: from this it is learned which bank follows which."""
+        """A copy of `bank` was requested. The stager learns the order of banks from these calls."""
         if self._stager is not None:
             self._stager.learn(bank.index)
 
@@ -114,7 +114,7 @@ class StagedPull(Transport):
 
 
 class StagedCopy(PendingCopy):
-    """A copy from the stages of all ranks, and past them."""
+    """A copy from the staging buffers of all ranks, or from their shards in host memory."""
 
     def __init__(
         self, transport: StagedPull, stager: Stager, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor
@@ -125,8 +125,8 @@ class StagedCopy(PendingCopy):
         self._bank = bank.index
 
     def perform(self, link: Link) -> None:
-        """As `PendingCopy.perform`. What comes from stages of other ranks takes its time on `link`, what comes past
-        any stage on the host link.
+        """As `PendingCopy.perform`. Bytes from buffers of other ranks take time on `link`, bytes directly from
+        host memory on the host link.
         """
         check_slot(self.sources, self.slot)
         for source in self.sources:
@@ -143,7 +143,7 @@ class StagedCopy(PendingCopy):
             if self.abandoned.is_set():
                 return
             target = self.slot.data_ptr() + place
-            assert isinstance(source, StagedSource), "with home hybrid every rank has stages"
+            assert isinstance(source, StagedSource), "with home hybrid every rank has staging buffers"
             began = self._copy_staged(source, offset, size, target, patience)
             if began is not None:
                 self.staged_bytes += size
@@ -158,15 +158,15 @@ class StagedCopy(PendingCopy):
     def _copy_staged(
         self, source: StagedSource, offset: int, size: int, target: int, patience: Patience
     ) -> float | None:
-        """When copying from a stage began; None where the bytes did not come from there."""
-        stages = source.stages
-        assert stages is not None
+        """When the copy from a buffer began (`time.perf_counter`); None where no buffer had the bytes."""
+        staging = source.staging
+        assert staging is not None
         while True:
             began = time.perf_counter()
-            found = stages.copy(source.bank, offset, size, target)
+            found = staging.copy(source.bank, offset, size, target)
             if found is Found.COPIED:
                 return began
-            if found is Found.ABSENT or not patience.waits_for(stages, stages.board.progress(), began):
+            if found is Found.ABSENT or not patience.waits_for(staging, staging.board.progress(), began):
                 return None
             if self.abandoned.wait(_PAUSE_S):
                 return None

@@ -1,7 +1,7 @@
-"""StagingBuffers: memory on the compute side that holds this rank's shards of the banks which ranks are about to read.
+"""Staging buffers: memory on the compute device for this rank's shards of the banks that ranks will read next.
 
-A thread copies them there from host memory, over the host link. Who reads a stage, on this rank or another, looks at
-its word on the board before and after: a stage is a cache, the shard in host memory is the truth.
+A thread copies the shards there from host memory, over the host link. A buffer is a cache of a shard in host memory.
+Its readers, on this rank and on others, read its word on the board before and after they copy its bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from moepass.models.errors import MoepassError
-from moepass.runtime.homes.hybrid.stage_board import MOST_BANKS, MOST_SLICES, StagingBoard
+from moepass.runtime.homes.hybrid.staging_board import MOST_BANKS, MOST_SLICES, StagingBoard
 from moepass.runtime.homes.hybrid.staging_order import StagingPlan, choose_banks
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import finalize_in_owner
@@ -25,17 +25,17 @@ from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.link import BusyLink
 from moepass.runtime.transfer.sources import Source
 
-# [Empirical] Pauses between two looks at what other ranks want: a bank takes longer than the first, and a rank that
-# comes back after a rest loses no more than the second.
+# [Empirical] Pauses between two looks at what other ranks want. A bank takes longer to copy than the first. The second
+# is what an idle rank loses at most when it runs again.
 _BUSY_PAUSE_S, _REST_PAUSE_S = 0.002, 0.05
 
 
 class StagerError(MoepassError, RuntimeError):
-    """The thread that fills the stages of this rank ended."""
+    """The thread that fills the staging buffers of this rank ended."""
 
 
 class Found(enum.Enum):
-    """What came of an attempt to copy from a stage."""
+    """The result of an attempt to copy from a staging buffer."""
 
     COPIED = "copied"
     COMING = "not there yet, but on its way"
@@ -43,9 +43,10 @@ class Found(enum.Enum):
 
 
 class StagingBuffers:
-    """The stages of one rank, to be read: `memories` are flat uint8, each as long as the rank's largest shard.
+    """The staging buffers of one rank, as readers see them.
 
-    They are filled slice by slice; `slice_bytes` is the same on all ranks.
+    `memories` are flat uint8, each as long as the rank's largest shard. They are filled in slices of `slice_bytes`,
+    the same on all ranks.
     """
 
     def __init__(
@@ -60,27 +61,27 @@ class StagingBuffers:
         return -(-nbytes // self.slice_bytes)
 
     def copy(self, bank: int, offset_bytes: int, nbytes: int, address: int) -> Found:
-        """Copy bytes of the rank's shard of `bank` to `address`, if they are in a stage.
+        """Copy bytes of the rank's shard of `bank` to `address`, if a buffer holds them.
 
-        What is written to `address` means nothing unless this gives COPIED.
+        The bytes at `address` are valid only if this returns COPIED.
         """
         needed_slices = self.slices(offset_bytes + nbytes)
-        for stage, memory in enumerate(self.memories):
-            state = self.board.state(stage)
+        for buffer, memory in enumerate(self.memories):
+            state = self.board.state(buffer)
             if state.bank != bank:
                 continue
             if state.filled_slices < needed_slices:
                 return Found.COMING
             ctypes.memmove(address, memory.data_ptr() + offset_bytes, nbytes)
-            # After the bytes: had any of them been overwritten, the word would have been before.
-            after = self.board.state(stage)
+            # Read again after the bytes: a writer changes the word before it overwrites any of them.
+            after = self.board.state(buffer)
             if (after.bank, after.generation) == (state.bank, state.generation):
                 return Found.COPIED
         return Found.ABSENT
 
 
 class Stager:
-    """Fills this rank's stages on a thread of its own, which ends with this object."""
+    """Fills this rank's staging buffers on a thread of its own, which ends with this object."""
 
     def __init__(
         self, own: StagingBuffers, others: Sequence[StagingBoard], shards: Sequence[Source], link: BusyLink
@@ -90,7 +91,7 @@ class Stager:
         self._order: LearnedOrder[int, int] = LearnedOrder()
         self._banks = len(shards)
         self._work = _StagerWork(own, others, shards, link)
-        # The thread must not keep its owner alive, so it knows only the work.
+        # The thread holds no reference to this object, so that it does not keep this object alive.
         stop = functools.partial(_stop, self._work)
         run_in_background(functools.partial(_run, self._work), stop, "moepass-stager")
         finalize_in_owner(self, stop)
@@ -98,7 +99,9 @@ class Stager:
     def check(self) -> None:
         """Raises StagerError where the thread ended by an error."""
         if self._work.error is not None:
-            raise StagerError(f"the stages of this rank are filled no more: {self._work.error}") from self._work.error
+            raise StagerError(
+                f"the staging buffers of this rank are no longer filled: {self._work.error}"
+            ) from self._work.error
 
     def learn(self, bank: int) -> None:
         """A copy of `bank` was asked for."""
@@ -151,9 +154,9 @@ class _StagerWork:
     def step(self) -> bool:
         """Copy the slice that is needed most urgently; false where all is there."""
         wants = [board.wants() for board in self.boards]
-        for stage in self.plan.choose(choose_banks(wants, len(self.own.memories))):
+        for buffer in self.plan.choose(choose_banks(wants, len(self.own.memories))):
             # Before the first byte: see `StagingBuffers.copy`.
-            self.own.board.show_state(stage, self.plan.states[stage])
+            self.own.board.show_state(buffer, self.plan.states[buffer])
         fill = self.plan.next_fill()
         if fill is None:
             return False
@@ -161,10 +164,10 @@ class _StagerWork:
         offset = fill.slice_number * self.own.slice_bytes
         nbytes = min(self.own.slice_bytes, shard.nbytes - offset)
         began = time.perf_counter()
-        shard.copy(offset, nbytes, self.own.memories[fill.stage].data_ptr() + offset)
+        shard.copy(offset, nbytes, self.own.memories[fill.buffer].data_ptr() + offset)
         self.link.moved(nbytes, began, self.stopped)
-        self.plan.filled(fill.stage)
-        self.own.board.show_state(fill.stage, self.plan.states[fill.stage])
+        self.plan.filled(fill.buffer)
+        self.own.board.show_state(fill.buffer, self.plan.states[fill.buffer])
         self.own.board.show_progress()
         return True
 

@@ -1,7 +1,8 @@
-"""What the stages of a rank should hold, and what is copied into them next: decisions alone, no memory and no thread.
+"""Decides what the staging buffers of a rank hold, and what is copied into them next. No memory and no thread.
 
-A rank's stages are for all ranks: the nearest need of each comes first, of ranks in a run before those that rest. So a
-rank that runs ahead keeps what a later one is about to read, as long as there are stages enough for both.
+All ranks read the buffers of a rank. The bank that each rank reads next comes first, and ranks in a run come before
+idle ones. So a rank that runs ahead of another one keeps the banks that the other one still needs, as long as there
+are buffers enough for both.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ class Wants:
     is_running: bool
 
 
-def choose_banks(wants: Sequence[Wants], stages: int) -> tuple[int, ...]:
-    """The banks that should lie in `stages` stages, the most urgent one first. `wants` begins with this rank's own."""
+def choose_banks(wants: Sequence[Wants], buffers: int) -> tuple[int, ...]:
+    """The banks that `buffers` buffers should hold, the most urgent one first. `wants` begins with this rank's own."""
     chosen: dict[int, None] = {}
     for is_running in (True, False):
         of_ranks = [want.banks for want in wants if want.is_running == is_running]
         for turn in itertools.zip_longest(*of_ranks):
             chosen |= dict.fromkeys(bank for bank in turn if bank is not None)
-    return tuple(chosen)[:stages]
+    return tuple(chosen)[:buffers]
 
 
 @dataclasses.dataclass(frozen=True)
 class StagingState:
-    """What a stage holds: the first `filled_slices` of a rank's shard of `bank`, or nothing.
+    """What a buffer holds: the first `filled_slices` of a rank's shard of `bank`, or nothing.
 
-    `generation` counts how often it was given to a bank: while that stays, bytes that are there stay.
+    `generation` counts how often the buffer was given to a bank. While it stays the same, no byte is overwritten.
     """
 
     bank: int | None = None
@@ -43,50 +44,50 @@ class StagingState:
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """The next thing to copy: slice `slice_number` of this rank's shard of `bank`, into `stage`."""
+    """The next thing to copy: slice `slice_number` of this rank's shard of `bank`, into buffer number `buffer`."""
 
-    stage: int
+    buffer: int
     bank: int
     slice_number: int
 
 
 class StagingPlan:
-    """What each of a rank's stages holds, and which slice goes into which stage next."""
+    """What each of a rank's buffers holds, and which slice goes into which buffer next."""
 
-    def __init__(self, stages: int, slices: Sequence[int]) -> None:
+    def __init__(self, buffers: int, slices: Sequence[int]) -> None:
         """`slices` says for each bank of how many slices this rank's shard consists."""
-        self.states = [StagingState() for _ in range(stages)]
+        self.states = [StagingState() for _ in range(buffers)]
         self._slices = tuple(slices)
         self._chosen: tuple[int, ...] = ()
-        # StagingBuffers, the one that has held its bank for longest first.
-        self._by_age = list(range(stages))
+        # Buffer numbers; the one that has held its bank for longest comes first.
+        self._by_age = list(range(buffers))
 
     def choose(self, chosen: Sequence[int]) -> list[int]:
-        """From now on `chosen`, no more banks than stages, should be there, the most urgent one first.
+        """The buffers should hold the banks `chosen`, the most urgent one first; no more banks than buffers.
 
-        Gives the stages whose bank is another one now: their bytes may be overwritten from now on, not before.
+        Returns the buffers that were given to another bank. Their bytes may be overwritten from now on.
         """
         self._chosen = tuple(chosen)
         held = {state.bank for state in self.states}
-        idle = [stage for stage in self._by_age if self.states[stage].bank not in self._chosen]
+        idle = [buffer for buffer in self._by_age if self.states[buffer].bank not in self._chosen]
         taken = []
-        for bank, stage in zip([bank for bank in self._chosen if bank not in held], idle, strict=False):
-            self.states[stage] = StagingState(bank, self.states[stage].generation + 1)
-            self._by_age.remove(stage)
-            self._by_age.append(stage)
-            taken.append(stage)
+        for bank, buffer in zip([bank for bank in self._chosen if bank not in held], idle, strict=False):
+            self.states[buffer] = StagingState(bank, self.states[buffer].generation + 1)
+            self._by_age.remove(buffer)
+            self._by_age.append(buffer)
+            taken.append(buffer)
         return taken
 
     def next_fill(self) -> Fill | None:
         """What to copy next: of the most urgent bank that is not complete; None where all are."""
-        stage_of = {state.bank: stage for stage, state in enumerate(self.states)}
+        buffer_of = {state.bank: buffer for buffer, state in enumerate(self.states)}
         for bank in self._chosen:
-            state = self.states[stage_of[bank]]
+            state = self.states[buffer_of[bank]]
             if state.filled_slices < self._slices[bank]:
-                return Fill(stage_of[bank], bank, state.filled_slices)
+                return Fill(buffer_of[bank], bank, state.filled_slices)
         return None
 
-    def filled(self, stage: int) -> None:
-        """What `next_fill` said for `stage` is there."""
-        state = self.states[stage]
-        self.states[stage] = dataclasses.replace(state, filled_slices=state.filled_slices + 1)
+    def filled(self, buffer: int) -> None:
+        """The slice that `next_fill` named for `buffer` was copied."""
+        state = self.states[buffer]
+        self.states[buffer] = dataclasses.replace(state, filled_slices=state.filled_slices + 1)

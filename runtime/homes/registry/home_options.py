@@ -96,29 +96,28 @@ class Peer(SpreadOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hybrid(SpreadOptions):
-    """Each of N ranks keeps 1/N of every bank in host memory, and stages it on the compute device for all ranks.
+    """Each of N ranks keeps 1/N of every bank in host memory, and copies it ahead to the compute device for all ranks.
 
     Args:
-        stages: staging buffers of each rank, each as large as one shard. More of them keep up with ranks that are more
-            banks apart.
+        staging_buffers: buffers of each rank, each as large as one shard. With more of them ranks may be more banks
+            apart and still share what was copied.
         host_link: as `link`, for the link between host memory and the staging buffers.
         link, group, timeout_s: as of all homes that spread banks.
 
-    Raises OptionError for fewer stages than 1, a malformed host_link, and as `SpreadOptions`.
+    Raises OptionError for fewer staging_buffers than 1, a malformed host_link, and as `SpreadOptions`.
     """
 
     home = "hybrid"
 
-    stages: int = HOMES["hybrid"].staging_buffers
+    staging_buffers: int = HOMES["hybrid"].staging_buffers
     host_link: str = "real"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_link(self.host_link, "host_link")
-        if not isinstance(self.stages, int) or isinstance(self.stages, bool) or self.stages < 1:
-            raise OptionError(
-                f"stages is {self.stages!r}; a rank needs at least 1, and 2 to stage one bank while ranks copy another"
-            )
+        given: object = self.staging_buffers
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise OptionError.wrong("staging_buffers", given, "a whole number from 1 on")
 
     def links(self) -> dict[LinkName, Link]:
         return {**super().links(), "host": parse_link(self.host_link)}

@@ -43,7 +43,7 @@ def _peer(options: Peer, device: torch.device) -> Packer:
 
 def _hybrid(options: Hybrid, device: torch.device) -> Packer:
     peers = PeerGroup.of(options.group, options.timeout_s)
-    return HybridPacker(peers, StagedPull(parse_link(options.host_link)), options.stages)
+    return HybridPacker(peers, StagedPull(parse_link(options.host_link)), options.staging_buffers)
 
 
 def _disk(options: Disk, device: torch.device) -> Packer:

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 import moepass
 from moepass.passes.graph.nodes import is_call
-from moepass.passes.ir.plan import Plan, acquire, gather, prefetch, release
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.ir.slot_operations import acquire, gather, prefetch, release
 from moepass.passes.pipeline import PASSES
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 4, 32, 64, 6, 2

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from torch.fx import Graph, Node
 
 from moepass.passes.graph.nodes import is_call, is_view, mutates, readers
-from moepass.passes.ir.plan import SLOT_OPS, Plan, acquire, decode, gather, prefetch, release
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather, prefetch, release
 
 # The names of the shards that a bank is copied from, and its number.
 Contents = tuple[tuple[str, ...], int]

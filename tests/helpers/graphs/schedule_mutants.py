@@ -16,8 +16,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call, is_view, readers
 from moepass.passes.ir.bank_format import BankFormat
-from moepass.passes.ir.plan import SLOT_OPS, Plan, SlotStay, acquire, decode, gather, prefetch, release
+from moepass.passes.ir.plan import Plan, SlotStay
 from moepass.passes.ir.protocol import PassContext
+from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather, prefetch, release
 from moepass.passes.schedule.assign_slots import lifetimes
 from moepass.passes.schedule.assign_slots import plan as plan_slots
 from moepass.passes.schedule.schedule_slots import schedule

@@ -21,8 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
 from moepass.passes.graph.nodes import map_nodes
-from moepass.passes.ir.plan import BankSpec, gather
+from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.protocol import Group
+from moepass.passes.ir.slot_operations import gather
 from moepass.runtime.lowering.lower_segments import decompositions
 
 

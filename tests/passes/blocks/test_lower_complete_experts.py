@@ -12,7 +12,7 @@ from backend_helper import BLOCKS, EXPERTS, TOP_K, capture, count, tokens, up_to
 from torch import nn
 
 from moepass.passes.blocks.lower_complete_experts import COMPLETE_EXPERTS
-from moepass.passes.ir.plan import gather
+from moepass.passes.ir.slot_operations import gather
 from moepass.runtime.integrations import complete_experts
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -24,8 +24,8 @@ from error_fields import refused
 from torch import nn
 
 import moepass
-from moepass.passes.ir.plan import BANK_TENSOR, gather
 from moepass.passes.ir.protocol import PlanError
+from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
 
 
 @pytest.mark.parametrize("bias", [False, True])

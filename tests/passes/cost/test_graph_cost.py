@@ -71,7 +71,7 @@ def computed(architecture: Architecture) -> int:
         total += tokens_of_step * formulas.flops_per_token(run_layer(architecture, layer), architecture.hidden)
         attention = layer.attention
         if attention.kind == "linear":
-            total += formulas.mixing_flops(attention, BATCH, SEQUENCE)
+            total += formulas.attention_flops(attention, BATCH, SEQUENCE)
             written = formulas.gemm_flops(DELTA_RULE_CHUNK, attention.head_dim, attention.value_head_dim)
             total -= BATCH * attention.heads * written
         elif attention.kind != "state_space":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule
 
 from moepass.passes.graph.graph_records import NodeRecord, NotStorableError, read_graph, record_graph
-from moepass.passes.ir.plan import SLOT_OPS
+from moepass.passes.ir.slot_operations import SLOT_OPS
 
 aten = torch.ops.aten
 

@@ -19,7 +19,6 @@ from moepass.models.errors import InputError, MoepassError
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
 from moepass.passes.ir.plan import (
-    BANK_TENSOR,
     PLAN_SCHEMA,
     BankSpec,
     Dispatch,
@@ -29,13 +28,9 @@ from moepass.passes.ir.plan import (
     SlotStay,
     Step,
     TensorSpec,
-    acquire,
-    decode,
-    gather,
-    prefetch,
-    release,
 )
 from moepass.passes.ir.segment import Lowering, NotLowered, Segment, SegmentUse
+from moepass.passes.ir.slot_operations import BANK_TENSOR, acquire, decode, gather, prefetch, release
 
 NAMES = st.text(max_size=12)
 COUNTS = st.integers(0, 2**53)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from moepass.models.errors import OptionError
 from moepass.passes.graph.nodes import copy_graph_module
-from moepass.passes.ir.plan import Plan, gather
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import (
     INVARIANTS,
     Pass,
@@ -23,6 +23,7 @@ from moepass.passes.ir.protocol import (
     graph_pass,
     run_passes,
 )
+from moepass.passes.ir.slot_operations import gather
 from moepass.passes.pipeline import PASSES, compile_graph
 
 NAMES = [function.__name__ for function in PASSES]

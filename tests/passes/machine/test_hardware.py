@@ -311,7 +311,7 @@ def test_what_a_machine_does_not_have() -> None:
 
 def test_large_products_run_at_the_reached_part_of_the_peak() -> None:
     seconds = times.gemm_seconds(H100, "bfloat16", 8192, 8192, 8192)
-    # What one H200 reached, whose products run at the same rate: its last wave of tiles, half empty, included.
+    # What one H200 reached, whose GEMMs run at the same rate: its last wave of tiles, half empty, included.
     assert 2 * 8192**3 / seconds == pytest.approx(790e12, rel=0.01)
     assert times.reached_flops_per_s(H100, "torch.bfloat16").source == "derived"
     assert times.reached_flops_per_s(H100, "bf16", "attention").value == pytest.approx(0.60 * 989e12)

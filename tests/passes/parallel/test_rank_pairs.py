@@ -24,8 +24,9 @@ from torch.fx import GraphModule
 from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.graph.nodes import graph_inputs, is_call
-from moepass.passes.ir.plan import Plan, gather
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.proposals import Proposal, blocks_to_leave, exchanges_by_group
 from moepass.runtime.ranks.checksum import checksum

@@ -15,7 +15,7 @@ from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset, preset_names
 from moepass.passes.machine.hardware import Conditions, Figure, Hardware, with_emulated_link, with_ranks
-from moepass.passes.machine.layer_times import Texts, head_seconds, layer_seconds
+from moepass.passes.machine.layer_times import Sequences, head_seconds, layer_seconds
 from moepass.passes.machine.times import gather_seconds
 from moepass.passes.planner.forecast import (
     Forecast,
@@ -23,7 +23,7 @@ from moepass.passes.planner.forecast import (
     curve_point,
     forecast,
 )
-from moepass.passes.planner.model_problem import least_memory_bytes, model_stages, streaming_machine
+from moepass.passes.planner.model_problem import least_memory_bytes, model_phases, streaming_machine
 from moepass.passes.planner.strategies import Setting, StrategyCost, activations_bytes, banks_bytes, resident_cost
 from moepass.passes.planner.threshold_curve import threshold_curve
 from moepass.passes.planner.verdict import reason
@@ -44,7 +44,7 @@ def _setting(
     budget: float = 72e9,
     dtype: str = "bf16",
 ) -> Setting:
-    return Setting(architecture, hardware, Texts(batch, sequence), dtype, budget)
+    return Setting(architecture, hardware, Sequences(batch, sequence), dtype, budget)
 
 
 def _scarce(home: str, banks: float = 2.0, **changes: int) -> Setting:
@@ -56,20 +56,20 @@ def _scarce(home: str, banks: float = 2.0, **changes: int) -> Setting:
 
 def test_stages_are_the_layers_with_their_banks() -> None:
     setting = _setting()
-    stages = model_stages(setting, "peer")
+    phases = model_phases(setting, "peer")
     bank = bank_bytes(MOE.experts, 4096, "bf16")  # type: ignore[arg-type]
-    assert [stage.bank_bytes for stage in stages] == [0, 0, *[0, bank] * 5, 0]
-    assert {stage.transfer_seconds for stage in stages} == {0.0, gather_seconds(H100, bank, "peer")}
-    layers = [layer_seconds(H100, layer, 4096, setting.texts, "bf16").total for layer in SMALL.layers]
-    whole = sum(layers) + head_seconds(H100, SMALL, setting.texts, "bf16")
-    assert sum(stage.compute_seconds for stage in stages) == pytest.approx(whole)
+    assert [phase.bank_bytes for phase in phases] == [0, 0, *[0, bank] * 5, 0]
+    assert {phase.transfer_seconds for phase in phases} == {0.0, gather_seconds(H100, bank, "peer")}
+    layers = [layer_seconds(H100, layer, 4096, setting.sequences, "bf16").total for layer in SMALL.layers]
+    whole = sum(layers) + head_seconds(H100, SMALL, setting.sequences, "bf16")
+    assert sum(phase.compute_seconds for phase in phases) == pytest.approx(whole)
 
 
 def test_a_saturated_step_takes_what_all_experts_at_hand_would_take() -> None:
     setting = _scarce("peer", batch=32)
     made = forecast(setting, "peer")
     assert made.simulation is not None
-    assert made.setting.texts.tokens > made.saturation.tokens
+    assert made.setting.sequences.tokens > made.saturation.tokens
     assert made.simulation.exposed_seconds == 0
     alone = resident_cost(setting).step_seconds
     assert alone <= made.simulation.step_seconds <= 1.02 * alone  # copies slow memory passes down
@@ -200,7 +200,7 @@ def _planned() -> Forecast:
 def test_the_curve_passes_through_the_plan_and_bends_at_the_threshold() -> None:
     planned = _planned()
     assert planned.simulation is not None
-    here = curve_point(planned, planned.setting.texts.tokens)
+    here = curve_point(planned, planned.setting.sequences.tokens)
     assert here.step_seconds == pytest.approx(planned.simulation.step_seconds)
     assert here.exposed_seconds == pytest.approx(planned.simulation.exposed_seconds)
     below, above = curve_point(planned, 64), curve_point(planned, 4 * planned.saturation.tokens)

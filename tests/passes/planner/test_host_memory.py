@@ -8,7 +8,7 @@ import pytest
 
 from moepass.models.sizes.presets import preset
 from moepass.passes.machine.hardware import Conditions, Figure, Hardware
-from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.planner.forecast import forecast
 from moepass.passes.planner.host_memory import host_memory
 from moepass.passes.planner.strategies import ASYNCEP, Setting, banks_bytes
@@ -19,7 +19,7 @@ def setting(host_memory_bytes: float | None, **changes: object) -> Setting:
     hardware: Hardware = dataclasses.replace(load_hardware("8xh100"), **changes)  # type: ignore[arg-type]
     if host_memory_bytes is not None:
         hardware = dataclasses.replace(hardware, host_memory_bytes=Figure(host_memory_bytes, "user"))
-    return Setting(preset("qwen3-30b-a3b"), hardware, Texts(1, 4096), "bf16", 72e9)
+    return Setting(preset("qwen3-30b-a3b"), hardware, Sequences(1, 4096), "bf16", 72e9)
 
 
 @pytest.mark.parametrize(("home", "copies"), [("host", 8), ("hybrid", 1), ("peer", 0), ("disk", 0), ("device", 0)])

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.passes.machine.layer_times import Texts, texts_of
+from moepass.passes.machine.layer_times import Sequences, sequences_of
 from moepass.passes.planner.microbatches import micro_batches, pipeline_seconds, slowest_seconds
 
 
 def test_short_texts_go_together_and_long_ones_in_chunks() -> None:
-    assert micro_batches(1000, 4096) == (Texts(4, 1000),)
-    assert micro_batches(4096, 4096) == (Texts(1, 4096),)
-    assert micro_batches(10000, 4096) == (Texts(1, 4096), Texts(1, 4096, 4096), Texts(1, 1808, 8192))
+    assert micro_batches(1000, 4096) == (Sequences(4, 1000),)
+    assert micro_batches(4096, 4096) == (Sequences(1, 4096),)
+    assert micro_batches(10000, 4096) == (Sequences(1, 4096), Sequences(1, 4096, 4096), Sequences(1, 1808, 8192))
 
 
 @settings(deadline=None, max_examples=40)
@@ -60,6 +60,6 @@ def test_the_slowest_of_ranks_is_the_mean_over_all_that_they_may_be_at(seconds: 
 
 
 def test_texts_of_tokens() -> None:
-    assert texts_of(65536, 4096) == Texts(16, 4096)
-    assert texts_of(5000, 4096) == Texts(1, 4096)
-    assert texts_of(100, 4096) == Texts(1, 100)
+    assert sequences_of(65536, 4096) == Sequences(16, 4096)
+    assert sequences_of(5000, 4096) == Sequences(1, 4096)
+    assert sequences_of(100, 4096) == Sequences(1, 100)

@@ -10,57 +10,57 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.passes.ir.protocol import PlanError
-from moepass.passes.planner.phases import LayerPhase, streamed_stages
+from moepass.passes.planner.phases import LayerPhase, streamed_phases
 from moepass.passes.planner.schedule_search import MOST_TRIED, FoundSchedule, search_schedule, steady_step
-from moepass.passes.planner.simulate import simulate_stages
+from moepass.passes.planner.simulate import simulate_phases
 
 
-def stage(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0) -> LayerPhase:
-    return LayerPhase(f"stage {number}", f"layers.{number}", compute, bank_bytes, transfer)
+def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0) -> LayerPhase:
+    return LayerPhase(f"phase {number}", f"layers.{number}", compute, bank_bytes, transfer)
 
 
 SECONDS = st.integers(0, 24).map(lambda eighths: eighths / 8)
-DENSE = st.builds(stage, st.just(0), SECONDS)
+DENSE = st.builds(phase, st.just(0), SECONDS)
 # Banks of one model differ in size now and then; what takes longer need not be larger.
-STREAMED = st.builds(stage, st.just(1), SECONDS, SECONDS, st.sampled_from([4, 6, 10]))
+STREAMED = st.builds(phase, st.just(1), SECONDS, SECONDS, st.sampled_from([4, 6, 10]))
 
 
 def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
-    return st.lists(st.one_of(DENSE, STREAMED, STREAMED), min_size=2, max_size=most).filter(streamed_stages)
+    return st.lists(st.one_of(DENSE, STREAMED, STREAMED), min_size=2, max_size=most).filter(streamed_phases)
 
 
-def every_schedule(stages: Sequence[LayerPhase], memory_bytes: int, most_slots: int) -> Iterator[float]:
+def every_schedule(phases: Sequence[LayerPhase], memory_bytes: int, most_slots: int) -> Iterator[float]:
     """Exposed seconds of every schedule that fits: resident sets and slots."""
-    banks = streamed_stages(stages)
-    compute = sum(part.compute_seconds for part in stages)
+    banks = streamed_phases(phases)
+    compute = sum(part.compute_seconds for part in phases)
     for size in range(len(banks) + 1):
         for resident in itertools.combinations(banks, size):
-            needed = streamed_stages(stages, resident)
-            resident_bytes = sum(stages[place].bank_bytes for place in resident)
-            slot_bytes = max((stages[place].bank_bytes for place in needed), default=0)
+            needed = streamed_phases(phases, resident)
+            resident_bytes = sum(phases[place].bank_bytes for place in resident)
+            slot_bytes = max((phases[place].bank_bytes for place in needed), default=0)
             for slots in range(1, most_slots + 1):
                 if resident_bytes + min(slots, len(needed)) * slot_bytes > memory_bytes:
                     continue
-                yield steady_step(stages, slots, frozenset(resident))[0] - compute
+                yield steady_step(phases, slots, frozenset(resident))[0] - compute
 
 
-def check(stages: list[LayerPhase], budget: int, most_slots: int, most_tried: int) -> None:
-    every = list(every_schedule(stages, budget, most_slots))
+def check(phases: list[LayerPhase], budget: int, most_slots: int, most_tried: int) -> None:
+    every = list(every_schedule(phases, budget, most_slots))
     if not every:
         with pytest.raises(PlanError, match=f"memory_bytes is {budget}; resident banks and one slot for the others"):
-            search_schedule(stages, budget, most_slots)
+            search_schedule(phases, budget, most_slots)
         return
-    found = search_schedule(stages, budget, most_slots, most_tried)
-    _check_claims(stages, budget, most_slots, found)
+    found = search_schedule(phases, budget, most_slots, most_tried)
+    _check_claims(phases, budget, most_slots, found)
     assert found.exposed_seconds <= 1.05 * min(every) + 1e-9
     assert found.least_exposed_seconds <= min(every) + 1e-9
 
 
-def _check_claims(stages: list[LayerPhase], budget: int, most_slots: int, found: FoundSchedule) -> None:
+def _check_claims(phases: list[LayerPhase], budget: int, most_slots: int, found: FoundSchedule) -> None:
     assert found.memory_bytes <= budget
     assert found.slots <= most_slots
-    assert sorted((*found.resident, *found.order)) == list(streamed_stages(stages))
-    real = simulate_stages(stages, found.slots, found.resident)
+    assert sorted((*found.resident, *found.order)) == list(streamed_phases(phases))
+    real = simulate_phases(phases, found.slots, found.resident)
     assert real.step_seconds == pytest.approx(found.step_seconds, rel=1e-6, abs=1e-9)
     assert real.exposed_seconds == pytest.approx(found.exposed_seconds, rel=1e-5, abs=1e-6)
     assert found.least_exposed_seconds <= found.exposed_seconds + 1e-9
@@ -68,63 +68,63 @@ def _check_claims(stages: list[LayerPhase], budget: int, most_slots: int, found:
 
 @settings(max_examples=120, deadline=None)
 @given(model(most=5), st.integers(4, 40), st.integers(1, 3))
-def test_small_instances_are_solved(stages: list[LayerPhase], budget: int, most_slots: int) -> None:
-    check(stages, budget, most_slots, most_tried=1500)
+def test_small_instances_are_solved(phases: list[LayerPhase], budget: int, most_slots: int) -> None:
+    check(phases, budget, most_slots, most_tried=1500)
 
 
 @settings(max_examples=120, deadline=None)
 @given(model(most=5), st.integers(4, 40), st.integers(1, 3))
 def test_small_instances_are_solved_without_trying_everything(
-    stages: list[LayerPhase], budget: int, most_slots: int
+    phases: list[LayerPhase], budget: int, most_slots: int
 ) -> None:
     """What is done for deep models: few schedules to begin with, then one exchange after the other."""
-    check(stages, budget, most_slots, most_tried=200)
+    check(phases, budget, most_slots, most_tried=200)
 
 
 @pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(model(most=6), st.integers(4, 60), st.integers(1, 4), st.sampled_from([200, 1500]))
-def test_instances_are_solved(stages: list[LayerPhase], budget: int, most_slots: int, most_tried: int) -> None:
-    check(stages, budget, most_slots, most_tried)
+def test_instances_are_solved(phases: list[LayerPhase], budget: int, most_slots: int, most_tried: int) -> None:
+    check(phases, budget, most_slots, most_tried)
 
 
 @settings(max_examples=100, deadline=None)
 @given(model(most=7), st.integers(1, 4))
-def test_the_recurrence_is_the_simulator(stages: list[LayerPhase], slots: int) -> None:
-    slots = min(slots, len(streamed_stages(stages)))
-    step, _ = steady_step(stages, slots, frozenset())
-    assert simulate_stages(stages, slots).step_seconds == pytest.approx(step, rel=1e-6, abs=1e-9)
+def test_the_recurrence_is_the_simulator(phases: list[LayerPhase], slots: int) -> None:
+    slots = min(slots, len(streamed_phases(phases)))
+    step, _ = steady_step(phases, slots, frozenset())
+    assert simulate_phases(phases, slots).step_seconds == pytest.approx(step, rel=1e-6, abs=1e-9)
 
 
 # Models as they are: a first layer without experts, dense layers between, two kinds of attention.
 def _real(layers: int) -> list[LayerPhase]:
-    stages = []
+    phases = []
     for layer in range(layers):
         attention = 0.004 if layer % 4 == 3 else 0.0012
-        stages.append(stage(layer, attention))
+        phases.append(phase(layer, attention))
         streams = layer > 0 and layer % 6 != 5
-        stages.append(stage(layer, 0.003, 0.0056, 1_200) if streams else stage(layer, 0.001))
-    return stages
+        phases.append(phase(layer, 0.003, 0.0056, 1_200) if streams else phase(layer, 0.001))
+    return phases
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
 def test_deep_models_are_planned_after_few_trials(share: float) -> None:
-    stages = _real(94)
-    banks = sum(part.bank_bytes for part in stages)
-    found = search_schedule(stages, int(share * banks))
+    phases = _real(94)
+    banks = sum(part.bank_bytes for part in phases)
+    found = search_schedule(phases, int(share * banks))
     assert found.tried <= MOST_TRIED
-    _check_claims(stages, int(share * banks), 4, found)
-    compute = sum(part.compute_seconds for part in stages)
-    in_turn = simulate_stages(stages, slots=2, resident=_first(stages, int(share * banks) - 2 * 1_200))
+    _check_claims(phases, int(share * banks), 4, found)
+    compute = sum(part.compute_seconds for part in phases)
+    in_turn = simulate_phases(phases, slots=2, resident=_first(phases, int(share * banks) - 2 * 1_200))
     assert found.exposed_seconds <= in_turn.exposed_seconds
     assert found.step_seconds <= 1.03 * (compute + found.least_exposed_seconds)
 
 
-def _first(stages: list[LayerPhase], room: int) -> list[int]:
+def _first(phases: list[LayerPhase], room: int) -> list[int]:
     """The first layers stay: what `resident_bytes` does."""
     chosen = []
-    for place in streamed_stages(stages):
-        room -= stages[place].bank_bytes
+    for place in streamed_phases(phases):
+        room -= phases[place].bank_bytes
         if room < 0:
             break
         chosen.append(place)
@@ -140,8 +140,8 @@ def test_a_budget_for_all_banks_keeps_all() -> None:
 
 def test_of_unequal_banks_that_stays_which_saves_most() -> None:
     """The second bank takes 9 seconds to copy, with 1 second of computation before it."""
-    stages = [stage(0, 10, 1, 5), stage(1, 1, 1, 5), stage(2, 1, 9, 5), stage(3, 10, 4, 5)]
-    found = search_schedule(stages, memory_bytes=15, most_slots=2)
+    phases = [phase(0, 10, 1, 5), phase(1, 1, 1, 5), phase(2, 1, 9, 5), phase(3, 10, 4, 5)]
+    found = search_schedule(phases, memory_bytes=15, most_slots=2)
     assert (found.resident, found.order, found.slots) == ((2, 3), (0, 1), 1)
     assert found.is_exhaustive
     assert found.exposed_seconds == 1
@@ -151,4 +151,4 @@ def test_what_cannot_be_searched_is_refused() -> None:
     with pytest.raises(ValueError, match="most_slots is 0"):
         search_schedule(_real(4), 10**6, most_slots=0)
     with pytest.raises(ValueError, match=r"banks come over 2 links, copy, disk; the search knows one"):
-        search_schedule([stage(0, 1, 1, 1), LayerPhase("b", "b", 1, 1, 1, link="disk")], 1)
+        search_schedule([phase(0, 1, 1, 1), LayerPhase("b", "b", 1, 1, 1, link="disk")], 1)

@@ -15,13 +15,13 @@ from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, Plan, Step
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import COMPUTE, COPY
-from moepass.passes.planner.phases import LayerPhase, TimedStep, plan_steps, stage_steps, streamed_stages
-from moepass.passes.planner.simulate import Machine, Simulation, simulate, simulate_plan, simulate_stages
+from moepass.passes.planner.phases import LayerPhase, TimedStep, phase_steps, plan_steps, streamed_phases
+from moepass.passes.planner.simulate import Machine, Simulation, simulate, simulate_phases, simulate_plan
 
 
-def stage(number: int, compute: float, transfer: float = 0.0, bank_bytes: int | None = None) -> LayerPhase:
+def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int | None = None) -> LayerPhase:
     nbytes = (100 if transfer else 0) if bank_bytes is None else bank_bytes
-    return LayerPhase(f"stage {number}", f"layers.{number}", compute, nbytes, transfer)
+    return LayerPhase(f"phase {number}", f"layers.{number}", compute, nbytes, transfer)
 
 
 def layers(count: int, compute: float, transfer: float, attention: float = 0.0) -> list[LayerPhase]:
@@ -29,7 +29,7 @@ def layers(count: int, compute: float, transfer: float, attention: float = 0.0) 
     for layer in range(count):
         if attention:
             found.append(LayerPhase(f"attention {layer}", f"layers.{layer}", attention))
-        found.append(stage(layer, compute, transfer))
+        found.append(phase(layer, compute, transfer))
     return found
 
 
@@ -37,44 +37,44 @@ def layers(count: int, compute: float, transfer: float, attention: float = 0.0) 
 
 
 def test_transfers_shorter_than_computation_vanish() -> None:
-    found = simulate_stages(layers(2, compute=3, transfer=2), slots=2)
+    found = simulate_phases(layers(2, compute=3, transfer=2), slots=2)
     assert (found.step_seconds, found.exposed_seconds) == (6, 0)
     assert found.bounds.step_seconds == found.bounds.path_seconds == 6
 
 
 def test_transfers_longer_than_computation_set_the_pace() -> None:
-    found = simulate_stages(layers(2, compute=3, transfer=5), slots=2)
+    found = simulate_phases(layers(2, compute=3, transfer=5), slots=2)
     assert (found.step_seconds, found.exposed_seconds) == (10, 4)
     assert found.bounds.step_seconds == found.bounds.link_seconds == 10
 
 
 def test_one_slot_makes_transfer_and_computation_take_turns() -> None:
-    found = simulate_stages(layers(2, compute=3, transfer=2), slots=1)
+    found = simulate_phases(layers(2, compute=3, transfer=2), slots=1)
     assert (found.step_seconds, found.exposed_seconds) == (10, 4)
     assert found.bounds.step_seconds == found.bounds.slots_seconds == 10
 
 
 def test_one_slot_fills_while_attention_runs() -> None:
-    found = simulate_stages(layers(2, compute=3, transfer=2, attention=1), slots=1)
+    found = simulate_phases(layers(2, compute=3, transfer=2, attention=1), slots=1)
     assert (found.step_seconds, found.exposed_seconds) == (10, 2)
 
 
 def test_a_resident_stage_moves_nothing() -> None:
-    found = simulate_stages(layers(2, compute=3, transfer=5), slots=2, resident=[0])
+    found = simulate_phases(layers(2, compute=3, transfer=5), slots=2, resident=[0])
     assert (found.step_seconds, found.exposed_seconds) == (6, 0)
     assert found.peak_slot_bytes == 200, "the one streamed bank, and the same one for the next run"
-    assert simulate_stages(layers(2, compute=3, transfer=5), slots=1, resident=[0]).peak_slot_bytes == 100
+    assert simulate_phases(layers(2, compute=3, transfer=5), slots=1, resident=[0]).peak_slot_bytes == 100
 
 
 def test_copies_slow_computation_down_only_while_they_run() -> None:
-    # Of each stage, 2 seconds run at half speed beside a copy, which does 1 of its 3 seconds; 2 more remain.
-    found = simulate_stages(layers(2, compute=3, transfer=2), slots=2, machine=Machine(copy_slowdown=2))
+    # Of each phase, 2 seconds run at half speed beside a copy, which does 1 of its 3 seconds; 2 more remain.
+    found = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=Machine(copy_slowdown=2))
     assert (found.step_seconds, found.exposed_seconds, found.slowed_seconds) == (8, 0, 2)
     assert found.compute_seconds == 6
 
 
 def test_a_transport_that_never_guesses_shows_the_first_transfer() -> None:
-    found = simulate_stages(layers(2, compute=3, transfer=2), slots=2, machine=Machine(fills_ahead=False))
+    found = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=Machine(fills_ahead=False))
     assert (found.step_seconds, found.exposed_seconds) == (8, 2)
     assert found.bounds.path_seconds == 8
 
@@ -82,15 +82,15 @@ def test_a_transport_that_never_guesses_shows_the_first_transfer() -> None:
 def test_issuing_takes_compute_time_where_the_host_computes() -> None:
     # Ten steps: two each of prefetch, acquire, release and segment.
     machine = Machine(issue_seconds=0.25)
-    assert simulate_stages(layers(2, compute=3, transfer=2), slots=2, machine=machine).step_seconds == 8
+    assert simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=machine).step_seconds == 8
     ahead = dataclasses.replace(machine, host_runs_ahead=True)
     # The host is ahead but for the beginning of a run: two prefetches and an acquire and a segment come first.
-    assert simulate_stages(layers(2, compute=3, transfer=2), slots=2, machine=ahead).step_seconds == 7
+    assert simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=ahead).step_seconds == 7
 
 
 def test_two_links_bring_banks_side_by_side() -> None:
-    both = [stage(0, 3, 5), dataclasses.replace(stage(1, 3, 5), link="host link")]
-    found = simulate_stages(both, slots=2)
+    both = [phase(0, 3, 5), dataclasses.replace(phase(1, 3, 5), link="host link")]
+    found = simulate_phases(both, slots=2)
     assert found.bounds.link_seconds == 5
     # A slot holds each bank for 8 seconds, and there are two.
     assert found.step_seconds == found.bounds.slots_seconds == 8
@@ -99,18 +99,18 @@ def test_two_links_bring_banks_side_by_side() -> None:
 
 def test_graphs_of_one_step_fill_slots_for_each_other() -> None:
     """What a graph break in every layer makes of a model: each graph has one bank, the ring two slots."""
-    runs = [stage_steps([part], slots=1) for part in layers(3, compute=3, transfer=2)]
+    runs = [phase_steps([part], slots=1) for part in layers(3, compute=3, transfer=2)]
     assert simulate(runs, ring_slots=2).exposed_seconds == 0
     alone = simulate(runs, ring_slots=1)
     assert (alone.step_seconds, alone.exposed_seconds) == (15, 6)
 
 
 def test_the_timeline_shows_one_step() -> None:
-    found = simulate_stages(layers(2, compute=3, transfer=5), slots=2)
+    found = simulate_phases(layers(2, compute=3, transfer=5), slots=2)
     shown = [(event.op, event.layer, event.start_seconds, event.end_seconds) for event in found.timeline.on(COMPUTE)]
     assert shown == [
-        ("wait", "layers.0", 0, 2), ("segment", "stage 0", 2, 5),
-        ("wait", "layers.1", 5, 7), ("segment", "stage 1", 7, 10),
+        ("wait", "layers.0", 0, 2), ("segment", "phase 0", 2, 5),
+        ("wait", "layers.1", 5, 7), ("segment", "phase 1", 7, 10),
     ]  # fmt: skip
     copies = [(event.layer, event.start_seconds, event.end_seconds) for event in found.timeline.on(COPY)]
     assert copies == [("layers.1", 2, 7), ("layers.0", 7, 12)]
@@ -159,8 +159,8 @@ def test_wrong_numbers_of_seconds_are_refused() -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_seconds_that_are_no_time_are_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"segment stage 0 takes .* it must be a time from 0 on"):
-        simulate_stages([stage(0, seconds, 1)], slots=1)
+    with pytest.raises(ValueError, match=r"segment phase 0 takes .* it must be a time from 0 on"):
+        simulate_phases([phase(0, seconds, 1)], slots=1)
     with pytest.raises(ValueError, match="copy_slowdown is"):
         Machine(copy_slowdown=seconds)
     with pytest.raises(ValueError, match="issue_seconds is"):
@@ -173,31 +173,31 @@ def test_what_would_wait_for_ever_is_refused() -> None:
     with pytest.raises(PlanError, match=r"release of a in slot 0 waits for ever"):
         simulate([[TimedStep("release", "a", slot=0)]])
     with pytest.raises(PlanError, match="slots is 0"):
-        stage_steps(layers(1, 1, 1), slots=0)
+        phase_steps(layers(1, 1, 1), slots=0)
 
 
 def test_a_model_without_banks_needs_no_slot() -> None:
-    found = simulate_stages([stage(0, 2), stage(1, 3)], slots=0)
+    found = simulate_phases([phase(0, 2), phase(1, 3)], slots=0)
     assert (found.step_seconds, found.exposed_seconds, found.peak_slot_bytes) == (5, 0, 0)
     assert found.bounds.step_seconds == 5
 
 
-# ---- For any stages --------------------------------------------------------------------------------------------------
+# ---- For any phases --------------------------------------------------------------------------------------------------
 
 SECONDS = st.integers(0, 20).map(lambda eighths: eighths / 8)
-STAGES = st.lists(
-    st.builds(stage, st.integers(0, 9), SECONDS, SECONDS, st.sampled_from([0, 1, 50, 100])), min_size=1, max_size=7
+PHASES = st.lists(
+    st.builds(phase, st.integers(0, 9), SECONDS, SECONDS, st.sampled_from([0, 1, 50, 100])), min_size=1, max_size=7
 )
 
 
-def by_recurrence(stages: Sequence[LayerPhase], slots: int, steps: int = 60) -> float:
+def by_recurrence(phases: Sequence[LayerPhase], slots: int, steps: int = 60) -> float:
     """Seconds per step, from the last half of many: no event queue, only the times at which things end."""
-    streamed = streamed_stages(stages)
+    streamed = streamed_phases(phases)
     copied: list[float] = []
     released: list[float] = []
     time, ends = 0.0, []
     for _ in range(steps):
-        for place, part in enumerate(stages):
+        for place, part in enumerate(phases):
             if place in streamed:
                 # Every slot that the ring has is filled as soon as it is free: `slots` copies ahead of the releases.
                 after = released[len(copied) - slots] if len(copied) >= slots else 0.0
@@ -211,18 +211,18 @@ def by_recurrence(stages: Sequence[LayerPhase], slots: int, steps: int = 60) -> 
 
 
 @settings(max_examples=200, deadline=None)
-@given(stages=STAGES, slots=st.integers(1, 4))
-def test_the_simulator_agrees_with_the_recurrence(stages: list[LayerPhase], slots: int) -> None:
+@given(phases=PHASES, slots=st.integers(1, 4))
+def test_the_simulator_agrees_with_the_recurrence(phases: list[LayerPhase], slots: int) -> None:
     # A ring that could hold more than one run's banks learns of the next run only, so it is no deeper than that.
-    slots = min(slots, max(1, len(streamed_stages(stages))))
-    assert simulate_stages(stages, slots).step_seconds == pytest.approx(
-        by_recurrence(stages, slots), rel=1e-6, abs=1e-9
+    slots = min(slots, max(1, len(streamed_phases(phases))))
+    assert simulate_phases(phases, slots).step_seconds == pytest.approx(
+        by_recurrence(phases, slots), rel=1e-6, abs=1e-9
     )
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    stages=STAGES,
+    phases=PHASES,
     slots=st.integers(1, 4),
     slowdown=st.sampled_from([1.0, 1.0, 1.25, 2.0]),
     issue=st.sampled_from([0.0, 0.0, 0.125]),
@@ -230,19 +230,19 @@ def test_the_simulator_agrees_with_the_recurrence(stages: list[LayerPhase], slot
     fills_ahead=st.booleans(),
 )
 def test_every_simulation_adds_up(
-    stages: list[LayerPhase], slots: int, slowdown: float, issue: float, host_runs_ahead: bool, fills_ahead: bool
+    phases: list[LayerPhase], slots: int, slowdown: float, issue: float, host_runs_ahead: bool, fills_ahead: bool
 ) -> None:
     machine = Machine(slowdown, issue, host_runs_ahead, fills_ahead)
-    found = simulate_stages(stages, slots, machine=machine)
-    serial = sum(part.compute_seconds + part.transfer_seconds for part in stages if part.bank_bytes)
-    serial += sum(part.compute_seconds for part in stages if not part.bank_bytes)
-    steps = len(stage_steps(stages, slots))
+    found = simulate_phases(phases, slots, machine=machine)
+    serial = sum(part.compute_seconds + part.transfer_seconds for part in phases if part.bank_bytes)
+    serial += sum(part.compute_seconds for part in phases if not part.bank_bytes)
+    steps = len(phase_steps(phases, slots))
     assert found.step_seconds >= found.bounds.step_seconds - 1e-9
     assert found.step_seconds <= serial * slowdown + issue * steps * slowdown + 1e-9
     if not host_runs_ahead:
         parts = found.compute_seconds + issue * steps + found.exposed_seconds + found.slowed_seconds
         assert found.step_seconds == pytest.approx(parts, abs=1e-9)
-    assert found.peak_slot_bytes <= slots * max(part.bank_bytes for part in stages)
+    assert found.peak_slot_bytes <= slots * max(part.bank_bytes for part in phases)
     _check_timeline(found)
 
 
@@ -255,26 +255,26 @@ def _check_timeline(found: Simulation) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(stages=STAGES, slots=st.integers(1, 4), host_runs_ahead=st.booleans(), fills_ahead=st.booleans())
+@given(phases=PHASES, slots=st.integers(1, 4), host_runs_ahead=st.booleans(), fills_ahead=st.booleans())
 def test_more_slots_or_resident_banks_are_never_slower(
-    stages: list[LayerPhase], slots: int, host_runs_ahead: bool, fills_ahead: bool
+    phases: list[LayerPhase], slots: int, host_runs_ahead: bool, fills_ahead: bool
 ) -> None:
     # Where issuing takes time they may be: more prefetches stand in front of the first acquire.
     machine = Machine(host_runs_ahead=host_runs_ahead, fills_ahead=fills_ahead)
-    fewer = simulate_stages(stages, slots, machine=machine).step_seconds
-    assert simulate_stages(stages, slots + 1, machine=machine).step_seconds <= fewer + 1e-9
-    for place in streamed_stages(stages):
-        assert simulate_stages(stages, slots, resident=[place], machine=machine).step_seconds <= fewer + 1e-9
+    fewer = simulate_phases(phases, slots, machine=machine).step_seconds
+    assert simulate_phases(phases, slots + 1, machine=machine).step_seconds <= fewer + 1e-9
+    for place in streamed_phases(phases):
+        assert simulate_phases(phases, slots, resident=[place], machine=machine).step_seconds <= fewer + 1e-9
 
 
 @settings(max_examples=100, deadline=None)
-@given(stages=STAGES, slots=st.integers(1, 4), scale=st.sampled_from([1e-6, 1e3]))
-def test_time_has_no_scale(stages: list[LayerPhase], slots: int, scale: float) -> None:
+@given(phases=PHASES, slots=st.integers(1, 4), scale=st.sampled_from([1e-6, 1e3]))
+def test_time_has_no_scale(phases: list[LayerPhase], slots: int, scale: float) -> None:
     scaled = [
         dataclasses.replace(
             part, compute_seconds=part.compute_seconds * scale, transfer_seconds=part.transfer_seconds * scale
         )
-        for part in stages
+        for part in phases
     ]
-    expected = simulate_stages(stages, slots).step_seconds * scale
-    assert simulate_stages(scaled, slots).step_seconds == pytest.approx(expected, rel=1e-6)
+    expected = simulate_phases(phases, slots).step_seconds * scale
+    assert simulate_phases(scaled, slots).step_seconds == pytest.approx(expected, rel=1e-6)

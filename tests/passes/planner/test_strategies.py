@@ -12,7 +12,7 @@ from moepass.models.formulas import bank_bytes, resident_bytes
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset
 from moepass.passes.machine.hardware import Figure, Hardware, with_ranks
-from moepass.passes.machine.layer_times import Texts
+from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import memory_seconds
 from moepass.passes.planner.strategies import (
     Setting,
@@ -41,7 +41,7 @@ SMALL = Architecture(
 def _setting(
     architecture: Architecture = SMALL, hardware: Hardware = H100, batch: int = 4, sequence: int = 2048
 ) -> Setting:
-    return Setting(architecture, hardware, Texts(batch, sequence), "bf16", 72e9)
+    return Setting(architecture, hardware, Sequences(batch, sequence), "bf16", 72e9)
 
 
 def _with_peer_rate(hardware: Hardware, factor: float) -> Hardware:
@@ -73,7 +73,7 @@ def test_memory_adds_up() -> None:
     setting = _setting()
     dense, banks = resident_bytes(SMALL, "bf16"), 3 * bank_bytes(SMALL.typical_moe_layer.experts, 1024, "bf16")  # type: ignore[arg-type]
     assert banks_bytes(setting) == banks
-    tokens = setting.texts.tokens
+    tokens = setting.sequences.tokens
     assert resident_cost(setting).memory_bytes == dense + banks + activations_bytes(setting, tokens)
     found = {cost.strategy: cost.memory_bytes for cost in compare_strategies(setting)}
     assert found["dp_ep"] == dense + banks / 8 + activations_bytes(setting, tokens)
@@ -119,7 +119,7 @@ def test_one_device_has_nothing_to_share(name: str) -> None:
 
 
 def test_a_pipeline_of_one_device_computes_its_micro_batches_one_after_the_other() -> None:
-    # Texts of 4096 tokens are micro-batches of themselves; only reading weights once per micro-batch costs more.
+    # Sequences of 4096 tokens are micro-batches of themselves; only reading weights once per micro-batch costs more.
     setting = _setting(QWEN, with_ranks(H100, 1), 16, 4096)
     pipelined, at_once = strategy_cost(setting, "pp_pp").step_seconds, resident_cost(setting).step_seconds
     assert at_once <= pipelined <= 1.3 * at_once
@@ -129,7 +129,7 @@ def test_a_pipeline_of_one_device_computes_its_micro_batches_one_after_the_other
 def test_a_pipeline_has_no_more_tokens_than_the_step(batch: int, sequence: int) -> None:
     """Every rank computes its layers for the step's tokens at least once, however few they are."""
     setting = _setting(QWEN, batch=batch, sequence=sequence)
-    everybody = dataclasses.replace(setting, texts=Texts(8 * batch, sequence))
+    everybody = dataclasses.replace(setting, sequences=Sequences(8 * batch, sequence))
     assert strategy_cost(setting, "pp_pp").step_seconds >= resident_cost(everybody).step_seconds / 8
     few = _setting(QWEN, batch=2 * batch, sequence=sequence)
     assert strategy_cost(setting, "pp_pp").memory_bytes < strategy_cost(few, "pp_pp").memory_bytes
@@ -152,7 +152,7 @@ def test_an_engine_computes_short_texts_in_micro_batches(name: str) -> None:
 
 
 def test_only_data_parallel_ranks_are_at_chunks_of_their_own() -> None:
-    """On one device nobody waits; on eight, the longest prefixes hold up the ranks whose texts are others."""
+    """On one device nobody waits; on eight, the longest prefixes hold up the ranks whose sequences are others."""
     for name in ("dp_ep", "tp_tp"):
         seconds = {}
         for ranks in (1, 8):

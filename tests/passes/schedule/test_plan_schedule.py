@@ -22,8 +22,8 @@ from backend_helper import (
 from torch import nn
 
 import moepass
-from moepass.passes.ir.plan import acquire, gather, prefetch, release
 from moepass.passes.ir.protocol import PassContext, PassError, PlanError
+from moepass.passes.ir.slot_operations import acquire, gather, prefetch, release
 from moepass.passes.pipeline import PASSES
 
 schedule = next(function for function in PASSES if function.__name__ == "schedule")

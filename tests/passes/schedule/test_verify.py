@@ -13,8 +13,9 @@ from schedule_mutants import Shared, case
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import copy_graph_module, is_call
-from moepass.passes.ir.plan import Plan, acquire, decode, prefetch, release
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult
+from moepass.passes.ir.slot_operations import acquire, decode, prefetch, release
 from moepass.passes.schedule.verify import RULES, ScheduleError, verify, violations
 
 Breaker = Callable[[GraphModule, PassResult], None]

@@ -20,8 +20,8 @@ from torch import nn
 
 import moepass
 from moepass.passes.graph.nodes import copy_graph_module
-from moepass.passes.ir.plan import acquire, prefetch, release
 from moepass.passes.ir.protocol import PassContext
+from moepass.passes.ir.slot_operations import acquire, prefetch, release
 from moepass.passes.segments.partition import partition
 from moepass.runtime.execute.executor import CopyError, Executor, SegmentError
 from moepass.runtime.lowering.lower_segments import lower_segments

@@ -28,13 +28,13 @@ import moepass
 from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.runtime.banks.banks import BankStore
-from moepass.runtime.homes.hybrid import stage_board, stager
+from moepass.runtime.homes.hybrid import stager, staging_board
 from moepass.runtime.homes.hybrid.staging_order import StagingState
 from moepass.runtime.ranks.rendezvous import PeerError
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in stage_board._ORDERED_MACHINES,
-    reason="shared shards need memfd_create, and stages x86-64",
+    sys.platform != "linux" or platform.machine() not in staging_board._ORDERED_MACHINES,
+    reason="shared shards need memfd_create, and staging buffers x86-64",
 )
 
 
@@ -48,13 +48,13 @@ def _stack(form: str = "dense_bmm", depth: int = 3) -> Stack:
 
 
 def _check_figures(store: BankStore) -> None:
-    """All that runs have used came from stages or past them; what was fetched ahead for a next run is not counted."""
+    """All bytes of runs came from staging buffers or from shards; what was copied ahead for a next run is left out."""
     statistics = store.ring().statistics
     used = statistics.staged_bytes + statistics.unstaged_bytes
     assert 0 < used <= statistics.copied_bytes
 
 
-def _model_stays_exact(family: str, overrides: dict[str, Any], stages: int) -> None:
+def _model_stays_exact(family: str, overrides: dict[str, Any], buffers: int) -> None:
     model: nn.Module = _stack(family) if family in BLOCKS else tiny_model(family, **overrides)
     inputs = {"x": tokens()} if family in BLOCKS else tiny_inputs(model)  # type: ignore[arg-type]
 
@@ -64,9 +64,9 @@ def _model_stays_exact(family: str, overrides: dict[str, Any], stages: int) -> N
 
     with torch.no_grad():
         expected = run(model)
-        report = moepass.offload_experts(model, home=moepass.Hybrid(stages=stages, timeout_s=50))
+        report = moepass.offload_experts(model, home=moepass.Hybrid(staging_buffers=buffers, timeout_s=50))
         assert (report.home, report.transport) == ("hybrid", "pull")
-        assert report.stage_bytes == stages * max(bank.shard.numel() for bank in report.store.banks)
+        assert report.staging_bytes == buffers * max(bank.shard.numel() for bank in report.store.banks)
         assert torch.equal(run(model), expected)
         with moepass.record_compilations() as compilations:
             compiled = _compiled(model)
@@ -80,7 +80,7 @@ def _model_stays_exact(family: str, overrides: dict[str, Any], stages: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("ranks", "family", "overrides", "stages"),
+    ("ranks", "family", "overrides", "buffers"),
     [
         pytest.param(1, "dense_bmm", {}, 2, marks=pytest.mark.slow),
         (2, "dense_bmm", {}, 1),
@@ -95,8 +95,8 @@ def _model_stays_exact(family: str, overrides: dict[str, Any], stages: int) -> N
         ),  # a rank without experts
     ],
 )
-def test_models_stay_exact_on_every_rank(ranks: int, family: str, overrides: dict[str, Any], stages: int) -> None:
-    run_ranks(ranks, _model_stays_exact, family, overrides, stages)
+def test_models_stay_exact_on_every_rank(ranks: int, family: str, overrides: dict[str, Any], buffers: int) -> None:
+    run_ranks(ranks, _model_stays_exact, family, overrides, buffers)
 
 
 def _one_runs_and_one_rests() -> None:
@@ -112,7 +112,7 @@ def _one_runs_and_one_rests() -> None:
         if dist.get_rank() == 0:
             for _ in range(10):
                 assert torch.equal(compiled(tokens()), expected)
-            # From the stages of a rank that rests, too.
+            # From the staging buffers of an idle rank, too.
             statistics = banks.store.ring().statistics
             assert statistics.staged_bytes > statistics.unstaged_bytes
             store.set("ten steps", "done")
@@ -143,7 +143,7 @@ def _at_different_layers() -> None:
     with torch.no_grad():
         model = _stack(depth=5)
         expected = model(tokens())
-        report = moepass.offload_experts(model, home=moepass.Hybrid(stages=2, timeout_s=50), slots=1)
+        report = moepass.offload_experts(model, home=moepass.Hybrid(staging_buffers=2, timeout_s=50), slots=1)
         compiled = _compiled(model)
         for step in range(30):
             assert torch.equal(compiled(tokens()), expected)
@@ -157,22 +157,22 @@ def test_ranks_that_drift_apart_stay_exact() -> None:
 
 
 def _all_is_overwritten_while_it_is_copied() -> None:
-    """Whoever copies from a stage finds, when he is done, that it was given away; its bytes were another bank's."""
+    """Every copy from a staging buffer finds afterwards that the buffer was refilled; its bytes were another bank's."""
     with torch.no_grad():
         model = _stack()
         expected = model(tokens())
         report = moepass.offload_experts(model, home=moepass.Hybrid(timeout_s=50))
-        states = stage_board.StagingBoard.state
+        states = staging_board.StagingBoard.state
         generations = itertools.count()
 
-        def never_the_same(board: stage_board.StagingBoard, stage: int) -> StagingState:
-            return dataclasses.replace(states(board, stage), generation=next(generations))
+        def never_the_same(board: staging_board.StagingBoard, buffer: int) -> StagingState:
+            return dataclasses.replace(states(board, buffer), generation=next(generations))
 
         def poisoning(address: int, source: int, nbytes: int) -> None:
             ctypes.memset(address, 0xFF, nbytes)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(stage_board.StagingBoard, "state", never_the_same)
+            patched.setattr(staging_board.StagingBoard, "state", never_the_same)
             patched.setattr(stager, "ctypes", SimpleNamespace(memmove=poisoning))
             compiled = _compiled(model)
             for _ in range(3):
@@ -189,14 +189,14 @@ def _differs() -> str:
     model = _stack(depth=2)
     before = model(tokens())
     with pytest.raises(PeerError) as caught:
-        moepass.offload_experts(model, home=moepass.Hybrid(stages=2 + dist.get_rank(), timeout_s=50))
+        moepass.offload_experts(model, home=moepass.Hybrid(staging_buffers=2 + dist.get_rank(), timeout_s=50))
     assert torch.equal(model(tokens()), before)
     return str(caught.value)
 
 
 def test_ranks_with_different_numbers_of_stages_get_one_error() -> None:
     (text,) = set(run_ranks(2, _differs))
-    assert text.startswith("ranks disagree on the number of stages of home='hybrid': 2 on rank 0, 3 on rank 1")
+    assert text.startswith("ranks disagree on the number of staging buffers of home='hybrid': 2 on rank 0, 3 on rank 1")
 
 
 def _states_are_refused() -> None:
@@ -226,7 +226,7 @@ def _load(folder: Path) -> tuple[int, tuple[int, int]]:
             assert torch.equal(compiled(**inputs).logits, expected)
     report = moepass.offload_report(model)
     assert report.home == "hybrid"
-    assert report.stage_bytes == 2 * max(bank.shard.numel() for bank in report.store.banks)
+    assert report.staging_bytes == 2 * max(bank.shard.numel() for bank in report.store.banks)
     return report.home_bytes, told[-1]
 
 

@@ -80,8 +80,8 @@ def test_the_documentation_names_every_home_and_option(home: str) -> None:
         (moepass.Peer, {"transport": 3}, r"transport is 3; it must be one of collective, pull"),
         (moepass.Peer, {"timeout_s": 0}, r"timeout_s is 0; it must be a number of seconds above 0"),
         (moepass.Hybrid, {"timeout_s": 1e9}, r"timeout_s is 1000000000\.0; the limit is"),
-        (moepass.Hybrid, {"stages": 0}, r"stages is 0; a rank needs at least 1"),
-        (moepass.Hybrid, {"stages": True}, r"stages is True"),
+        (moepass.Hybrid, {"staging_buffers": 0}, r"staging_buffers is 0; it must be a whole number from 1 on"),
+        (moepass.Hybrid, {"staging_buffers": True}, r"staging_buffers is True"),
         (moepass.Hybrid, {"host_link": "5e9"}, r"host_link is '5e9'; it must be `real` or `emulate:BYTES_PER_S`"),
         (moepass.Disk, {"page_cache": "off"}, r"page_cache is 'off'; it must be one of drop, keep"),
         (moepass.Disk, {"folder": 3}, r"folder is 3; it must be the path of a folder, or None"),
@@ -94,7 +94,7 @@ def test_wrong_options_are_named_when_they_are_made(
         options(**arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"transport": "pull"}, {"folder": "banks"}, {"stages": 2}])
+@pytest.mark.parametrize("arguments", [{"transport": "pull"}, {"folder": "banks"}, {"staging_buffers": 2}])
 def test_options_of_another_home_are_no_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(arguments))}'"):
         moepass.Host(**arguments)

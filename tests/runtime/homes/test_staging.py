@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
-from moepass.runtime.homes.hybrid import stage_board, stager
-from moepass.runtime.homes.hybrid.stage_board import StagingBoard, board_bytes, pack_state, unpack_state
+from moepass.runtime.homes.hybrid import stager, staging_board
 from moepass.runtime.homes.hybrid.staged_pull import Patience, StagedCopy, StagedPull, StagedSource
 from moepass.runtime.homes.hybrid.stager import Found, Stager, StagerError, StagingBuffers, _StagerWork
+from moepass.runtime.homes.hybrid.staging_board import StagingBoard, board_bytes, pack_state, unpack_state
 from moepass.runtime.homes.hybrid.staging_order import StagingPlan, StagingState, Wants, choose_banks
 from moepass.runtime.transfer import copying
 from moepass.runtime.transfer.copying import CopyThread
@@ -39,11 +39,11 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "SLICE_BYTES", SLICE)
 
 
-def _board(stages: int) -> StagingBoard:
-    return StagingBoard(torch.zeros(board_bytes(stages), dtype=torch.uint8), stages)
+def _board(buffers: int) -> StagingBoard:
+    return StagingBoard(torch.zeros(board_bytes(buffers), dtype=torch.uint8), buffers)
 
 
-def _stages(count: int, nbytes: int) -> StagingBuffers:
+def _staging(count: int, nbytes: int) -> StagingBuffers:
     return StagingBuffers(_board(count), [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)], SLICE)
 
 
@@ -92,8 +92,8 @@ def test_chosen_banks_get_stages_and_are_filled_in_order(actions: list[list[int]
             chosen = action
             taken = plan.choose(chosen)
             assert set(chosen) <= {state.bank for state in plan.states}
-            for stage, (old, new) in enumerate(zip(before, plan.states, strict=True)):
-                if stage in taken:
+            for buffer, (old, new) in enumerate(zip(before, plan.states, strict=True)):
+                if buffer in taken:
                     assert old.bank not in chosen
                     assert new == StagingState(new.bank, old.generation + 1, 0)
                 else:
@@ -105,17 +105,17 @@ def test_chosen_banks_get_stages_and_are_filled_in_order(actions: list[list[int]
             missing = [bank for bank in chosen if held[bank].filled_slices < slices[bank]]
             assert (fill is None) == (not missing)
             if fill is not None:
-                assert fill.bank == missing[0] == plan.states[fill.stage].bank
+                assert fill.bank == missing[0] == plan.states[fill.buffer].bank
                 assert fill.slice_number == held[fill.bank].filled_slices
-                plan.filled(fill.stage)
+                plan.filled(fill.buffer)
     held_banks = [state.bank for state in plan.states if state.bank is not None]
     assert len(held_banks) == len(set(held_banks))
 
 
 @given(
-    st.one_of(st.none(), st.integers(0, stage_board.MOST_BANKS - 1)),
+    st.one_of(st.none(), st.integers(0, staging_board.MOST_BANKS - 1)),
     st.integers(0, 2**32 - 1),
-    st.integers(0, stage_board.MOST_SLICES),
+    st.integers(0, staging_board.MOST_SLICES),
 )
 def test_a_word_says_all_of_a_state(bank: int | None, generation: int, filled: int) -> None:
     state = StagingState(bank, generation, filled)
@@ -126,13 +126,13 @@ def test_a_word_says_all_of_a_state(bank: int | None, generation: int, filled: i
 def test_a_fresh_board_says_nothing_and_keeps_what_is_shown() -> None:
     board = _board(3)
     assert board.wants() == Wants((), False)
-    assert [board.state(stage) for stage in range(3)] == [StagingState()] * 3
+    assert [board.state(buffer) for buffer in range(3)] == [StagingState()] * 3
     board.show_wants((4, 0, 2, 9))
     board.show_running(True)
     board.show_state(1, StagingState(7, 2**32 + 5, 3))
     board.show_progress()
     assert board.wants() == Wants((4, 0, 2), True)
-    assert [board.state(stage) for stage in range(3)] == [StagingState(), StagingState(7, 5, 3), StagingState()]
+    assert [board.state(buffer) for buffer in range(3)] == [StagingState(), StagingState(7, 5, 3), StagingState()]
     assert board.progress() == 1
 
 
@@ -155,7 +155,7 @@ def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile
     """The stager works on while somebody has read half of what he reads, and is itself interrupted by readers."""
     sizes = data.draw(st.lists(st.integers(1, 3 * SLICE), min_size=2, max_size=3), label="bytes of the shards")
     numbers = st.integers(0, len(sizes) - 1)
-    stages = _stages(data.draw(st.integers(1, 2), label="stages"), max(sizes))
+    staging = _staging(data.draw(st.integers(1, 2), label="buffers"), max(sizes))
 
     def read(meanwhile: Callable[[], None]) -> None:
         bank = data.draw(numbers, label="bank")
@@ -171,7 +171,7 @@ def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(stager, "ctypes", SimpleNamespace(memmove=halfway))
-            found = stages.copy(bank, start, nbytes, place.data_ptr())
+            found = staging.copy(bank, start, nbytes, place.data_ptr())
         if found is Found.COPIED:
             assert set(place.tolist()) == {bank + 1}
 
@@ -181,7 +181,7 @@ def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile
 
     def work_on() -> None:
         for wanted, steps in data.draw(st.lists(st.tuples(numbers, st.integers(1, 3)), max_size=3), label="work"):
-            stages.board.show_wants((wanted,))
+            staging.board.show_wants((wanted,))
             for _ in range(steps):
                 work.step()
 
@@ -189,7 +189,7 @@ def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile
         _HalfwaySource(_shard(bank, size), (Piece(0, 0, size),), halfway=read_between)
         for bank, size in enumerate(sizes)
     ]
-    work = _StagerWork(stages, [], shards, BusyLink(Link()))
+    work = _StagerWork(staging, [], shards, BusyLink(Link()))
     for _ in range(data.draw(st.integers(1, 6), label="rounds")):
         work_on()
         read(meanwhile=work_on)
@@ -198,19 +198,19 @@ def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile
 def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, small_slices: None
 ) -> None:
-    stages = _stages(1, 2 * SLICE)
-    work = _StagerWork(stages, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
+    staging = _staging(1, 2 * SLICE)
+    work = _StagerWork(staging, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
     place = torch.zeros(SLICE, dtype=torch.uint8)
 
     def fill(bank: int, steps: int = 3) -> None:
-        stages.board.show_wants((bank,))
+        staging.board.show_wants((bank,))
         for _ in range(steps):
             work.step()
 
     fill(0)
-    assert stages.copy(0, 0, SLICE, place.data_ptr()) is Found.COPIED
+    assert staging.copy(0, 0, SLICE, place.data_ptr()) is Found.COPIED
     assert place.tolist() == [1] * SLICE
-    assert stages.copy(1, 0, SLICE, place.data_ptr()) is Found.ABSENT
+    assert staging.copy(1, 0, SLICE, place.data_ptr()) is Found.ABSENT
     real = ctypes.memmove
 
     def overwritten(target: int, source: int, nbytes: int) -> None:
@@ -219,31 +219,31 @@ def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
         real(target, source, nbytes)
 
     monkeypatch.setattr(ctypes, "memmove", overwritten)
-    assert stages.copy(0, 0, SLICE, place.data_ptr()) is Found.ABSENT
+    assert staging.copy(0, 0, SLICE, place.data_ptr()) is Found.ABSENT
     assert place.tolist() == [2] * SLICE  # the other bank's bytes, which nobody must use
-    assert stages.copy(1, 0, SLICE, place.data_ptr()) is Found.COPIED
-    assert stages.copy(1, SLICE, SLICE, place.data_ptr()) is Found.COMING
+    assert staging.copy(1, 0, SLICE, place.data_ptr()) is Found.COPIED
+    assert staging.copy(1, SLICE, SLICE, place.data_ptr()) is Found.COMING
 
 
 def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stages = _stages(1, 2 * SLICE)
-    work = _StagerWork(stages, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
+    staging = _staging(1, 2 * SLICE)
+    work = _StagerWork(staging, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
     place = torch.zeros(SLICE, dtype=torch.uint8)
 
     def leave_and_come_back(target: int, source: int, nbytes: int) -> None:
         for bank, steps in ((1, 2), (0, 1)):
-            stages.board.show_wants((bank,))
+            staging.board.show_wants((bank,))
             for _ in range(steps):
                 work.step()
         ctypes.memmove(target, source, nbytes)
 
-    stages.board.show_wants((0,))
+    staging.board.show_wants((0,))
     work.step()
     work.step()
     monkeypatch.setattr(stager, "ctypes", SimpleNamespace(memmove=leave_and_come_back))
-    assert stages.copy(0, SLICE, SLICE, place.data_ptr()) is Found.ABSENT
+    assert staging.copy(0, SLICE, SLICE, place.data_ptr()) is Found.ABSENT
     assert place.tolist() == [2] * SLICE
 
 
@@ -279,13 +279,13 @@ def _stagers() -> int:
 
 
 def test_a_stager_fills_what_is_wanted_here_and_elsewhere_and_ends_with_its_owner(small_slices: None) -> None:
-    own, other = _stages(2, 3 * SLICE), _board(2)
+    own, other = _staging(2, 3 * SLICE), _board(2)
     shards = [whole(_shard(bank, 2 * SLICE + 5)) for bank in range(5)]
     before = _stagers()
     filler = Stager(own, [other], shards, BusyLink(Link()))
 
     def complete() -> set[int | None]:
-        states = [own.board.state(stage) for stage in range(2)]
+        states = [own.board.state(buffer) for buffer in range(2)]
         return {state.bank for state in states if state.filled_slices == 3}
 
     filler.reading(2)
@@ -319,25 +319,25 @@ def test_a_stager_that_fails_says_so_in_the_next_run(small_slices: None) -> None
         def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
             raise OSError("no such memory")
 
-    stages = _stages(1, SLICE)
+    staging = _staging(1, SLICE)
     transport = StagedPull(Link())
-    transport.connect(Stager(stages, [], [Broken(_shard(0, SLICE), (Piece(0, 0, SLICE),))], transport.host_link))
+    transport.connect(Stager(staging, [], [Broken(_shard(0, SLICE), (Piece(0, 0, SLICE),))], transport.host_link))
     transport.begin_run()
     failing = transport._stager
     assert failing is not None
     failing.reading(0)
     _wait_until(lambda: failing._work.error is not None)
     transport.end_run()
-    with pytest.raises(StagerError, match="the stages of this rank are filled no more: no such memory"):
+    with pytest.raises(StagerError, match="the staging buffers of this rank are no longer filled: no such memory"):
         transport.begin_run()
 
 
 class _Ranks:
-    """Two ranks in one process: this one, with a stager, and another whose stages a test fills by hand."""
+    """Two ranks in one process: this one, with a stager, and another whose buffers a test fills by hand."""
 
     def __init__(self, nbytes: int = 3 * SLICE, host_link: Link = Link()) -> None:  # noqa: B008
         self.transport = StagedPull(host_link)
-        self.own, self.other = _stages(2, nbytes), _stages(2, nbytes)
+        self.own, self.other = _staging(2, nbytes), _staging(2, nbytes)
         self.shards = [[_shard(2 * bank + rank, nbytes) for bank in range(3)] for rank in range(2)]
         self.stager = Stager(
             self.own, [self.other.board], [whole(shard) for shard in self.shards[0]], self.transport.host_link
@@ -420,13 +420,13 @@ def test_a_stage_that_is_overwritten_while_it_is_copied_costs_time_alone(
     ranks = _Ranks()
     ranks.fill_other(1)
     real = ctypes.memmove
-    stage = next(memory for memory in ranks.other.memories if int(memory[0]) == 4)
+    buffer = next(memory for memory in ranks.other.memories if int(memory[0]) == 4)
     begins = itertools.count()
 
     def overwritten(target: int, source: int, nbytes: int) -> None:
-        if source == stage.data_ptr() + SLICE and next(begins) == 0:
+        if source == buffer.data_ptr() + SLICE and next(begins) == 0:
             ranks.fill_other(0)
-            ranks.fill_other(2)  # in the stage that holds bank 1
+            ranks.fill_other(2)  # in the buffer that holds bank 1
         real(target, source, nbytes)
 
     monkeypatch.setattr(ctypes, "memmove", overwritten)
@@ -434,7 +434,7 @@ def test_a_stage_that_is_overwritten_while_it_is_copied_costs_time_alone(
     copy = ranks.copy(1, slot)
     copy.perform(Link())
     assert next(begins) == 1
-    assert int(stage[0]) == 6
+    assert int(buffer[0]) == 6
     assert torch.equal(slot, ranks.expected(1))
     assert copy.unstaged_bytes >= 2 * SLICE
 

@@ -508,13 +508,13 @@ def test_a_file_that_changes_after_it_was_read_last_is_an_error(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = broken_copy(whole, tmp_path / "changing", lambda _: None)
-    check = checkpoint_folders._check_loading
+    check = checkpoint_folders.check_loading
 
     def check_and_change(*arguments: Any) -> None:
         check(*arguments)
         _touch(folder / "model.safetensors")
 
-    monkeypatch.setattr(checkpoint_folders, "_check_loading", check_and_change)
+    monkeypatch.setattr(checkpoint_folders, "check_loading", check_and_change)
     with pytest.raises(moepass.CheckpointError, match=r"model\.safetensors changed while it was being read"):
         load_model(folder)
 

@@ -20,7 +20,7 @@ from moepass.passes.ir.decisions import STRUCTURAL
 from moepass.passes.machine.hardware import Conditions, Figure, Hardware, TransferLink
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.schedule_search import spread_evenly
-from moepass.passes.planner.simulate import simulate_stages
+from moepass.passes.planner.simulate import simulate_phases
 from moepass.runtime.offload.offload import OffloadReport
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.profiles.stored_profiles import store_profile
@@ -146,7 +146,7 @@ def test_an_even_spread_is_never_slower_than_the_first_layers(
     banks = list(range(1, 2 * layers, 2))
     staying = min(staying, layers - 1)
     even, first = (
-        simulate_stages(phases, min(slots, layers - staying), chosen).step_seconds
+        simulate_phases(phases, min(slots, layers - staying), chosen).step_seconds
         for chosen in (spread_evenly(banks, staying), banks[:staying])
     )
     assert even <= first * (1 + 1e-9)

@@ -1,0 +1,152 @@
+"""The weight files of a checkpoint folder: which they are, that they are complete, and that they fit the config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepass.models.errors import CheckpointError, InputError
+from moepass.models.limits import MOST_INDEX_BYTES, MOST_JSON_BYTES, TooLargeError, decode_json, read_limited
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_LONGEST_NAME = 200
+# Types of safetensors that quantised weights have.
+_EIGHT_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder. Raises CheckpointError where some are missing, or there are none."""
+    whole, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        weight_map = read_json(index, dict, MOST_INDEX_BYTES).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map that says which file holds which weight", path=index)
+        names = sorted({str(name) for name in weight_map.values()})
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
+                raise CheckpointError(
+                    f"{index} names {name!r}; it must be a .safetensors file in the same folder",
+                    path=index,
+                    value=name,
+                    expected="a .safetensors file in the same folder",
+                )
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{folder} lacks {_some(missing)}, which {INDEX_FILE} names", path=folder)
+        return [folder / name for name in names]
+    pickles = [name for name in _PICKLES if (folder / name).is_file()]
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds {pickles[0]}, a pickle, which moepass does not open; convert it to {WEIGHTS_FILE}",
+            path=folder,
+        )
+    raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}", path=folder)
+
+
+def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
+    """Check that every weight file is there and complete, and count the numbers in all of them.
+
+    Raises CheckpointError, also for weights in 8 bits where `config` does not say how they were quantised. Such weights
+    would be read without their scales.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    numbers = 0
+    is_quantised = any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  it is no mapping
+                    stored = opened.get_slice(key)
+                    numbers += math.prod(stored.get_shape())
+                    if not is_quantised and stored.get_dtype() in _EIGHT_BITS:
+                        raise CheckpointError(
+                            f"{file}: {key} is stored as {stored.get_dtype()}, and the config does not say how to "
+                            "dequantise it; dequantise the weights, to bfloat16 for example, and save them as a "
+                            "checkpoint of their own",
+                            path=file,
+                        )
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {one_line(error)}",
+                path=file,
+            ) from error
+    return numbers
+
+
+def check_type(what: str, dtype: torch.dtype | None) -> None:
+    """Raises CheckpointError where weights have a type that nothing here computes in."""
+    import torch
+
+    if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointError(
+            f"{what} is {dtype}, in which moepass computes nothing; dequantise the weights, to bfloat16 for example, "
+            "and save them as a checkpoint of their own",
+            name=what,
+            value=dtype,
+        )
+
+
+def check_loading(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where transformers found that weights and config do not fit each other.
+
+    `info` is what `from_pretrained` gives with `output_loading_info`. Without this check transformers would go on with
+    random weights, or without some layers.
+    """
+    if info.get("mismatched_keys"):
+        name, found, wanted = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"{folder}: {name} has shape {list(found)}, but the config asks for {list(wanted)}"
+            + _and_more(len(info["mismatched_keys"])),
+            name=name,
+            value=tuple(found),
+            expected=tuple(wanted),
+            path=folder,
+        )
+    if info.get("missing_keys"):
+        raise CheckpointError(
+            f"{folder} lacks weights that the config asks for: {_some(sorted(info['missing_keys']))}", path=folder
+        )
+    if info.get("unexpected_keys"):
+        raise CheckpointError(
+            f"{folder} holds weights that the config has no place for: {_some(sorted(info['unexpected_keys']))}",
+            path=folder,
+        )
+    if info.get("error_msgs"):
+        raise CheckpointError(f"{folder} cannot be loaded: {one_line(info['error_msgs'])}", path=folder)
+
+
+def read_json(file: Path, kind: type[Any], most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """The value of type `kind` in a JSON file. Raises CheckpointError where it is malformed, or too long."""
+    try:
+        return decode_json(read_limited(file, most_bytes), kind)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file) from error
+    except TooLargeError as error:
+        raise CheckpointError(str(error), path=file, value=error.value, expected=error.expected) from error
+    except InputError as error:
+        raise CheckpointError(f"{file} is malformed: {error}", path=file) from error
+
+
+def one_line(error: object) -> str:
+    """An error's text as one line: the first 200 characters, line breaks and runs of blanks made single blanks."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + _and_more(len(names))
+
+
+def _and_more(count: int) -> str:
+    return f" (and {count - 1} more)" if count > 1 else ""
