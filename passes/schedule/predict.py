@@ -1,7 +1,7 @@
 """Write down by which decisions the graph runs, and what they are predicted to take.
 
 Contract
-    in    a scheduled graph, whose plan has slots and, where pass partition ran, steps with their costs
+    in    a graph whose plan has slots where banks stream, and steps with their costs where pass partition ran
     out   the same graph, untouched; `plan.sequences` and `plan.decisions`
 
 Pseudo-code
@@ -25,7 +25,7 @@ from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.planner.graph_problem import plan_graph
 
 
-@graph_pass(requires={"planned"})
+@graph_pass()
 def predict(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Ask the planner. Raises InputError where the profile lacks a rate or a link."""
     plan = dataclasses.replace(plan, sequences=_sequences(module.graph))
@@ -35,8 +35,8 @@ def predict(module: GraphModule, plan: Plan, context: PassContext) -> PassResult
 
 def decisions_for(plan: Plan, sizes: Mapping[str, float], context: PassContext) -> Decisions:
     """By which decisions a run with these sizes goes. Raises InputError where the profile lacks a rate or a link."""
-    group = next((bank.group for bank in plan.banks if bank.group), None)
-    ranks = 1 if group is None else context.groups[group].ranks
+    bounds = next((bank.expert_bounds for bank in plan.banks if bank.group), (0, 0))
+    ranks = len(bounds) - 1
     return plan_graph(plan, sizes, context.placed, context.hardware, context.transport, ranks)
 
 

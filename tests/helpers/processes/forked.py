@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import traceback
 from collections.abc import Callable
 
 
@@ -15,5 +17,7 @@ def in_child(check: Callable[[], bool]) -> None:
         try:
             os._exit(0 if check() else 1)
         except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -128,7 +128,7 @@ def test_onednn_meets_few_numbers_of_rows(held_back: bool) -> None:
 def test_experts_use_it(held_back: bool) -> None:
     """Rows of no expert are zeros with either library."""
     left, weights = drawn(40, 512), drawn(3, 512, 512)
-    loop = lower_experts.gemm_loop(left, weights)
+    loop = lower_experts.grouped_gemm_loop(left, weights)
     ends = torch.tensor([10, 12, 30])
     with _Calls() as calls:
         (found,) = loop([left, weights, ends])

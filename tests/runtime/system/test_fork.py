@@ -66,7 +66,7 @@ def test_a_forked_child_is_refused_whether_a_run_is_under_way_or_not(
     store = moepass.offload_report(model).store
 
     def hold_locks() -> None:
-        with store._lock, store.ring()._lock.take():
+        with store._ring_lock, store.ring()._lock.take():
             held.set()
             assert ended.wait(60)
 
@@ -74,7 +74,10 @@ def test_a_forked_child_is_refused_whether_a_run_is_under_way_or_not(
     if is_running:
         other.start()
         assert held.wait(20)
-    _check_refused(lambda: compiled(tokens()), lambda: model(tokens()), lambda: store.read_tensor(0, 0), store.ring)
+    bank = store.specs()[0]
+    _check_refused(
+        lambda: compiled(tokens()), lambda: model(tokens()), lambda: store.read_tensor(bank, (), 0), store.ring
+    )
     ended.set()
     if is_running:
         other.join()
