@@ -72,7 +72,12 @@ class Compilation:
         """
         measured = self.executor.measured()
         sizes = measured.sizes or dict(self.plan.sizes)
-        return run_report(decisions_for(self.plan, sizes, self.context), measured, self.executor.peak_bytes())
+        return run_report(
+            decisions_for(self.plan, sizes, self.context),
+            measured,
+            self.executor.weight_bytes,
+            self.executor.peak_bytes(),
+        )
 
 
 _recorded: contextvars.ContextVar[list[Compilation] | None] = contextvars.ContextVar("recorded", default=None)

@@ -194,6 +194,8 @@ class Executor:
         self._clock = RunClock()
         self._sizes = size_sources(top.graph)
         self._device: torch.device | None = None
+        # Of the inputs of the first run; None before it.
+        self.weight_bytes: int | None = None
         self._checks = tuple(checks)
         self._is_debug = debug or (ring is not None and ring.debug)
         names = [node.name for node in graph_inputs(top.graph)]
@@ -250,15 +252,14 @@ class Executor:
         # Guards of captured code let no other device come.
         self._device = device = self._device or device_of(arguments)
         sizes = read_sizes(self._sizes, arguments)
+        if self.weight_bytes is None:
+            self.weight_bytes = self._count_weight_bytes(arguments)
         if schedule.ring is None:
-            with self._clock.run(device, sizes, None, lambda: self._weight_bytes(arguments)):
+            with self._clock.run(device, sizes, None):
                 return schedule.graph_module(*arguments)
         ring = alive(schedule.ring)
         # The clock inside, so that the runs of other threads do not count.
-        with (
-            ring.run(self._number, self._gathers),
-            self._clock.run(device, sizes, ring, lambda: self._weight_bytes(arguments)),
-        ):
+        with ring.run(self._number, self._gathers), self._clock.run(device, sizes, ring):
             return schedule.graph_module(*arguments)
 
     def measured(self) -> MeasuredRuns:
@@ -270,7 +271,7 @@ class Executor:
         device = self._device
         return None if device is None or device.type != "cuda" else torch.cuda.max_memory_allocated(device)
 
-    def _weight_bytes(self, arguments: Sequence[Any]) -> int:
+    def _count_weight_bytes(self, arguments: Sequence[Any]) -> int:
         """Bytes of the inputs on the device of the run, each memory once, but for banks at rest elsewhere."""
         at_rest = {
             place

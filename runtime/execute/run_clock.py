@@ -29,16 +29,15 @@ class MeasuredRuns:
     """The last runs with equal sizes of their inputs, the first of them left out: slots are empty there, memory is new.
 
     `runs` counted. Of the last 32 of these, `run_seconds` is the median of what they took, and `exposed_seconds` the
-    mean of what they waited for banks. Both are None before there is a run that counts. `weight_bytes` are those of the
-    graph's inputs on the device, banks at rest left out, `slot_bytes` those of the ring.
+    mean of what they waited for banks. Both are None before there is a run that counts. `slot_bytes` are those of the
+    ring; None before there was a run.
     """
 
     sizes: Mapping[str, int]
     runs: int
     run_seconds: float | None
     exposed_seconds: float | None
-    weight_bytes: int
-    slot_bytes: int
+    slot_bytes: int | None
 
 
 class RunClock:
@@ -46,24 +45,21 @@ class RunClock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._start_again({}, 0)
+        self._start_again({})
 
-    def _start_again(self, sizes: Mapping[str, int], weight_bytes: int) -> None:
+    def _start_again(self, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
-        self._weight_bytes = weight_bytes
         self._runs = 0
         # Of each run what it took, and its waits.
         self._spans: deque[tuple[Callable[[], float], Sequence[Wait]]] = deque(maxlen=_KEPT_RUNS)
-        self._slot_bytes = 0
+        self._slot_bytes: int | None = None
 
     @contextlib.contextmanager
-    def run(
-        self, device: torch.device, sizes: Mapping[str, int], ring: Ring | None, weight_bytes: Callable[[], int]
-    ) -> Iterator[None]:
+    def run(self, device: torch.device, sizes: Mapping[str, int], ring: Ring | None) -> Iterator[None]:
         """Time what runs inside. A run that raises does not count."""
         with self._lock:
             if sizes != self._sizes or not self._runs:
-                self._start_again(dict(sizes), weight_bytes())
+                self._start_again(dict(sizes))
         if device.type == "cuda":
             began = recorded_event(torch.cuda.current_stream(device))
             yield
@@ -96,6 +92,5 @@ class RunClock:
                 max(0, self._runs - 1),
                 statistics.median(taken) if taken else None,
                 statistics.fmean(waited) if waited else None,
-                self._weight_bytes,
                 self._slot_bytes,
             )

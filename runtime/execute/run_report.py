@@ -66,13 +66,18 @@ class RunReport:
         yield from map(str, self.figures)
 
 
-def run_report(decisions: Decisions, measured: MeasuredRuns, peak_bytes: int | None) -> RunReport:
-    """Put both side by side. `peak_bytes` is the most memory that was allocated on the device; None: nothing tells."""
+def run_report(
+    decisions: Decisions, measured: MeasuredRuns, weight_bytes: int | None, peak_bytes: int | None
+) -> RunReport:
+    """Put both side by side.
+
+    `weight_bytes` are those of the graph's inputs on the device, banks at rest left out; None before there was a run.
+    `peak_bytes` is the most memory that was allocated on the device; None: nothing tells.
+    """
     memory = decisions.memory
     seconds_by, bytes_by = decisions.source("step_seconds"), decisions.source("memory")
     waiting = "" if measured.runs else f"{NOT_MEASURED}: no run yet behind the first one"
     untold = f"{NOT_MEASURED}: torch does not count what is allocated on a CPU"
-    has_run = bool(measured.weight_bytes or measured.runs)
 
     def seconds(name: str, predicted: float | None, taken: float | None) -> ReportedFigure:
         return ReportedFigure(name, "s", predicted, taken, seconds_by, waiting)
@@ -80,8 +85,7 @@ def run_report(decisions: Decisions, measured: MeasuredRuns, peak_bytes: int | N
     def held(name: str, predicted: float | None, taken: int | None, note: str = waiting) -> ReportedFigure:
         return ReportedFigure(name, "B", predicted, taken, bytes_by, note)
 
-    weights = measured.weight_bytes if has_run else None
-    slots = measured.slot_bytes if has_run else None
+    weights, slots = weight_bytes, measured.slot_bytes
     known = None if peak_bytes is None or weights is None or slots is None else peak_bytes - weights - slots
     return RunReport(
         decisions,

@@ -64,7 +64,7 @@ def _compile(
 
 
 # 7 of 8 combinations apart, every family and every combination is in the sample.
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=21)
 @pytest.mark.parametrize(("implementation", "dtype", "streaming"), COMBINATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_lowering_is_bit_identical(family: str, implementation: str, dtype: torch.dtype, streaming: bool) -> None:
@@ -139,6 +139,7 @@ def _rewritten_or_refused(record: ExpertFamily, implementation: str) -> None:
     assert all(refused.values())
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("batched_mm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", _slow_unless(FAST_DISCOVERED, sorted(DISCOVERED)))
 def test_every_discovered_family_is_rewritten_or_refused_and_right(family: str, implementation: str) -> None:

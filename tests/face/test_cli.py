@@ -85,6 +85,7 @@ def test_score_writes_one_answer_per_line(checkpoint: Path) -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("way", [["--no-stream"], ["--eager"], ["--link", "emulate:1e9", "--slots", "1"]])
 def test_every_way_of_running_gives_the_same(way: list[str], checkpoint: Path) -> None:
     plain = _run("score", checkpoint, "--labels", "yes,no", "--eager", "--no-stream", text=_lines(RECORDS))

@@ -50,6 +50,7 @@ def test_a_full_disk_under_standard_output(command: str, checkpoint: Path) -> No
     _assert_one_line(finished, "standard output cannot be written: No space left on device")
 
 
+@pytest.mark.slow
 @FULL
 def test_a_full_disk_under_the_output(checkpoint: Path) -> None:
     finished = _shell(_score(checkpoint, "--output", "/dev/full"), "")

@@ -52,7 +52,7 @@ def _with_parallel_experts(form: str, lower: str) -> tuple[GraphModule, PassResu
     return captured, compile_graph(captured, context)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_expert_parallelism_leaves_the_graph(form: str, lower: str) -> None:
@@ -96,7 +96,7 @@ def _essence(plan: Plan) -> object:
     return plan.strategy, plan.refusals, plan.slot_stays, blocks, steps
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize(
     "family", [name if name in FAST_FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in TINY_FAMILIES]

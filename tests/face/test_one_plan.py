@@ -70,6 +70,7 @@ def compiled(model: PreTrainedModel, batch: int = BATCH, sequence: int = SEQUENC
     return compilation
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("banks", [3.5, 4.5])
 def test_the_report_and_the_compiled_plan_agree(banks: float) -> None:
     machine = made_up_machine()
@@ -106,6 +107,7 @@ def test_a_plan_with_decisions_is_read_back_as_it_was_written() -> None:
     assert moepass.Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_what_is_predicted_follows_the_size_of_the_graph() -> None:
     machine = made_up_machine()
     model = tiny_model()

@@ -589,6 +589,7 @@ def _rewritten(store: CaptureStore, edit: Callable[[dict[str, Any]], Any]) -> No
     store.save(entry.header.key, "edited", json.dumps(content).encode(), "stack", {})
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "edit",
     [

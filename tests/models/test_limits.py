@@ -207,6 +207,7 @@ def test_figures_of_a_machine_have_limits(figures: dict[str, Any], message: str,
         load_hardware(profile)
 
 
+@pytest.mark.slow
 def test_the_slowest_machine_within_the_limits_is_explained(tmp_path: Path) -> None:
     least = {"bytes_per_s": limits.LEAST_RATE, "latency_seconds": limits.MOST_SECONDS}
     figures: dict[str, Any] = {"peer": least, "host": least, "memory_bytes_per_s": limits.LEAST_RATE}

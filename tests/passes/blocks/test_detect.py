@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("form", "dtype"), FORMS)

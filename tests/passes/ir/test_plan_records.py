@@ -142,6 +142,7 @@ def test_a_real_plan_survives_json_and_is_complete() -> None:
         plan.bank(7)
 
 
+@pytest.mark.slow
 def test_the_digest_is_the_same_in_every_process() -> None:
     plan = _real_plan()
     program = "import sys; from moepass.passes.ir.plan import Plan; print(Plan.from_json(sys.stdin.read()).digest())"

@@ -241,6 +241,7 @@ def _predicted(streaming: Streaming, segment_seconds: Sequence[float]) -> Simula
     return simulate_plan(streaming.plan, segment_seconds, transfers)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("seconds", "slots", "transfer_seconds"),
     [

@@ -83,6 +83,7 @@ def _localised(captured: Captured) -> PassResult:
 _QUICK = {("all_gather", "padded by a remainder"), ("all_gather", "a quotient"), ("all_reduce", "padded by a quotient")}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("form", "kind"),
     [
@@ -123,6 +124,7 @@ def _batches_of_many_sizes() -> list[int]:
     return [len(one.plan.banks) for one in compilations]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 def test_ranks_stay_in_step_when_one_captures_again_with_dynamic_sizes() -> None:
     for banks in run_on_processes(2, _batches_of_many_sizes):
@@ -154,6 +156,7 @@ class _SentElsewhere(AllToAllExperts):
         return send[::-1], receive
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(("form", "experts"), [("all_gather", _LastRows), ("all_to_all", _SentElsewhere)])
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -83,7 +83,7 @@ def _capture_modes(case: str) -> list[Any]:
     return [pytest.param(case, *mode, marks=() if mode in quick else pytest.mark.slow) for mode in modes]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(
     ("case", "dtype", "dynamic", "lower"), [mode for case in CONFIGS for mode in _capture_modes(case)]
 )
@@ -174,7 +174,7 @@ def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.Mo
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype: torch.dtype) -> None:
@@ -188,6 +188,7 @@ def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype:
             assert torch.equal(output, build_stack(config)(hidden))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("factor", [0.4, 1.0])
 def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
     config = StackConfig(layers=1, experts=6, top_k=2, skew=2.0, max_tokens=12, capacity_factor=factor)
@@ -204,6 +205,7 @@ def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
     """Whether a row is for that expert is a place and a truth in one."""
@@ -214,7 +216,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
         assert len(result.plan.banks) == 1
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -> None:
     config = StackConfig(layers=1, experts=3, top_k=1, max_tokens=12)
@@ -361,7 +363,7 @@ ACTS_LATER = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("experts", ACTS_LATER, ids=lambda experts: experts.__name__)
 def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
@@ -409,7 +411,7 @@ class _InARow(torch.nn.Module):
         return hidden
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_block_may_begin_with_what_another_gave(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing between them, the node that a block starts from is replaced with the block before it."""
@@ -474,7 +476,7 @@ def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
     return "right"
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     form=st.sampled_from(list(EP_FORMS)),
     experts=st.sampled_from([4, 5]),

@@ -48,7 +48,7 @@ def _outcome(module: GraphModule, captured: Captured) -> tuple[list[str], list[s
     return [bank.name for bank in result.plan.banks], [refusal.reason for refusal in result.plan.refusals]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_equal_layers_are_proved_once(form: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def _mutants(form: str, dynamic: bool, step: int) -> int:
     return tried
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_layer_that_was_changed_does_not_pass_for_another(form: str) -> None:
     assert _mutants(form, dynamic=True, step=37) > 5

@@ -94,6 +94,7 @@ def refusal(
     return result.refusals[0].reason if result.refusals else ""
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce", "all_gather"])
 def test_what_keeps_everything_is_taken(form: str, subject: str) -> None:
@@ -143,6 +144,7 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_a_threshold_is_not_taken(name: str) -> None:
     keeps, reason = THRESHOLDS[name]
@@ -308,6 +310,7 @@ CHAIN_CASES = {
 CHEAP = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=CHEAP)
 @given(**CHAIN_CASES)
 def test_a_threshold_behind_a_chain_of_operations_is_not_taken(

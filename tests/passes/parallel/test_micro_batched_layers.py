@@ -64,6 +64,7 @@ def _forms(*quick: tuple[str, str]) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("form", "order"), _forms(("all_to_all", "InTurns"), ("all_reduce", "AfterAnother")))
 def test_a_layer_of_expert_parallelism_has_one_bank(
     form: str, order: type[InTurns], monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ class _Elements(TorchDispatchMode):
         return result
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_proof_touches_few_numbers_whatever_the_sizes(form: str) -> None:
     config = StackConfig(layers=1, hidden=256, width=128, experts=16, top_k=4, max_tokens=4096)
@@ -168,7 +169,7 @@ def _form_of(experts: type[ShardedExperts]) -> str:
     return "all_to_all" if issubclass(experts, AllToAllExperts) else "all_reduce"
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("tokens", [12, 8, 2])
 @pytest.mark.parametrize("experts", [*TAKEN, *ACTS_LATER, MixesRows], ids=lambda experts: experts.__name__)
 def test_static_and_dynamic_captures_come_to_the_same_decision(
@@ -193,6 +194,7 @@ class MaskedByConstants(AllToAllExperts):
         return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("experts", [PairedAllToAll, PairedAllReduce, NormedAllToAll, MaskedByConstants])
 def test_what_was_copied_for_any_number_of_rows_is_right(
     experts: type[ShardedExperts], monkeypatch: pytest.MonkeyPatch
@@ -226,6 +228,7 @@ COINCIDENCES = {
 }
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("case", COINCIDENCES)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_sizes_that_are_equal_by_chance_are_told_apart(form: str, case: str) -> None:
@@ -288,6 +291,7 @@ class MaskedInside(AllToAllExperts):
         return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize(
     "experts", [_ByFeature, RolledFeatures, CutFeatures, MaskedInside], ids=lambda experts: experts.__name__

@@ -210,6 +210,7 @@ def _foreign_operators() -> dict[str, tuple[Any, Callable[..., tuple[Any, ...]]]
 FOREIGN = _foreign_operators()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_results_that_go_into_an_unknown_collective_are_refused(kind: str) -> None:
     captured = _with_other_way_back(*FOREIGN[kind])

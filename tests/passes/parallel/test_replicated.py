@@ -77,6 +77,7 @@ IN_THE_GRAPH = {
 IN_THE_VALUES = ("buffer", "router", "inputs")
 
 
+@pytest.mark.sampled(every=2)
 @on_ranks
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=pytest.mark.slow if what[0] == "w" else ()) for what in IN_THE_GRAPH]

@@ -29,6 +29,7 @@ from moepass.passes.pipeline import PASSES
 schedule = next(function for function in PASSES if function.__name__ == "schedule")
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", BLOCKS)
 def test_two_slots_take_turns(form: str) -> None:
     result = up_to("schedule", streamed(Stack(form, depth=4), tokens()).module)

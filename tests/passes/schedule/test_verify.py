@@ -196,6 +196,7 @@ def test_a_bank_copied_from_another_banks_shard_is_caught() -> None:
         _verify(module, scheduled().plan)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("form", ["dense_bmm", "batched_mm", "grouped_mm"])
 def test_correct_schedules_are_accepted_and_left_alone(form: str, slots: int) -> None:

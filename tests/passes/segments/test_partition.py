@@ -50,6 +50,7 @@ def _equal(got: tuple[object, ...], want: tuple[object, ...]) -> bool:
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("form", BLOCKS)
@@ -63,6 +64,7 @@ def test_results_are_equal_to_the_bit(form: str, offloaded: bool, dynamic: bool)
     assert dynamic == any(isinstance(value, int) for value in captured.inputs)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_distinct_segments_do_not_grow_with_depth(offloaded: bool, dynamic: bool) -> None:

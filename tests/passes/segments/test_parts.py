@@ -65,6 +65,7 @@ def _captured(model: nn.Module, lower: str, *args: Any, **inputs: Any) -> GraphM
     return module
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("family", "lower", "experts"),
     [
@@ -89,6 +90,7 @@ def test_families(family: str, lower: str, experts: str) -> None:
     assert set(gemms) <= set(parts)
 
 
+@pytest.mark.slow
 def test_a_convolution_over_any_number_of_tokens() -> None:
     """Its last dimension is a size that only a run tells, which is no number of experts."""
     model = tiny_model("qwen3_next", num_hidden_layers=1)

@@ -45,6 +45,7 @@ def _cases() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("case", "form"), _cases())
 def test_ranks_stay_exact_without_a_single_exchange(case: str, form: str) -> None:
     ranks, config, tokens = CASES[case]
@@ -129,6 +130,7 @@ def _models_one_after_the_other() -> None:
         gc.collect()
 
 
+@pytest.mark.slow
 def test_a_model_that_follows_another_has_its_own_experts() -> None:
     run_ranks(2, _models_one_after_the_other)
 

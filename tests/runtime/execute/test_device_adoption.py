@@ -61,6 +61,7 @@ def _forms_stay_exact(form: str) -> None:
         assert len(made) == SMALL.layers
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
 def test_ranks_stay_exact(form: str) -> None:
     run_ranks(2, _forms_stay_exact, form)

@@ -48,6 +48,7 @@ def _banked(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "store")]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.usefixtures("no_grad")
@@ -72,7 +73,7 @@ def _live_bytes() -> int:
     return sum(seen.values())
 
 
-@pytest.mark.parametrize("depth", [2, 4, 8])
+@pytest.mark.parametrize("depth", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ring_bytes_are_slots_times_the_largest_bank_whatever_the_depth(depth: int) -> None:
     before = _live_bytes()
     model = Stack("dense_bmm", depth=depth)
@@ -381,7 +382,7 @@ def _copy_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "moepass-copy"}
 
 
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_deleted_model_takes_its_banks_its_ring_and_its_thread_along(lower: str) -> None:
     """Although Dynamo keeps the compiled code: nothing is reset here before the check."""
     gc.collect()
@@ -413,6 +414,7 @@ def test_a_schedule_whose_model_is_gone_says_so() -> None:
         executor([tokens()])
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -93,6 +93,7 @@ def test_it_predicts_for_the_sizes_of_the_last_runs() -> None:
     assert report.decisions.compute_seconds > compilation.plan.decisions.compute_seconds
 
 
+@pytest.mark.slow
 def test_what_is_not_known_says_why() -> None:
     model = tiny()
     moepass.offload_experts(model)
@@ -114,7 +115,7 @@ def test_a_run_that_raises_does_not_count() -> None:
     clock = RunClock()
     for fails in (False, True, False):
         try:
-            with clock.run(CPU, SIZES, None, lambda: 8):
+            with clock.run(CPU, SIZES, None):
                 if fails:
                     raise ValueError
         except ValueError:
@@ -136,7 +137,7 @@ def test_waits_of_other_graphs_on_the_same_ring_and_of_failed_runs_do_not_count(
     ours, others = RunClock(), RunClock()
 
     def run(clock: RunClock, seconds: float) -> None:
-        with clock.run(CPU, SIZES, ring, lambda: 0):
+        with clock.run(CPU, SIZES, ring):
             ring.waits = [lambda: seconds, lambda: seconds]
             if seconds > 5:
                 raise TimeoutError
@@ -172,7 +173,7 @@ def test_events_time_runs_and_waits_on_cuda(seed: int) -> None:
     with FakeCuda(random.Random(seed)).installed() as cuda:
         clock, ring = RunClock(), Ring(2, SLOT_BYTES, CPU, StreamCopier(CPU))
         for _ in range(4):
-            with clock.run(CUDA, SIZES, ring, lambda: 100):
+            with clock.run(CUDA, SIZES, ring):
                 run_banks(ring, 0, banks, 2, lambda *read: cuda.issue(functools.partial(len, read)))
         measured = clock.measured(CUDA)
         waited = ring.statistics.waited_seconds
@@ -182,7 +183,7 @@ def test_events_time_runs_and_waits_on_cuda(seed: int) -> None:
     # Three banks are acquired, read and released in each run, and each of these is work on the compute stream.
     assert measured.run_seconds >= 9e-3
     assert 0 <= 3 * measured.exposed_seconds <= waited
-    assert (measured.weight_bytes, measured.slot_bytes) == (100, 2 * SLOT_BYTES)
+    assert measured.slot_bytes == 2 * SLOT_BYTES
 
 
 def test_the_host_does_not_wait_for_runs_on_cuda() -> None:
@@ -190,6 +191,6 @@ def test_the_host_does_not_wait_for_runs_on_cuda() -> None:
         clock = RunClock()
         with mock.patch.object(torch.cuda, "synchronize") as synchronize:
             for _ in range(5):
-                with clock.run(CUDA, SIZES, None, lambda: 0):
+                with clock.run(CUDA, SIZES, None):
                     pass
         assert synchronize.call_count == 0

@@ -79,6 +79,7 @@ def _model_stays_exact(family: str, overrides: dict[str, Any], buffers: int) -> 
     _check_figures(report.store)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("ranks", "family", "overrides", "buffers"),
     [

@@ -128,6 +128,7 @@ def _eager_is_exact(path: str, dtype: torch.dtype) -> None:
             assert torch.equal(_logits(compiled, tokens), _logits(reference, tokens))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_uncompiled_it_gathers_and_is_exact(checkpoint: str, dtype: torch.dtype) -> None:
     run_ranks(RANKS, _eager_is_exact, checkpoint, dtype)

@@ -217,6 +217,7 @@ def _expert_of(key: str) -> int:
     return int(key.split(".experts.")[1].split(".")[0])
 
 
+@pytest.mark.sampled(every=2)
 @on_linux
 @pytest.mark.parametrize(("ranks", "compiles"), [(2, False), (3, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_each_rank_reads_its_own_experts_alone(checkpoint: Path, ranks: int, compiles: bool) -> None:

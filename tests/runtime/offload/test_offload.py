@@ -69,6 +69,7 @@ def test_a_ring_has_no_more_slots_than_there_are_banks() -> None:
     assert report.ring_bytes == report.store.ring().device_bytes == 2 * largest
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.parametrize("spare", [0, 1])
 def test_the_first_layers_stay_where_memory_allows(form: str, spare: int) -> None:

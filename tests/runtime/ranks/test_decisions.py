@@ -163,6 +163,7 @@ QUICK = {("all_to_all", "function"), ("all_gather", "constant"), ("all_reduce", 
 WHATS = {"function": "gelu", "limit": "0.5", "factor": "aten.mul.Tensor", "constant": "constant torch.float32"}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("form", "what"),
     [
@@ -197,6 +198,7 @@ def _recompiles_alone(form: str, what: str) -> int:
     return len(compilations)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("form", "what"),
     [

@@ -83,6 +83,7 @@ def _one_breaks_its_graph() -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_rank_that_cuts_its_graph_otherwise_for_a_shape_waits_for_nobody() -> None:
     run_ranks(2, _one_breaks_its_graph)
 
