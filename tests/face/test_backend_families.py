@@ -64,7 +64,7 @@ def _compile(
 
 
 # 7 of 8 combinations apart, every family and every combination is in the sample.
-@pytest.mark.sampled(every=21)
+@pytest.mark.sampled(every=35)
 @pytest.mark.parametrize(("implementation", "dtype", "streaming"), COMBINATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_lowering_is_bit_identical(family: str, implementation: str, dtype: torch.dtype, streaming: bool) -> None:
@@ -165,6 +165,7 @@ def test_changing_shapes_are_captured_twice_at_most(streaming: bool) -> None:
     assert 1 <= len(compilations) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_marked_dynamic_sizes_are_captured_once(lower: str) -> None:
     model = tiny_model("qwen3_moe")

@@ -390,6 +390,7 @@ def test_process_bad_line(checkpoint: Path) -> None:
     assert finished.stderr == "moepass: error: line 17 of standard input is no JSON: Input data was truncated\n"
 
 
+@pytest.mark.slow
 def test_process_truncated_weights(checkpoint: Path, tmp_path: Path) -> None:
     folder = broken_copy(checkpoint, tmp_path / "broken", BAD_MODELS["truncated"][0])
     finished = _process("score", folder, *QUICK, text=_lines(RECORDS))

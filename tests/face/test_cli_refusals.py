@@ -244,6 +244,7 @@ def test_more_experts_per_token_than_there_are(checkpoint: Path, tmp_path: Path)
         _assert_one_line(_run(*words), "num_experts_per_tok is 99, but num_experts is 8; a token meets 1 to 8 of them")
 
 
+@pytest.mark.slow
 def test_a_config_that_does_not_fit_together_leaves_no_traceback(checkpoint: Path, tmp_path: Path) -> None:
     folder = broken_copy(checkpoint, tmp_path / "broken", edit_config(num_key_value_heads=3))
     finished = subprocess.run([*COMMAND, "explain", str(folder)], capture_output=True, text=True, timeout=120)

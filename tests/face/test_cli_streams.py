@@ -114,6 +114,7 @@ def test_outputs_that_cannot_be_are_noticed_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["score", pytest.param("explain", marks=pytest.mark.slow)])
 def test_a_reader_that_left_ends_it_quietly_as_it_ends_other_tools(command: str, checkpoint: Path) -> None:
     reader, writer = os.pipe()

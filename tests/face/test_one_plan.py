@@ -132,6 +132,7 @@ def test_without_a_profile_the_plan_says_so() -> None:
     assert decisions.source("resident_layers") == f"{STRUCTURAL}: no memory budget"
 
 
+@pytest.mark.slow
 def test_a_graph_of_unknown_sizes_is_predicted_from_its_costs() -> None:
     """The family is not known by a formula, so that the segments' FLOPs and bytes have to do."""
     machine = made_up_machine()

@@ -158,7 +158,7 @@ def assert_close(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
         torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("form", FORMS)

@@ -144,7 +144,7 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_a_threshold_is_not_taken(name: str) -> None:
     keeps, reason = THRESHOLDS[name]

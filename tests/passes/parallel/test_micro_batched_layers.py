@@ -104,6 +104,7 @@ def _run_on_a_rank(form: str, order: str, slots: int) -> int:
     return len(compilation.plan.banks)
 
 
+@pytest.mark.slow
 @needs_memfd
 @pytest.mark.parametrize(("form", "order", "slots"), [("all_to_all", "InTurns", 2)])
 def test_real_ranks_pull_the_one_bank_of_each_layer(form: str, order: str, slots: int) -> None:

@@ -102,6 +102,7 @@ def test_hundreds_of_ranks_are_taken(form: str, experts: int, ranks: int) -> Non
     assert found["bytes"] < 2**30
 
 
+@pytest.mark.slow
 def test_a_block_of_more_nodes_than_a_walk_once_had_is_taken() -> None:
     """Each of 72 ranks has nodes that read what it sends and is sent."""
     one = capture(StackConfig(layers=1, experts=72), "all_to_all", 5, 72, 12, moe_alone=True)

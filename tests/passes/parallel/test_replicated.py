@@ -159,6 +159,7 @@ def _writes_its_bias(what: str) -> tuple[list[str], int]:
     return [f"{refusal.where}: {refusal.reason}" for refusal in compilation.plan.refusals], len(compilation.plan.banks)
 
 
+@pytest.mark.sampled(every=3)
 @on_ranks
 @pytest.mark.parametrize("what", ["own", "own, one run later"])
 def test_a_bias_that_each_rank_writes_for_itself_keeps_its_all_reduce(what: str) -> None:
@@ -178,7 +179,7 @@ def test_a_bias_that_all_ranks_write_alike_is_taken() -> None:
         assert banks == 2
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("what", ["own", "own, one run later", "alike", "alike, one run later", "summed"])
 def test_what_a_graph_writes_to_its_buffers_is_part_of_how_tokens_are_computed(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -349,7 +350,7 @@ EQUAL = ["all write", "one loads and sends", "one copies what it has", "one move
 DIFFERENT = ["one writes", "one receives", "one writes into its data"]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @on_ranks
 @pytest.mark.parametrize("what", EQUAL)
 def test_what_happens_on_one_rank_alone_lets_all_compare_again(what: str) -> None:

@@ -250,6 +250,7 @@ def test_calibrate_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Mon
         times.gemm_seconds(hardware, "bf16", 1, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_one_error() -> None:
     wrong = dataclasses.replace(TINY, dtypes=("fp12",))
     with pytest.raises(CalibrationError, match="calibration: rank 0 ended with code 1: KeyError: 'fp12'"):

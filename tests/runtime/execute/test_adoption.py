@@ -113,6 +113,7 @@ def _shapes_and_models_share_one_ring() -> None:
     assert ring.device_bytes == 2 * max(bank.format.slot_bytes for c in compilations for bank in c.plan.banks)
 
 
+@pytest.mark.slow
 def test_shapes_and_models_of_one_group_share_one_ring() -> None:
     run_ranks(2, _shapes_and_models_share_one_ring)
 
@@ -296,6 +297,7 @@ def _refused_blocks_still_run(form: str) -> None:
         assert len(compilation.plan.refusals) == config.layers
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce"])
 def test_what_is_refused_runs_as_it_came(form: str) -> None:
     run_ranks(3, _refused_blocks_still_run, form)

@@ -117,6 +117,7 @@ def _holds_one_bank_twice() -> None:
     assert max(peaks) <= bank_bytes + largest + config.layers * PAGE_BYTES
 
 
+@pytest.mark.slow
 def test_adopting_holds_one_bank_more_than_the_experts_at_most() -> None:
     run_ranks(2, _holds_one_bank_twice)
 

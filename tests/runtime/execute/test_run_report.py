@@ -80,6 +80,7 @@ def test_predicted_stands_beside_measured() -> None:
     assert "not measured: torch does not count what is allocated on a CPU" in text
 
 
+@pytest.mark.slow
 def test_it_predicts_for_the_sizes_of_the_last_runs() -> None:
     model = tiny()
     moepass.offload_experts(model, hardware=machine(), tokens=(2, 32))

@@ -388,6 +388,7 @@ def _memory_of_a_run(folder: Path) -> tuple[int, int, int]:
     return peak - before, report.ring_bytes, report.home_bytes
 
 
+@pytest.mark.slow
 def test_a_process_takes_memory_for_its_slots_alone(tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         vocab_size=64,

@@ -244,6 +244,7 @@ def _is_right_under_fsdp(path: str) -> None:
     assert "this rank's experts lie elsewhere in every run, as under FSDP" in refusal.reason
 
 
+@pytest.mark.slow
 def test_dense_layers_may_lie_in_shards_of_fsdp(checkpoint: str) -> None:
     run_ranks(RANKS, _is_right_under_fsdp, checkpoint, timeout=120)
 
@@ -354,6 +355,7 @@ def test_its_own_all_to_all_runs_as_it_came(checkpoint: str, distributed: dict[s
     run_ranks(RANKS, _all_to_all_stays, checkpoint, distributed, shared, timeout=150)
 
 
+@pytest.mark.slow
 def test_whoever_imports_transformers_first_need_not_register() -> None:
     code = (
         "from transformers.distributed import expert_parallel as theirs\n"

@@ -309,6 +309,7 @@ def _one_comes_to_the_other_branch(counts: list[list[int]]) -> list[dict[str, st
     return [_refusals([compilation]) for compilation in compilations]
 
 
+@pytest.mark.slow
 def test_what_all_ranks_left_one_rank_leaves_for_its_other_shapes_too() -> None:
     """Even where it could take it in another branch: the others run their graphs with the exchange in it."""
     own, _ = run_ranks(2, _one_comes_to_the_other_branch, [[8, 8], [2, 8], [2, 8], [2, 2], [8, 2]])

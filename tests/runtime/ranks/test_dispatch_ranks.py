@@ -337,6 +337,7 @@ def _one_stays_away() -> tuple[str, str]:
     return texts[0], texts[1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_an_error_within_the_timeout_on_all() -> None:
     (first, again), (late, later) = run_ranks(2, _one_stays_away)
     assert first == again == late == later

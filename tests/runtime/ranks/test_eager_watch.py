@@ -48,6 +48,7 @@ def _one_has_many_shapes() -> str:
         return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_beyond_the_recompile_limit_is_one_error_on_all() -> None:
     others, own = run_ranks(2, _one_has_many_shapes)
     assert others == own

@@ -113,6 +113,7 @@ def _switched_by_a_flag(kinds: Sequence[Sequence[str]], **options: Any) -> list[
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_flag_may_choose_what_experts_compute_where_all_ranks_have_the_same() -> None:
     kinds = [SILU, TANH, SILU, MIXES_ROWS, TANH, MIXES_ROWS, SILU]
     assert run_ranks(2, _switched_by_a_flag, [kinds, kinds]) == [["right"] * len(kinds)] * 2
