@@ -290,6 +290,7 @@ def _as_scheduled(plan: Plan) -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_explain_shows_every_graph_of_a_model_that_breaks() -> None:
     class Breaks(torch.nn.Module):
         def __init__(self) -> None:

@@ -153,7 +153,8 @@ HARMLESS = {"right", "right, one layer refused", "refused", "refused in the run"
 WAYS: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(list(EP_FORMS)), st.integers(0, 1), st.integers(0, NODES), st.sampled_from(WAYS))
 def test_a_rank_that_computes_otherwise_makes_nothing_wrong(form: str, rank: int, place: int, how: int | str) -> None:
     assert _changed(form, rank, place, how) in {"no mutant", *HARMLESS}

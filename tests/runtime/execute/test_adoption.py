@@ -240,6 +240,7 @@ def _one_comes_too_late() -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_ranks_that_missed_each_other_say_so_from_then_on_without_waiting() -> None:
     (first, again), (late,) = run_ranks(2, _one_comes_too_late)
     assert first.startswith(

@@ -188,6 +188,7 @@ def test_eager_mode_holds_one_bank_at_most() -> None:
     assert [reference() for reference in alive] == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "gpt_oss"])
 def test_the_data_dependent_expert_loop_compiles_in_pieces_and_stays_right(family: str) -> None:
     model = tiny_model(family, experts_implementation="eager")

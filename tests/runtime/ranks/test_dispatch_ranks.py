@@ -94,6 +94,7 @@ def _slow_unless(is_fast: bool, *values: Any) -> Any:
     return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "dynamic"),
     [
