@@ -30,7 +30,7 @@ from moepass.passes.planner.strategies import (
 )
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 
-PUBLISHED = json.loads((Path(__file__).parent / "published_results.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parent / "data" / "published_results.json").read_text())
 MODEL = preset("qwen3-235b-a22b")
 STEP_TOKENS = 65536
 MEMORY_SHARE = 0.9

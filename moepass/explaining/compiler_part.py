@@ -17,7 +17,7 @@ from moepass.explaining.explained_models import ExplainedModel
 from moepass.explaining.report import CompilerPart
 from moepass.models.errors import CheckpointError, MoepassError
 
-STORED_FILE = "captured_presets.json"
+STORED_FILE = "data/captured_presets.json"
 # Plans that are stored are those of a compilation with this.
 STORED_LOWERING = "inductor"
 # What the compiler finds does not depend on the number of tokens, but some families are captured token by token.

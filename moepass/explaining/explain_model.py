@@ -40,10 +40,9 @@ from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, Decisions
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import Sequences, sequences_of
 from moepass.passes.machine.times import peak_flops_per_s
-from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast
+from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast, threshold_curve
 from moepass.passes.planner.make_plan import MOST_SLOTS as USEFUL_SLOTS
 from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, Setting, banks_bytes
-from moepass.passes.planner.threshold_curve import threshold_curve
 
 DEFAULT_HARDWARE = "8xh100-80g"
 DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096

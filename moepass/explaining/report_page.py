@@ -12,8 +12,8 @@ from moepass.explaining.report_text import host_memory_text, source_text, stored
 
 
 def report_page(report: Report) -> str:
-    """The page `report.html` of this package with the report in it, as JSON and as what its script draws from that."""
-    page = (resources.files("moepass.explaining") / "report.html").read_text(encoding="utf-8")
+    """The page `data/report.html` with the report in it, as JSON and as what its script draws from that."""
+    page = (resources.files("moepass.explaining") / "data/report.html").read_text(encoding="utf-8")
     # What ends a script element in HTML must not stand in it; JSON may write a less-than sign as an escape.
     json = msgspec.json.encode(report).decode().replace("<", "\\u003c")
     texts = {

@@ -27,6 +27,7 @@ from moepass.passes.planner.model_problem import (
     link_bytes,
     model_phases,
     model_problem,
+    resting_memory,
     saturation_at,
     streaming_machine,
     threshold,
@@ -41,6 +42,9 @@ from moepass.passes.planner.strategies import (
     strategy_cost,
 )
 from moepass.passes.planner.verdict import ranking, reason
+
+# Of a threshold curve.
+_MOST_POINTS = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,3 +189,33 @@ def crossover_tokens(planned: Forecast) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high
+
+
+@dataclasses.dataclass(frozen=True)
+class ThresholdPoint:
+    """With `resident_layers` banks at rest beside two slots: bytes on one device, and tokens per rank and step."""
+
+    resident_layers: int
+    memory_bytes: float
+    tokens: int
+
+
+def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
+    """What memory buys: the saturation threshold from no bank at rest to all of them, in about equal steps.
+
+    A bank that stays need not be moved, and its layer's computation hides the transfers of others: with R of L banks at
+    rest, what moves in the mean over layers is (L - R) / L of a bank. Whether the memory is there is not asked.
+    """
+    setting = planned.setting
+    architecture = setting.architecture
+    layer, count = architecture.typical_moe_layer, len(architecture.moe_layers)
+    assert layer.experts is not None
+    nbytes = setting.bank(layer.experts).slot_bytes
+    resting, gamma = resting_memory(setting, planned.home).peak_bytes, planned.saturation.values["gamma"]
+    points = []
+    for resident in sorted({round(step * count / (_MOST_POINTS - 1)) for step in range(_MOST_POINTS)}):
+        streamed = count - resident
+        tokens = threshold(setting, layer, planned.transfer_seconds * streamed / count, gamma).tokens
+        slots = min(DEFAULT_SLOTS, streamed)
+        points.append(ThresholdPoint(resident, resting + (slots + resident) * nbytes, tokens))
+    return tuple(points)

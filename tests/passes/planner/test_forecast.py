@@ -22,10 +22,10 @@ from moepass.passes.planner.forecast import (
     crossover_tokens,
     curve_point,
     forecast,
+    threshold_curve,
 )
 from moepass.passes.planner.model_problem import least_memory_bytes, model_phases, streaming_machine
 from moepass.passes.planner.strategies import Setting, StrategyCost, activations_bytes, banks_bytes, resident_cost
-from moepass.passes.planner.threshold_curve import threshold_curve
 from moepass.passes.planner.verdict import reason
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 
