@@ -18,7 +18,11 @@ def parse_bytes(text: str | None) -> float | None:
     except ValueError:
         number = 0.0
     if not found or not 0 < number < math.inf:
-        raise InputError(f"memory budget {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB")
+        raise InputError(
+            f"memory budget {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB",
+            name="memory_budget",
+            value=text,
+        )
     power = " kMGT".index(found[2]) if found[2] else 0
     scale: int = (1024 if found[3] else 1000) ** power
     return number * scale

@@ -108,7 +108,11 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     if not isinstance(disable, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in disable):
         raise _wrong("disable", disable, "a list of pass names")
     if lower != "eager" and "partition" in disable:
-        raise OptionError(f"option disable has 'partition', but lower={lower!r} compiles segments; use lower='eager'")
+        raise OptionError(
+            f"option disable has 'partition', but lower={lower!r} compiles segments; use lower='eager'",
+            name="disable",
+            value=disable,
+        )
     debug = given.get("debug", Options.debug)
     if not isinstance(debug, bool):
         raise _wrong("debug", debug, "True or False")
@@ -120,13 +124,13 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
         raise _wrong("slots", slots, "a number from 1 on, 2 to overlap")
     timeout_s = given.get("timeout_s")
     if timeout_s is not None:
-        check_wait("option timeout_s", timeout_s)
+        check_wait("timeout_s", timeout_s)
     link = given.get("link")
     if link is not None:
         parse_link(link)
     transport = given.get("transport")
     if transport is not None:
-        check_transport(transport, "option transport")
+        check_transport(transport)
     below = given.get("all_to_all_below")
     if below is not None and (not isinstance(below, int) or isinstance(below, bool) or not 1 <= below <= LARGEST_EXACT):
         raise OptionError(
@@ -149,8 +153,8 @@ def _hardware(given: object, below: object) -> Hardware | None:
         raise _wrong("hardware", given, "a preset such as 8xh100-80g, or a profile's file")
     if machine is not None and below is not None:
         raise OptionError(
-            f"options all_to_all_below is {below!r} and hardware {machine.name!r}, by which it would be computed: give "
-            "one of both",
+            f"all_to_all_below is {below!r} and hardware {machine.name!r}, from which it would be computed: give one "
+            "of the two",
             name="all_to_all_below",
             value=below,
         )

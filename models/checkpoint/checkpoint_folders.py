@@ -215,7 +215,7 @@ def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: s
                 dtype = torch.bfloat16  # in which fp8 weights would be computed with; torch makes no model of fp8
             model: PreTrainedModel = build(config, dtype=dtype, **_options(model_class, experts_implementation))
     except Exception as error:  # whatever the family's constructor raises about numbers of the config
-        raise CheckpointError(f"{name} makes no {model_class.__name__}: {one_line(error)}") from error
+        raise CheckpointError(f"{name} makes no {model_class.__name__}: {one_line(error)}", path=name) from error
     model.requires_grad_(False)
     return model.eval()
 

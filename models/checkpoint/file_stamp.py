@@ -49,7 +49,9 @@ class FileStamps:
         known = self._stamps.setdefault(file, now)
         if known != now:
             was, has = (stamp.describe() if stamp else "not there" for stamp in (known, now))
-            raise CheckpointError(f"{file} changed while it was being read: it was {was}, now it is {has}; load again")
+            raise CheckpointError(
+                f"{file} changed while it was being read: it was {was}, now it is {has}; load again", path=file
+            )
         return now
 
     def check_all(self) -> None:
@@ -64,4 +66,4 @@ def _stamp_or_none(file: Path) -> FileStamp | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file) from error

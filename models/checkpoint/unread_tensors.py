@@ -64,7 +64,7 @@ class UnreadTensor(torch.Tensor):
         if operation is _aten._local_scalar_dense.default:
             raise InputError("item() needs the number of a weight that is not read yet")
         if operation._schema.is_mutable:
-            raise InputError(f"{operation} changes a weight that is not read yet")
+            raise InputError(f"{operation} changes a weight that is not read yet", name=str(operation))
         if operation in (_aten.detach.default, _aten.alias.default):
             return UnreadTensor(args[0].recipe)
         arguments, keywords = tree_map_only(UnreadTensor, lambda tensor: tensor.recipe, (args, keywords))

@@ -42,13 +42,17 @@ def weight_files(folder: Path) -> list[Path]:
                 )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise CheckpointError(f"{folder} lacks {_some(missing)}, which {INDEX_FILE} names", path=folder)
+            raise CheckpointError(
+                f"{folder} lacks {_some(missing)}, which {INDEX_FILE} names", path=folder, expected=missing
+            )
         return [folder / name for name in names]
     pickles = [name for name in _PICKLES if (folder / name).is_file()]
     if pickles:
         raise CheckpointError(
             f"{folder} holds {pickles[0]}, a pickle, which moepass does not open; convert it to {WEIGHTS_FILE}",
             path=folder,
+            value=pickles[0],
+            expected=WEIGHTS_FILE,
         )
     raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}", path=folder)
 
@@ -74,6 +78,8 @@ def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
                             f"{file}: {key} is stored as {stored.get_dtype()}, and the config does not say how to "
                             "dequantise it; dequantise the weights, to bfloat16 for example, and save them as a "
                             "checkpoint of their own",
+                            name=key,
+                            value=stored.get_dtype(),
                             path=file,
                         )
         except (SafetensorError, OSError) as error:
@@ -90,7 +96,7 @@ def check_type(what: str, dtype: torch.dtype | None) -> None:
 
     if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(
-            f"{what} is {dtype}, in which moepass computes nothing; dequantise the weights, to bfloat16 for example, "
+            f"{what} is {dtype}, in which moepass cannot compute; dequantise the weights, to bfloat16 for example, "
             "and save them as a checkpoint of their own",
             name=what,
             value=dtype,
@@ -115,12 +121,15 @@ def check_loading(folder: Path, info: Mapping[str, Any]) -> None:
         )
     if info.get("missing_keys"):
         raise CheckpointError(
-            f"{folder} lacks weights that the config asks for: {_some(sorted(info['missing_keys']))}", path=folder
+            f"{folder} lacks weights that the config asks for: {_some(sorted(info['missing_keys']))}",
+            path=folder,
+            expected=sorted(info["missing_keys"]),
         )
     if info.get("unexpected_keys"):
         raise CheckpointError(
             f"{folder} holds weights that the config has no place for: {_some(sorted(info['unexpected_keys']))}",
             path=folder,
+            value=sorted(info["unexpected_keys"]),
         )
     if info.get("error_msgs"):
         raise CheckpointError(f"{folder} cannot be loaded: {one_line(info['error_msgs'])}", path=folder)

@@ -119,7 +119,7 @@ def saturation(
         raise InputError(f"sequence is {sequence}; a sequence has at least 1 token", name="sequence", value=sequence)
     if one_sequence and sequence is not None:
         raise InputError(
-            f"the tokens are those of one sequence, or of sequences of {sequence} tokens: give one of both",
+            f"one_sequence and sequence={sequence} exclude each other: give one of the two",
             name="sequence",
             value=sequence,
         )
@@ -144,7 +144,11 @@ def _sequences(layer: Layer, sequence: int | None) -> tuple[Size, dict[str, floa
 def _one_sequence(layer: Layer) -> tuple[Size, dict[str, float]]:
     attention = layer.attention
     if attention.kind == "chunked":
-        raise InputError("one sequence has no threshold under chunked attention: give the length of sequences instead")
+        raise InputError(
+            "one sequence has no threshold under chunked attention: give the length of sequences instead",
+            name="kind",
+            value=attention.kind,
+        )
     if attention.kind not in ("full", "sliding"):
         return _sequences(layer, 1)
     per_pair = float(score_flops(1, attention.heads, attention.head_dim, attention.value_head_dim))

@@ -82,7 +82,11 @@ def _mlp_matrices(part: str, hidden: int, width: int, gated: bool) -> Iterator[t
 
 def _attention_matrices(attention: Attention, hidden: int) -> Iterator[tuple[int, int]]:
     if attention.kind in ("linear", "state_space"):
-        raise InputError(f"the matrices of attention of kind {attention.kind!r} are not listed; those of softmax are")
+        raise InputError(
+            f"the weights of attention of kind {attention.kind!r} cannot be counted; those of softmax attention can",
+            name="kind",
+            value=attention.kind,
+        )
     latent = attention.latent
     if latent is None:
         yield attention.query_width * (2 if attention.output_gate else 1), hidden

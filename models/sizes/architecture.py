@@ -74,7 +74,8 @@ class Attention:
             )
         if (self.window is not None) != (self.kind in ("sliding", "chunked")):
             raise InputError(
-                f"attention of kind {self.kind!r} with window {self.window}: sliding and chunked have one",
+                f"attention of kind {self.kind!r} has window {self.window}; sliding and chunked attention need a "
+                "window, other kinds have none",
                 name="kind",
                 value=self.kind,
             )
@@ -127,7 +128,7 @@ class Experts:
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.count:
             raise InputError(
-                f"top_k is {self.top_k} of {self.count} experts; it must lie between 1 and that",
+                f"top_k is {self.top_k}; it must lie between 1 and the number of experts, {self.count}",
                 name="top_k",
                 value=self.top_k,
                 expected=range(1, self.count + 1),
@@ -146,7 +147,7 @@ class Layer:
     def __post_init__(self) -> None:
         if (self.experts is None) == (self.dense_width is None):
             raise InputError(
-                f"a layer has experts or a dense width, not {self.experts} and {self.dense_width}",
+                f"dense_width is {self.dense_width} and experts is {self.experts}; a layer has one of the two",
                 name="dense_width",
                 value=self.dense_width,
             )
@@ -185,7 +186,7 @@ class Architecture:
         """The most frequent kind of layer with experts. Raises InputError where there is none."""
         kinds = [layer for layer in self.layer_counts if layer.experts is not None]
         if not kinds:
-            raise InputError(f"{self.name} has no layer with experts")
+            raise InputError(f"{self.name} has no layer with experts", name=self.name)
         return max(kinds, key=self.layer_counts.__getitem__)
 
 

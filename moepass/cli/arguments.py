@@ -16,7 +16,7 @@ def parse_labels(text: str | None) -> list[str] | None:
         labels: list[str] = decode_json(text, list[str])
         return labels
     except InputError as error:
-        raise InputError(f"labels {text!r} are no JSON list of strings: {error}") from error
+        raise InputError(f"labels {text!r} are no JSON list of strings: {error}", name="labels", value=text) from error
 
 
 def set_threads(threads: int | None) -> None:

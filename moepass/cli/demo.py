@@ -87,7 +87,10 @@ def read_held_out(count: int | None) -> list[HeldOutText]:
     items = [msgspec.json.decode(line, type=HeldOutText) for line in file.read_bytes().splitlines()]
     if count is not None and count > len(items):
         raise InputError(
-            f"texts is {count}, but only {len(items)} held-out texts are embedded", name="texts", value=count
+            f"texts is {count}, but only {len(items)} held-out texts are embedded",
+            name="texts",
+            value=count,
+            expected=len(items),
         )
     return items[:count]
 

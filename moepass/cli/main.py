@@ -294,7 +294,11 @@ def explain(
         print_report(Console(), report, all_rows)
         return
     if format is _Format.trace and report.schedule is None:
-        raise InputError(f"{report.model.name} has no timeline on {report.hardware.name}: nothing could be scheduled")
+        raise InputError(
+            f"{report.model.name} has no timeline on {report.hardware.name}: nothing could be scheduled",
+            name="format",
+            value=format.value,
+        )
     made = {
         _Format.text: lambda: report.text(every_row=all_rows),
         _Format.json: report.to_json,

@@ -38,7 +38,9 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
     folder = resolve_model(model)
     compute_device = check_device(device)
     if compute_device.type == "meta":
-        raise InputError("device is 'meta', which computes nothing; it must be cpu, cuda or cuda:INDEX")
+        raise InputError(
+            "device is 'meta', which computes nothing; it must be cpu, cuda or cuda:INDEX", name="device", value=device
+        )
     if parse_link(link).is_emulated and compute_device.type != "cpu":
         raise OptionError(
             f"link is {link!r}, which exists for device cpu only; the device is {device}", name="link", value=link
@@ -48,7 +50,11 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
     loaded: PreTrainedModel = load_model(folder)
     if stream:
         if not find_expert_modules(loaded):
-            raise InputError(f"{model} has no experts to stream: {type(loaded).__name__} is dense; use --no-stream")
+            raise InputError(
+                f"{model} has no experts to stream: {type(loaded).__name__} is dense; use --no-stream",
+                name="model",
+                value=model,
+            )
         offload_experts(loaded, Host(link=link), compute_device, slots)
     loaded.to(compute_device)
 

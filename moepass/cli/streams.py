@@ -25,9 +25,9 @@ _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 class _Output(io.FileIO):
     """A file to write to. What goes wrong is an InputError that names it; a reader that left stays BrokenPipeError."""
 
-    def __init__(self, file: str | int, name: str, closefd: bool = True) -> None:
+    def __init__(self, file: str | int, output: str, closefd: bool = True) -> None:
         super().__init__(file, "wb", closefd=closefd)
-        self.what = name
+        self.output = output
 
     def write(self, data: Any) -> int:
         try:
@@ -35,11 +35,13 @@ class _Output(io.FileIO):
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise cannot_write(self.what, error) from error
+            raise cannot_write(self.output, error) from error
 
 
-def cannot_write(what: str, error: OSError) -> InputError:
-    return InputError(f"{what} cannot be written: {error.strerror}")
+def cannot_write(output: str, error: OSError) -> InputError:
+    what = "standard output" if output == "-" else f"output {output!r}"
+    path = None if output == "-" else output
+    return InputError(f"{what} cannot be written: {error.strerror}", name="output", path=path)
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ def process_streams() -> Iterator[None]:
     _fill_closed_descriptors()
     standard_output = sys.stdout
     sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(_Output(1, "standard output", closefd=False)),
+        io.BufferedWriter(_Output(1, "-", closefd=False)),
         encoding=getattr(standard_output, "encoding", None),
         errors=getattr(standard_output, "errors", None),
         line_buffering=getattr(standard_output, "line_buffering", False),
@@ -121,7 +123,7 @@ def check_output(output: str) -> Path | None:
             os.close(number)
             os.unlink(name)
     except OSError as error:
-        raise cannot_write(f"output {output!r}", error) from error
+        raise cannot_write(output, error) from error
     return target
 
 
@@ -140,7 +142,9 @@ def check_compiler_cache() -> None:
     except OSError as error:
         where = f"{_CACHE_VARIABLE} is {given!r}, which" if given else "the folder of torch's compiled code"
         raise InputError(
-            f"{where} cannot be written to: {error.strerror}; set {_CACHE_VARIABLE} to a folder that can"
+            f"{where} cannot be written to: {error.strerror}; set {_CACHE_VARIABLE} to a folder that can",
+            name=_CACHE_VARIABLE,
+            value=given,
         ) from error
 
 
@@ -154,34 +158,33 @@ def open_output(output: str, target: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    what = f"output {output!r}"
     if _is_special(target):  # it keeps its place
-        with _opened(str(target), what) as opened:
+        with _opened(str(target), output) as opened:
             yield opened
         return
     try:
         number, name = _temporary(target)
     except OSError as error:
-        raise cannot_write(what, error) from error
+        raise cannot_write(output, error) from error
     try:
-        with _opened(number, what) as opened:
+        with _opened(number, output) as opened:
             yield opened
         try:
             os.chmod(name, _usual_mode(target))
             os.replace(name, target)
         except OSError as error:
-            raise cannot_write(what, error) from error
+            raise cannot_write(output, error) from error
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
 
 
-def _opened(file: str | int, what: str) -> BinaryIO:
+def _opened(file: str | int, output: str) -> BinaryIO:
     try:
-        return io.BufferedWriter(_Output(file, what))
+        return io.BufferedWriter(_Output(file, output))
     except OSError as error:
-        raise cannot_write(what, error) from error
+        raise cannot_write(output, error) from error
 
 
 def _is_special(target: Path) -> bool:

@@ -76,7 +76,9 @@ def captured_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart
         told = told.partition(": got ")[2] or told
         told = told.partition(" Hint: ")[0][:300]
         raise CheckpointError(
-            f"{found.name} cannot be captured, so that its config may not fit together: {told}"
+            f"{found.name} cannot be captured; perhaps the numbers of its config do not fit together: {told}",
+            name="model",
+            value=found.name,
         ) from error
     text: Any = (found.config if cut is None else cut).get_text_config()
     return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation)
@@ -95,5 +97,6 @@ def _stored() -> StoredCaptures:
     except msgspec.ValidationError as error:  # records of plans were changed, and this file was not made anew
         raise MoepassError(
             f"{STORED_FILE} holds plans of another version of moepass ({error}); in a checkout, "
-            "python tests/helpers/graphs/store_presets.py makes it anew"
+            "python tests/helpers/graphs/store_presets.py makes it anew",
+            path=STORED_FILE,
         ) from error

@@ -95,7 +95,9 @@ def _config_of(model: Any) -> PreTrainedConfig:
     if not isinstance(config, PreTrainedConfig):
         raise InputError(
             f"a {type(original).__name__} has no transformers configuration that tells its sizes; give a model that "
-            "has one, a checkpoint folder, a config.json, or the name of a preset"
+            "has one, a checkpoint folder, a config.json, or the name of a preset",
+            name="model",
+            value=type(original).__name__,
         )
     return config
 

@@ -31,7 +31,11 @@ def best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Fore
             # Other homes may do on this machine; the report says why this one does not.
             tried.append(HomeTried(candidate, None, None, False, str(error)))
     if not made:
-        raise InputError(f"no home does on {setting.hardware.name}: {tried[-1].note}")
+        raise InputError(
+            f"no home can be used on {setting.hardware.name}: {tried[-1].note}",
+            name="hardware",
+            value=setting.hardware.name,
+        )
     fitting = [one for one in made if one.cost(ASYNCEP).fits]
     if fitting:
         enough = (1 + _NO_MATTER) * min(one.cost(ASYNCEP).step_seconds for one in fitting)

@@ -124,7 +124,9 @@ def phase_steps(phases: Sequence[LayerPhase], slots: int, resident: Collection[i
     """
     needed = streamed_phases(phases, resident)
     if needed and slots < 1:
-        raise PlanError(f"slots is {slots}; phases with banks need 1 or more")
+        raise PlanError(
+            f"slots is {slots}; phases with banks need 1 or more", name="slots", value=slots, expected="1 or more"
+        )
     turn_of = {place: turn for turn, place in enumerate(needed)}
 
     def step(op: str, place: int, seconds: float = 0.0) -> TimedStep:

@@ -27,11 +27,15 @@ _EPSILON = 1e-9
 
 
 class BudgetError(PlanError):
-    """Nothing fits into `memory_bytes`; `needed_bytes` are the least that do."""
+    """Nothing fits into `value` bytes; `needed_bytes`, which are `expected`, are the least that do."""
 
     def __init__(self, memory_bytes: int, what: str, needed_bytes: int) -> None:
-        super().__init__(f"memory_bytes is {memory_bytes}; {what} need {needed_bytes}")
-        self.memory_bytes = memory_bytes
+        super().__init__(
+            f"memory_bytes is {memory_bytes}; {what} need {needed_bytes}",
+            name="memory_bytes",
+            value=memory_bytes,
+            expected=needed_bytes,
+        )
         self.needed_bytes = needed_bytes
 
 

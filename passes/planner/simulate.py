@@ -20,7 +20,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import Event, Timeline, timeline_of
 from moepass.passes.planner.phases import LayerPhase, TimedStep, phase_steps, plan_steps
 from moepass.passes.planner.simulation_engine import Engine, Machine, SimulatedRun, never_filled, period_of
@@ -153,7 +152,7 @@ def _pairs(run: Sequence[TimedStep]) -> Iterator[tuple[int, int]]:
             filling[step.slot] = index
         elif step.op == "acquire":
             if step.slot not in filling:
-                raise PlanError(never_filled(step))
+                raise never_filled(step)
             yield index, filling[step.slot]
 
 

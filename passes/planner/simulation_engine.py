@@ -38,8 +38,9 @@ class Machine:
             raise ValueError(f"issue_seconds is {self.issue_seconds}; it must be a time from 0 on")
 
 
-def never_filled(step: TimedStep) -> str:
-    return f"{step.op} of {step.layer} in slot {step.slot} waits for ever: no prefetch is before it"
+def never_filled(step: TimedStep) -> PlanError:
+    text = f"{step.op} of {step.layer} in slot {step.slot} waits for ever: no prefetch is before it"
+    return PlanError(text, name=step.layer, value=step.slot)
 
 
 class SimulatedRun:
@@ -160,7 +161,7 @@ class Engine:
         if step.op == "segment":
             return
         if step.op != "prefetch" and step.slot not in self._in_slot:
-            raise PlanError(never_filled(step))
+            raise never_filled(step)
         buffer = self._buffer_of[step.slot]
         if step.op == "prefetch":
             after = self._released.get(step.slot)
@@ -208,7 +209,9 @@ class Engine:
                 if self.now == math.inf:
                     raise PlanError(
                         f"acquire of {step.layer} in slot {step.slot} waits for ever: its copy waits for a release "
-                        "that comes later"
+                        "that comes later",
+                        name=step.layer,
+                        value=step.slot,
                     )
             if self.now > begun:
                 self.waited += self.now - begun

@@ -82,22 +82,26 @@ class BankedParameter(nn.Module):
         if home.is_in_files:
             raise InputError(
                 f"the experts of {bank.spec.name} rest in files, which are read and never written: take or load a "
-                "state_dict before offload_experts, or use home='host'"
+                "state_dict before offload_experts, or use home='host'",
+                name=bank.spec.name,
             )
         if home.staging_buffers:
             raise InputError(
                 f"the experts of {bank.spec.name} are staged from shards that must not change: take or load a "
-                "state_dict before offload_experts, or use home='host'"
+                "state_dict before offload_experts, or use home='host'",
+                name=bank.spec.name,
             )
         if len(bank.spec.expert_bounds) > 2:
             raise InputError(
                 f"the experts of {bank.spec.name} lie in shards on {len(bank.spec.expert_bounds) - 1} ranks, and this "
-                "rank has only its part of them: take or load a state_dict before offload_experts, or use home='host'"
+                "rank has only its part of them: take or load a state_dict before offload_experts, or use home='host'",
+                name=bank.spec.name,
             )
         if bank.spec.format.is_encoded:
             raise InputError(
                 f"the experts of {bank.spec.name} rest encoded ({bank.spec.format.decoder}): take or load a state_dict "
-                "before offload_experts"
+                "before offload_experts",
+                name=bank.spec.name,
             )
         with torch.inference_mode(False):
             return self.spec.view(bank.shard)
@@ -110,7 +114,9 @@ class BankedParameter(nn.Module):
         if probe.dtype != dtype or probe.device not in (torch.device("cpu"), self.store.device):
             raise InputError(
                 f"offloaded experts stay {dtype} for {self.store.device}, but the model is being moved to "
-                f"{probe.dtype} on {probe.device}; convert and place the model before offload_experts"
+                f"{probe.dtype} on {probe.device}; convert and place the model before offload_experts",
+                value=(probe.dtype, probe.device),
+                expected=(dtype, self.store.device),
             )
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
@@ -137,7 +143,8 @@ class _OneBank(ParametrizationList):
             return True  # while this is made
         raise InputError(
             f"the parametrization of `{self.name}` is the bank that it was offloaded to, and cannot be removed; load "
-            "the model anew to have it without"
+            "the model anew to have it without",
+            name=self.name,
         )
 
     @is_tensor.setter
@@ -145,7 +152,7 @@ class _OneBank(ParametrizationList):
         """Set by torch, which tells by it how many tensors a parameter is made of."""
 
     def append(self, module: nn.Module) -> NoReturn:
-        raise InputError(adapter_refusal(self.name, type(module).__name__))
+        raise InputError(adapter_refusal(self.name, type(module).__name__), name=self.name)
 
     def forward(self) -> torch.Tensor:
         tensor: torch.Tensor = self[0](self.original)
@@ -217,7 +224,9 @@ def _bank_property(name: str) -> property:
         return tensor
 
     def write(self: nn.Module, value: object) -> None:
-        raise InputError(f"`{name}` was offloaded and rests in a bank; change expert weights before offload_experts")
+        raise InputError(
+            f"`{name}` was offloaded and rests in a bank; change expert weights before offload_experts", name=name
+        )
 
     return property(read, write)
 

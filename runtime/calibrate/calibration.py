@@ -82,10 +82,10 @@ def calibrate(
     most = devices if kind == "cuda" else max(2, devices)
     if not 1 <= ranks <= most:
         what = "GPUs" if kind == "cuda" else "cores, each of which can compute for one rank"
-        raise OptionError(f"ranks is {ranks}; it must be a number from 1 to {most}, the number of {what}")
+        raise OptionError.wrong("ranks", ranks, f"a number from 1 to {most}, the number of {what}")
     threads = max(1, len(cores) // ranks) if threads is None else threads
     if threads < 1:
-        raise OptionError(f"threads is {threads}; it must be a number from 1 on")
+        raise OptionError.wrong("threads", threads, "a number from 1 on")
     if sizes is None:
         sizes = CPU_SIZES if kind == "cpu" else CUDA_SIZES
         sizes = quick(sizes) if is_quick else sizes
@@ -127,9 +127,11 @@ def calibrate(
 
 def _check_device(device: str) -> str:
     if device not in ("cpu", "cuda"):
-        raise InputError(f"device is {device!r}; it must be cpu or cuda")
+        raise InputError.wrong("device", device, "cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device is 'cuda', but torch sees no GPU; use cpu")
+        raise InputError(
+            "device is 'cuda', but torch sees no GPU; use cpu", name="device", value=device, expected="cpu"
+        )
     return device
 
 
@@ -173,14 +175,17 @@ def _run_ranks(tasks: Sequence[RankTask], report: Report) -> list[RankMeasuremen
             try:
                 rank, line = lines.get(timeout=_SILENCE_SECONDS)
             except queue.Empty:
-                silent = [str(rank) for rank in range(len(tasks)) if rank not in finished]
+                silent = [rank for rank in range(len(tasks)) if rank not in finished]
                 raise CalibrationError(
-                    f"calibration: no rank has said anything for {_SILENCE_SECONDS:g} s; not done: {', '.join(silent)}"
+                    f"calibration: no rank has said anything for {_SILENCE_SECONDS:g} s; not done: "
+                    f"{', '.join(map(str, silent))}",
+                    ranks=silent,
                 ) from None
             if not line:
                 if rank not in finished:
                     code = processes[rank].wait()
-                    raise CalibrationError(f"calibration: rank {rank} ended with code {code}: {_last_line(logs[rank])}")
+                    text = f"calibration: rank {rank} ended with code {code}: {_last_line(logs[rank])}"
+                    raise CalibrationError(text, rank=rank, value=code)
                 continue
             message = msgspec.json.decode(line, type=Message)
             if message.measurements is not None:

@@ -125,14 +125,14 @@ class CaptureStore:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                raise InputError(f"{path} cannot be removed: {error.strerror}") from error
+                raise InputError(f"{path} cannot be removed: {error.strerror}", path=path) from error
         return removed
 
     def _listed(self, pattern: str) -> list[Path]:
         try:
             return self._paths(pattern)
         except _UnusableError as error:
-            raise InputError(f"stored captures in {self.folder} cannot be used: {error}") from error
+            raise InputError(f"stored captures in {self.folder} cannot be used: {error}", path=self.folder) from error
 
     def _entry(self, path: Path) -> Entry:
         nbytes = path.lstat().st_size

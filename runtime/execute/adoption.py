@@ -163,7 +163,9 @@ def _group(name: str) -> ProcessGroup:
     for group in c10d._world.pg_map:
         if group.group_name == name:
             return group
-    raise InputError(f"process group {name!r}, over which the experts are spread, was destroyed; compile again")
+    raise InputError(
+        f"process group {name!r}, over which the experts are spread, was destroyed; compile again", name=name
+    )
 
 
 __all__ = [

@@ -114,7 +114,8 @@ class AdoptedHome(Home):
             for group in {bank.group for bank in banks}:
                 group.check_alive()
         if self.is_debug and any_is_written([bank.watch for bank in banks]):
-            raise InputError(_changed(" and ".join(bank.spec.name for bank in banks if any_is_written([bank.watch]))))
+            names = " and ".join(bank.spec.name for bank in banks if any_is_written([bank.watch]))
+            raise InputError(_changed(names), name=names)
         if self._has_lost_banks and self.ring is not None and (ring := self.ring()) is not None:
             self._has_lost_banks = False
             ring.forget()
@@ -123,7 +124,7 @@ class AdoptedHome(Home):
         """The shards of all ranks. Raises InputError where this rank's part is not what the others were given."""
         adopted = self._banks[bank.index]
         if not adopted.watch.are_unchanged(shards, self.is_debug):
-            raise InputError(_changed(bank.name))
+            raise InputError(_changed(bank.name), name=bank.name)
         return adopted.sources
 
     def add(self, bank: AdoptedBank) -> None:
@@ -178,7 +179,12 @@ class ParameterBanks(BankKeeper):
         for spec, tensors in zip(banks, parts, strict=True):
             elsewhere = {str(tensor.device) for tensor in tensors} - {str(self.device)}
             if elsewhere:
-                raise InputError(f"experts of {spec.name} lie on {min(elsewhere)}, but stream to {self.device}")
+                raise InputError(
+                    f"experts of {spec.name} lie on {min(elsewhere)}, but stream to {self.device}",
+                    name=spec.name,
+                    value=min(elsewhere),
+                    expected=str(self.device),
+                )
         with self._locked():
             self._choose(group, options or (self.options if self.specs() else AdoptionOptions(timeout_s=timeout_s)))
             keys = [bank_key(bank, tensors) for bank, tensors in zip(banks, parts, strict=True)]
@@ -228,7 +234,10 @@ class ParameterBanks(BankKeeper):
         if self.home.banks() and (self._ring is not None or options.transport != self.options.transport):
             raise InputError(
                 f"the experts of process group {group.group_name!r} stream with {self.options} already, and share one "
-                f"ring; compile every model of that group with the same options, not with {options}"
+                f"ring; compile every model of that group with the same options, not with {options}",
+                name="options",
+                value=options,
+                expected=self.options,
             )
         self._use(options)
         if not self.home.banks():

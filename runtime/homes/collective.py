@@ -6,6 +6,7 @@ alike: one copy thread works on them all.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import time
@@ -50,6 +51,8 @@ class PendingGather(PendingCopy):
     def wait(self) -> None:
         """Block until the slot is full. Raises PeerError where the gather failed."""
         self.end()
+        if isinstance(self.error, PeerError):
+            raise copy.copy(self.error) from self.error
         if self.error is not None:
             raise PeerError(str(self.error)) from self.error
 
@@ -60,7 +63,7 @@ class PendingGather(PendingCopy):
             raise
         except Exception as error:
             reason = f"rank {self.group.rank} could not gather bank {self.label}: {type(error).__name__}: {error}"
-            raise PeerError(self.group.fail(reason)) from error
+            raise self.group.fail(PeerError(reason, rank=self.group.rank)) from error
 
     def _gather(self, link: Link) -> None:
         own = self.sources[self.group.rank]
@@ -157,7 +160,9 @@ class CollectiveTransport(Transport):
         self._plan = NO_GATHER_SIGNATURE
         self.end_forward()
         if self._group is not None:
-            self._group.fail(f"rank {self._group.rank} left a run in the middle, so that no rank can gather: {reason}")
+            rank = self._group.rank
+            text = f"rank {rank} left a run in the middle, so that no rank can gather: {reason}"
+            self._group.fail(PeerError(text, rank=rank))
 
     def join(self, banks: Sequence[BankSpec]) -> None:
         """Take part in the gathers of one forward that reads `banks`, without receiving anything.
@@ -177,7 +182,8 @@ class CollectiveTransport(Transport):
             )
             raise InputError(
                 f"the order in which a forward gathers banks is not known, because layers share bank {again.name}, and "
-                + what
+                + what,
+                name=again.name,
             )
         requests = [request for run in runs for request in run] or [
             (bank.index, 0, bank.format.link_bytes) for bank in banks

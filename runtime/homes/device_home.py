@@ -76,7 +76,10 @@ class SymmetricMemory:
         backend = _SymmetricMemory.get_backend(self._device)
         if backend != "CUDA":
             raise SharedMemoryError(
-                f"torch's symmetric memory is that of {backend}, by which ranks pull no experts; unset TORCH_SYMMMEM"
+                f"torch's symmetric memory uses {backend}, from which ranks cannot pull experts; unset TORCH_SYMMMEM",
+                name="TORCH_SYMMMEM",
+                value=backend,
+                expected="CUDA",
             )
         # It does not come from torch's allocator, which may hold what is free.
         torch.cuda.empty_cache()
@@ -84,7 +87,11 @@ class SymmetricMemory:
             # Not `symmetric_memory.empty`: memory of a pool may be another tensor's while ranks still read it.
             self._own = _SymmetricMemory.empty_strided_p2p([nbytes], [1], torch.uint8, self._device)
         except RuntimeError as error:
-            raise SharedMemoryError(f"{self._device} has no {nbytes} bytes for other GPUs to read: {error}") from error
+            raise SharedMemoryError(
+                f"{self._device} has no {nbytes} bytes for other GPUs to read: {error}",
+                name=str(self._device),
+                value=nbytes,
+            ) from error
         return self._own
 
     def exchange(self) -> tuple[list[torch.Tensor], object]:
@@ -262,5 +269,8 @@ def check_transport_to(device: torch.device, transport: str) -> None:
         instead = f"; use transport={PULL!r} there" if device.type == "cuda" else ""
         raise InputError(
             f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only "
-            f"so far{instead}"
+            f"so far{instead}",
+            name="device",
+            value=str(device),
+            expected=tuple(kinds),
         )

@@ -46,7 +46,10 @@ class PeerHome(Home):
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """The shards of all ranks. Raises PeerError where they were never brought together."""
         if bank.index not in self._spread:
-            raise PeerError(f"bank {bank.name} is not complete, because offload_experts failed; start all ranks again")
+            raise PeerError(
+                f"bank {bank.name} is not complete, because offload_experts failed; start all ranks again",
+                name=bank.name,
+            )
         return self._spread[bank.index]
 
     def connect(self, spread: Mapping[int, tuple[Source, ...]]) -> None:

@@ -25,7 +25,7 @@ from moepass.models.homes import HOMES, PULL
 from moepass.models.limits import check_wait
 from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.ranks.agree import Topic, agree
-from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, about
 from moepass.runtime.system.forking import OwnerProcess, finalize_in_owner
 from moepass.runtime.system.processes import ProcessIdentity, ProcessWatch, this_process
 from moepass.runtime.system.shared_memory import (
@@ -105,7 +105,9 @@ class PeerGroup:
         if group is None:
             group = c10d._get_default_group()
         if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
-            raise InputError(f"group is {group!r}, which is no process group that this process belongs to")
+            raise InputError(
+                f"group is {group!r}, which is no process group that this process belongs to", name="group", value=group
+            )
         store = c10d._get_process_group_store(group)
         return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport, watch)
 
@@ -184,7 +186,7 @@ class PeerGroup:
             except SharedMemoryError as error:
                 # It may have given up because of one that is gone: that one is the cause.
                 self.check_alive()
-                raise PeerError(f"the shards of {self._name(rank)} cannot be opened: {error}") from error
+                raise PeerError(f"the shards of {self._name(rank)} cannot be opened: {error}", rank=rank) from error
         return segments
 
     def settle(self) -> None:
@@ -199,15 +201,14 @@ class PeerGroup:
         """Raises PeerError where a rank has ended that did not say goodbye. One system call; waits for nothing."""
         self._owner.check()
         missed = [
-            self._name(rank)
-            for rank in sorted(self._watch.gone())
-            if rank not in self._states or int(self._states[rank]) != _LEFT
+            rank for rank in sorted(self._watch.gone()) if rank not in self._states or int(self._states[rank]) != _LEFT
         ]
         if missed:
             verb = "is" if len(missed) == 1 else "are"
             raise PeerError(
-                f"{' and '.join(missed)} {verb} gone, by a signal or an error of its own; see its output, and start "
-                "all ranks again"
+                f"{' and '.join(map(self._name, missed))} {verb} gone, by a signal or an error of its own; see its "
+                "output, and start all ranks again",
+                **about(missed),
             )
 
     def leave(self) -> None:

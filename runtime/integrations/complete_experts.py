@@ -59,7 +59,7 @@ class CompleteExperts:
         if found is None:
             group = self._group()
             if group is None:
-                raise InputError(f"the process group of {self.name} was destroyed; load the model anew")
+                raise InputError(f"the process group of {self.name} was destroyed; load the model anew", name=self.name)
             adopted_banks(group, given[0].device).adopt(group, [spec], [given], timeout_s=self.timeout_s)
             found = find_bank(spec, given)
             assert found is not None, "it was adopted right now"
@@ -73,7 +73,10 @@ class CompleteExperts:
         if _shapes(parts) != _shapes(self._copies):
             raise InputError(
                 f"{self.name} are {_shapes(parts)}, but were {_shapes(self._copies)} in their first use, which is what "
-                "other ranks have; load, convert and place the model before its first run"
+                "other ranks have; load, convert and place the model before its first run",
+                name=self.name,
+                value=_shapes(parts),
+                expected=_shapes(self._copies),
             )
         return self._copies
 
@@ -88,7 +91,8 @@ def _complete_experts(
     found = _layers.get(int(layer))
     if found is None:
         raise InputError(
-            f"the model of experts number {int(layer)} is gone; a compiled graph of it cannot run any more"
+            f"the model of experts number {int(layer)} is gone; a compiled graph of it cannot run any more",
+            value=int(layer),
         )
     return found.complete(parts, stay)
 

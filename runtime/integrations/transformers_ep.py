@@ -93,7 +93,9 @@ class AsyncExperts:
         if len(counts) != 1:
             raise InputError(
                 f"{type(experts).__name__} has sharded tensors with {sorted(counts)} experts; all must have one number "
-                "of experts as their first size"
+                "of experts as their first size",
+                name=type(experts).__name__,
+                value=sorted(counts),
             )
         (count,) = counts
         group: ProcessGroup = ep_mesh.get_group()
@@ -101,7 +103,12 @@ class AsyncExperts:
         own = bounds[group.rank() + 1] - bounds[group.rank()]
         held = {name: value.to_local().shape[0] for name, value in sharded.items()}
         if set(held.values()) != {own}:
-            raise InputError(f"rank {group.rank()} holds {held} experts; of {count} it should have {own}")
+            raise InputError(
+                f"rank {group.rank()} holds {held} experts; of {count} it should have {own}",
+                rank=group.rank(),
+                value=held,
+                expected=own,
+            )
         self.names = list(sharded)
         ordinal = _layers_of_group.get(group, 0)
         _layers_of_group[group] = ordinal + 1

@@ -213,7 +213,9 @@ class _Plan:
             except UnfollowedError as error:
                 raise InputError(
                     f"{name} of family {self.model.config.model_type!r} is made by {error.operation}, through which "
-                    "single experts cannot be read; use from_pretrained, then moepass.offload_experts"
+                    "single experts cannot be read; use from_pretrained, then moepass.offload_experts",
+                    name=name,
+                    value=error.operation,
                 ) from error
         return sum(stored.nbytes for recipe in recipes for stored in recipe.stored())
 
@@ -267,10 +269,11 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
     except InputError as error:
         raise InputError(
             f"{folder}: weights of family {config.model_type!r} cannot be read one by one: {error}; use "
-            "from_pretrained, then moepass.offload_experts"
+            "from_pretrained, then moepass.offload_experts",
+            path=folder,
         ) from error
     except Exception as error:  # transformers raises many kinds for one cause: the files do not fit the config
-        raise CheckpointError(f"{folder} cannot be loaded: {_cause(error)}") from error
+        raise CheckpointError(f"{folder} cannot be loaded: {_cause(error)}", path=folder) from error
     check_loading(folder, info)
     _name_after(model, folder)
     model.requires_grad_(False)
@@ -279,9 +282,9 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
 
 def _check_options(dtype: object, progress: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError(f"dtype is {dtype!r}; it must be a floating point type such as torch.bfloat16, or None")
+        raise OptionError.wrong("dtype", dtype, "a floating point type such as torch.bfloat16, or None")
     if progress is not None and not callable(progress):
-        raise OptionError(f"progress is {progress!r}; it must be a function of (bytes_read, bytes_in_all), or None")
+        raise OptionError.wrong("progress", progress, "a function of (bytes_read, bytes_in_all), or None")
 
 
 def _refuse_quantised(folder: Path, config: Any) -> None:
@@ -291,7 +294,10 @@ def _refuse_quantised(folder: Path, config: Any) -> None:
             method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
             raise InputError(
                 f"{folder} holds {config.model_type!r} weights quantised by {method or 'an unknown method'}, of which "
-                "load_pretrained reads none; use from_pretrained, dequantised, then moepass.offload_experts"
+                "load_pretrained reads none; use from_pretrained, dequantised, then moepass.offload_experts",
+                name="quant_method",
+                value=method,
+                path=folder,
             )
 
 
@@ -314,7 +320,8 @@ def _name_after(model: PreTrainedModel, folder: Path) -> None:
             with checkpoints.quiet_transformers():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # as it may be malformed in any way
-            raise CheckpointError(f"{folder / _GENERATION_FILE} cannot be read: {one_line(error)}") from error
+            file = folder / _GENERATION_FILE
+            raise CheckpointError(f"{file} cannot be read: {one_line(error)}", path=file) from error
 
 
 def _read_dense(model: nn.Module, device: torch.device) -> None:

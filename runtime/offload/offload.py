@@ -156,14 +156,19 @@ def offload_experts(
     """
     options = options_of(home)
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
-        raise OptionError(f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation")
+        raise OptionError(
+            f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation",
+            name="slots",
+            value=slots,
+            expected="at least 1",
+        )
     given = Residents(resident_bytes, resident_layers)
     compute_device = resolve_device(model, device)
     route = BankRoute.of(options, compute_device)
     placement = place_experts(model, PlanWish(memory_budget, hardware, tokens), route, given, slots)
     banks, resident = split_layers(model, placement.residents)
     if resident and not banks and given.is_given:
-        raise InputError(given.complaint(len(resident)))
+        raise given.complaint(len(resident))
     if not banks and not resident:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())
         reason = (
@@ -241,12 +246,17 @@ def check_device(device: torch.device | str) -> torch.device:
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError):
-        raise InputError(f"device is {device!r}; it must be cpu, cuda or cuda:INDEX") from None
+        raise InputError.wrong("device", device, "cpu, cuda or cuda:INDEX") from None
     if resolved.type not in ("cpu", "cuda", "meta"):
-        raise InputError(f"device is {str(device)!r}; experts stream to cpu or cuda")
+        raise InputError.wrong("device", str(device), "cpu or cuda, to which experts stream")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
-        raise InputError(f"device is {str(device)!r}, but this machine has {count or 'no'} CUDA devices; use cpu")
+        raise InputError(
+            f"device is {str(device)!r}, but this machine has {count or 'no'} CUDA devices; use cpu",
+            name="device",
+            value=str(device),
+            expected="cpu",
+        )
     # An index makes devices comparable: tensors on "cuda" say "cuda:0".
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())

@@ -60,12 +60,13 @@ class PlanWish:
         given = self.memory_budget
         if given is None:
             return None
+        wrong = OptionError.wrong("memory_budget", given, "bytes above 0, such as 6e9, '6GB' or '512MiB'")
         try:
             number = parse_bytes(given) if isinstance(given, str) else given
         except InputError as error:
-            raise OptionError(f"memory_budget: {error}") from error
+            raise wrong from error
         if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < math.inf:
-            raise OptionError(f"memory_budget is {given!r}; it must be bytes above 0, such as 6e9, '6GB' or '512MiB'")
+            raise wrong
         return int(number)
 
     @property
@@ -77,10 +78,10 @@ class PlanWish:
             or len(counts) != 2
             or not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in counts)
         ):
-            raise OptionError(
-                f"tokens is {self.tokens!r}; it must be a number of tokens from 1 on, or a pair: the number of "
-                "sequences in a step, and the tokens of each"
+            expected = (
+                "a number of tokens from 1 on, or a pair: the number of sequences in a step, and the tokens of each"
             )
+            raise OptionError.wrong("tokens", self.tokens, expected)
         check_limit("tokens", counts[0] * counts[1], MOST_TOKENS, "share the sequences out over several steps")
         return Sequences(*counts)
 
@@ -92,9 +93,8 @@ class PlanWish:
             return self.hardware
         if isinstance(self.hardware, (str, os.PathLike)):
             return load_hardware(self.hardware)
-        raise OptionError(
-            f"hardware is {self.hardware!r}; it must be a preset such as 8xh100-80g, the file of a profile, or None"
-        )
+        expected = "a preset such as 8xh100-80g, the file of a profile, or None"
+        raise OptionError.wrong("hardware", self.hardware, expected)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,9 @@ def place(
     if budget is not None and residents.is_given:
         raise OptionError(
             f"memory_budget is {wish.memory_budget!r}, and {residents}: the plan decides which layers stay; "
-            "give one of both"
+            "give one of the two",
+            name="memory_budget",
+            value=wish.memory_budget,
         )
     known = _Known.of(model, experts, wish, route)
     stay = residents.among(known.bank_bytes) if residents.is_given else None
@@ -270,11 +272,15 @@ class _Known:
         except BudgetError as error:
             assert problem.resting is not None
             resting = problem.resting
+            enough_bytes = math.ceil(resting.peak_bytes) + error.needed_bytes
             raise InputError(
                 f"memory_budget is {self.wish.memory_budget!r}, which is too small: dense weights and shards take "
                 f"{resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of {problem.batch} sequences of "
                 f"{problem.sequence} tokens {resting.activation_bytes:.0f}, and slots {error.needed_bytes}; "
-                f"{math.ceil(resting.peak_bytes) + error.needed_bytes} bytes would do, and less with fewer tokens"
+                f"{enough_bytes} bytes would do, and less with fewer tokens",
+                name="memory_budget",
+                value=self.wish.memory_budget,
+                expected=enough_bytes,
             ) from error
 
 

@@ -25,19 +25,23 @@ class Residents:
 
     def __post_init__(self) -> None:
         if not _is_count(self.nbytes):
-            raise OptionError(f"resident_bytes is {self.nbytes!r}; it must be a number of bytes from 0 on")
+            raise OptionError.wrong("resident_bytes", self.nbytes, "a number of bytes from 0 on")
         if isinstance(self.layers, Sequence) and len(self.layers) > MOST_LAYERS:
             raise OptionError(
-                f"resident_layers names {len(self.layers)} layers; the limit is {MOST_LAYERS}, as for layers of a model"
+                f"resident_layers names {len(self.layers)} layers; the limit is {MOST_LAYERS}, as for layers of a "
+                "model",
+                name="resident_layers",
+                value=len(self.layers),
+                expected=MOST_LAYERS,
             )
         if not isinstance(self.layers, Sequence) or not all(_is_count(layer) for layer in self.layers):
-            raise OptionError(
-                f"resident_layers is {self.layers!r}; it must be a list of layer numbers from 0 on, as moepass explain "
-                "gives them in schedule.resident_layers"
-            )
+            expected = "a list of layer numbers from 0 on, as moepass explain gives them in schedule.resident_layers"
+            raise OptionError.wrong("resident_layers", self.layers, expected)
         if self.nbytes and self.layers:
             raise OptionError(
-                f"resident_bytes is {self.nbytes} and resident_layers is {list(self.layers)}; give one of them"
+                f"resident_bytes is {self.nbytes} and resident_layers is {list(self.layers)}; give one of them",
+                name="resident_bytes",
+                value=self.nbytes,
             )
 
     def among(self, bank_bytes: Mapping[str, int]) -> tuple[str, ...]:
@@ -54,8 +58,11 @@ class Residents:
         missing = sorted(set(self.layers) - {number for path in found for number in _numbers(path)})
         if missing:
             raise InputError(
-                f"resident_layers has {one_of(missing)}, which the path of no module with experts has; there are "
-                f"{one_of(bank_bytes) or 'none'}"
+                f"resident_layers has {one_of(missing)}, but no module with experts has that number in its path; "
+                f"their paths are {one_of(bank_bytes) or 'none'}",
+                name="resident_layers",
+                value=missing,
+                expected=tuple(bank_bytes),
             )
         return found
 
@@ -66,13 +73,14 @@ class Residents:
     def __str__(self) -> str:
         return f"resident_layers is {list(self.layers)}" if self.layers else f"resident_bytes is {self.nbytes}"
 
-    def complaint(self, layers: int) -> str:
+    def complaint(self, layers: int) -> InputError:
         """That all `layers` would stay."""
+        name, value = ("resident_layers", self.layers) if self.layers else ("resident_bytes", self.nbytes)
         if self.layers:
             what = f"resident_layers names all {layers} layers with experts"
         else:
             what = f"resident_bytes is {self.nbytes}, into which the experts of all {layers} layers fit"
-        return f"{what}; leave the model as it is, or give less"
+        return InputError(f"{what}; leave the model as it is, or give less", name=name, value=value)
 
 
 def _is_count(value: object) -> bool:

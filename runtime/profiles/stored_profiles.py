@@ -30,7 +30,11 @@ def store_profile(hardware: Hardware) -> Path:
     """
     conditions = hardware.conditions
     if conditions is None:
-        raise InputError(f"profile {hardware.name!r} does not say where it was measured; store what calibrate gave")
+        raise InputError(
+            f"profile {hardware.name!r} does not say where it was measured; store what calibrate gave",
+            name="profile",
+            value=hardware.name,
+        )
     path = profiles_folder() / _file_name(conditions)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +43,7 @@ def store_profile(hardware: Hardware) -> Path:
         written.write_bytes(profile_json(hardware))
         written.replace(path)
     except OSError as error:
-        raise InputError(f"profile {str(path)!r} cannot be written: {error.strerror}") from error
+        raise InputError(f"profile {str(path)!r} cannot be written: {error.strerror}", path=path) from error
     return path
 
 

@@ -48,15 +48,16 @@ class Topic:
 
 
 class DisagreementError(PeerError):
-    """Ranks have different `values` (by rank) of what `topic` says; `ranks` are the first two that differ."""
+    """Ranks have different `values` (by rank) of what `name` says; `ranks` are the first two that differ."""
 
     def __init__(self, topic: str, values: Mapping[int, object], remedy: str) -> None:
-        self.topic, self.values = topic, dict(sorted(values.items()))
+        self.values = dict(sorted(values.items()))
         first = min(self.values)
         other = next(rank for rank, value in self.values.items() if value != self.values[first])
         super().__init__(
             f"ranks disagree on {topic}: {self.values[first]} on rank {first}, {self.values[other]} on rank {other}; "
             f"{remedy}",
+            name=topic,
             ranks=(first, other),
         )
 
@@ -107,11 +108,13 @@ def agree_on_run(
                     values = {rank: f"{words[rank]} (digest {int(number):012x})" for rank, number in numbers.items()}
                 raise DisagreementError(topic.name, values, topic.remedy)
     except BaseException as error:
-        is_told = isinstance(error, PeerError)
         # What is on its way now would be taken for that of a later run.
-        reason = f"rank {connections.rank} was interrupted while {lost}: {type(error).__name__}"
-        told = connections.fail(str(error) if is_told else reason)
-        if is_told and told != str(error):
-            raise PeerError(told) from error
+        if not isinstance(error, PeerError):
+            reason = f"rank {connections.rank} was interrupted while {lost}: {type(error).__name__}"
+            connections.fail(PeerError(reason, rank=connections.rank))
+            raise
+        told = connections.fail(error)
+        if str(told) != str(error):
+            raise told from error
         raise
     return [[number for number, topic in zip(found, topics, strict=True) if topic.is_vote] for found in by_rank]

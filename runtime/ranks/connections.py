@@ -43,7 +43,7 @@ class Connections:
         self._name, self._purpose = name, purpose
         self._owner = OwnerProcess()
         self._failing = threading.Lock()
-        self._failure: str | None = None
+        self._failure: str | None = None  # as `PeerError.to_store` gives it: every call raises an error of its own
         try:
             # Any: the stubs of torch leave out how it sends and receives.
             self._gloo: Any = torch.distributed.ProcessGroupGloo(
@@ -53,12 +53,13 @@ class Connections:
                 timeout=datetime.timedelta(seconds=rendezvous.timeout_s),
             )
         except RuntimeError as error:
-            reason = (
+            reason = PeerError(
                 f"rank {self.rank} could not connect to all of the {self.size} ranks for {purpose} within "
-                f"{rendezvous.timeout_s:g} s: {_first_line(error)}"
+                f"{rendezvous.timeout_s:g} s: {_first_line(error)}",
+                rank=self.rank,
             )
             rendezvous.end(reason)
-            raise PeerError(reason) from error
+            raise reason from error
 
     @property
     def others(self) -> list[int]:
@@ -68,7 +69,7 @@ class Connections:
         """Raises PeerError where an exchange failed before, on any rank that this one heard of; waits for nothing."""
         self._owner.check()
         if self._failure is not None:
-            raise PeerError(self._failure)
+            raise PeerError.from_store(self._failure)
 
     def share(self, own: torch.Tensor, deadline: float, late: str, lost: str) -> list[torch.Tensor]:
         """What each rank has in the place of `own`, by rank; of one size on all. The rest is as in `exchange`."""
@@ -107,10 +108,10 @@ class Connections:
                 work.wait(remaining + 2 * _SHORTLY)  # gloo counts whole milliseconds: beyond the deadline, not before
             except RuntimeError as error:
                 if time.monotonic() >= deadline:
-                    raise PeerError(self.fail(f"rank {rank} {late}")) from error
+                    raise self.fail(PeerError(f"rank {rank} {late}", rank=rank)) from error
                 raise self._gone(rank, lost, error) from error
 
-    def fail(self, reason: str) -> str:
+    def fail(self, reason: PeerError) -> PeerError:
         """End the connections on all ranks, because of `reason` unless one failed before; gives the first reason.
 
         On return nobody waits in `exchange` any more, but for the time that it takes to notice.
@@ -119,11 +120,12 @@ class Connections:
         with self._failing:
             if self._failure is None:
                 try:
-                    self._failure = self.rendezvous.tell_first(f"end of {self._name}", reason)
+                    self._failure = self.rendezvous.tell_first(f"end of {self._name}", reason.to_store())
                 except PeerError as error:
-                    self._failure = f"{reason} ({error})"
+                    both = PeerError(f"{reason} ({error})", rank=reason.rank, ranks=reason.ranks)
+                    self._failure = both.to_store()
                 self._disconnect()
-            return self._failure
+            return PeerError.from_store(self._failure)
 
     def _disconnect(self) -> None:
         # To wait in vain is the one thing that closes gloo's connections while another thread waits for them, and lets
@@ -135,10 +137,11 @@ class Connections:
                 continue
 
     def _gone(self, rank: int, lost: str, error: RuntimeError) -> PeerError:
-        return PeerError(
-            self.fail(
+        return self.fail(
+            PeerError(
                 f"rank {rank} is gone, or its model is: the connection to it ({self._purpose}) was lost while {lost}; "
-                f"see its output, and start all ranks again ({_first_line(error)})"
+                f"see its output, and start all ranks again ({_first_line(error)})",
+                rank=rank,
             )
         )
 

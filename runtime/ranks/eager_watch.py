@@ -66,18 +66,19 @@ class EagerWatch:
             return
         known = {str(group.group_name): group for group in c10d._world.pg_map}
         for group in [known[name] for name in sorted(groups & known.keys())]:
-            text = (
+            failure = PeerError(
                 f"torch.compile gave up compiling the model for this shape on rank {group.rank()}, after as many "
                 f"compilations as torch._dynamo.config.{limit} allows, and would run it in eager mode, where it waits "
-                f"at an exchange that no other rank joins{_REMEDY}"
+                f"at an exchange that no other rank joins{_REMEDY}",
+                rank=group.rank(),
             )
-            raise PeerError(tell_failure(group, text))
+            raise tell_failure(group, failure)
 
 
-def tell_failure(group: ProcessGroup, text: str) -> str:
-    """Let `text` be an error of all ranks of `group`, unless there was one before; gives the one that is."""
-    told: bytes = c10d._get_process_group_store(group).compare_set(_FAILED, "", text)
-    return told.decode()
+def tell_failure(group: ProcessGroup, failure: PeerError) -> PeerError:
+    """Let `failure` be an error of all ranks of `group`, unless there was one before; gives the one that is."""
+    told: bytes = c10d._get_process_group_store(group).compare_set(_FAILED, "", failure.to_store())
+    return PeerError.from_store(told)
 
 
 class FailureLook:
@@ -94,17 +95,19 @@ class FailureLook:
             return
         self._next_look = now + LOOK_SECONDS
         try:
-            text = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else None
+            failure = PeerError.from_store(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
             ended = why_ended(self._store)
         except DistError:  # whoever held the store has ended; whether well or badly, others tell
             self._next_look = float("inf")
             return
-        if text is not None:
-            raise PeerError(text)
+        if failure is not None:
+            raise failure
         if ended is not None:
             raise PeerError(
                 "the ranks of this group missed each other, so that what they computed since may be wrong: "
-                f"{ended}; start all ranks again, or let all of them use a new process group"
+                f"{ended}; start all ranks again, or let all of them use a new process group",
+                rank=ended.rank,
+                ranks=ended.ranks,
             )
 
 
@@ -115,7 +118,10 @@ def refuse_eager_stance() -> None:
         raise InputError(
             f"torch.compiler.set_stance({stance!r}) would run the model in eager mode for a shape that was not "
             "compiled: where other ranks have another shape it waits at an exchange that none of them joins; use "
-            "set_stance('fail_on_recompile')"
+            "set_stance('fail_on_recompile')",
+            name="stance",
+            value=stance,
+            expected="fail_on_recompile",
         )
 
 

@@ -50,7 +50,12 @@ class GatherGroup(Connections):
         Raises PeerError where ranks do not connect within the rendezvous's timeout, InputError without gloo.
         """
         if not torch.distributed.is_gloo_available():
-            raise InputError("transport='collective' needs gloo, which this build of torch lacks; use transport='pull'")
+            raise InputError(
+                "transport='collective' needs gloo, which this build of torch lacks; use transport='pull'",
+                name="transport",
+                value="collective",
+                expected="pull",
+            )
         self._describe = describe
         self._timeout_s = rendezvous.timeout_s
         super().__init__(rendezvous, "gathers", "transport 'collective'")

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from torch.distributed import DistError
@@ -39,7 +39,22 @@ def wait_for_nothing() -> None:
 
 
 class PeerError(MoepassError, RuntimeError):
-    """Another rank is gone, did not come, or does not fit this one."""
+    """Another rank is gone, did not come, or does not fit this one. `rank` or `ranks`: which, on all ranks the same."""
+
+    def to_store(self) -> str:
+        """What other ranks read it from with `from_store`."""
+        return msgspec.json.encode((str(self), self.rank, self.ranks)).decode()
+
+    @staticmethod
+    def from_store(told: str | bytes) -> PeerError:
+        """The same text and ranks; whatever else the error of the other rank had stays there."""
+        text, rank, ranks = msgspec.json.decode(told, type=tuple[str, int | None, list[int] | None])
+        return PeerError(text, rank=rank, ranks=ranks)
+
+
+def about(ranks: Sequence[int]) -> dict[str, Any]:
+    """The field of an error about `ranks`: `rank` where it is one, else `ranks`."""
+    return {"rank": ranks[0]} if len(ranks) == 1 else {"ranks": ranks}
 
 
 class Rendezvous:
@@ -69,7 +84,9 @@ class Rendezvous:
         if ended is not None:
             raise PeerError(
                 f"the ranks of this group missed each other before, and cannot meet any more: {ended}; start all ranks "
-                "again, or let all of them use a new process group"
+                "again, or let all of them use a new process group",
+                rank=ended.rank,
+                ranks=ended.ranks,
             )
         skip_abandoned(store, rank)
         with _store_errors():
@@ -101,27 +118,29 @@ class Rendezvous:
                 self._wait(what, rank, deadline, check)
             except KeyboardInterrupt:
                 with suppress(PeerError):
-                    self._give_up(what, f"rank {self.rank} was interrupted while it waited for a {what}")
+                    reason = f"rank {self.rank} was interrupted while it waited for a {what}"
+                    self._give_up(what, PeerError(reason, rank=self.rank))
                 raise
             with _store_errors():
                 text = self._store.get(_key(what, rank))
             try:
                 record = msgspec.json.decode(text, type=kind)
             except msgspec.DecodeError as error:
-                raise PeerError(f"rank {rank} sent no {what} that this version of moepass reads: {error}") from error
+                raise PeerError(
+                    f"rank {rank} sent a {what} that this version of moepass cannot read: {error}", rank=rank
+                ) from error
             yield rank, record
         told = self.tell_first(_outcome(what), _ALL_CAME)
         if told != _ALL_CAME:
-            raise PeerError(told)
+            raise PeerError.from_store(told)
 
-    def end(self, reason: str) -> str:
-        """Let no meeting of this group's ranks be any more, because of `reason` unless there was one before; gives it.
+    def end(self, reason: PeerError) -> None:
+        """Let no meeting of this group's ranks be any more, because of `reason` unless there was one before.
 
         Before every meeting ranks look for it, and now and then before a run; in a meeting they do not.
         """
         with _store_errors():
-            ended: bytes = self._group_store.compare_set(_ENDED, "", reason)
-            return ended.decode()
+            self._group_store.compare_set(_ENDED, "", reason.to_store())
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
@@ -130,8 +149,9 @@ class Rendezvous:
             yield
         except Exception as error:
             if not isinstance(error, PeerError):  # the others find out for themselves
+                failure = PeerError(f"rank {self.rank} failed: {type(error).__name__}: {error}", rank=self.rank)
                 with _store_errors():
-                    self._store.set(_FAILURE, f"rank {self.rank} failed: {type(error).__name__}: {error}")
+                    self._store.set(_FAILURE, failure.to_store())
             raise
 
     def tell_first(self, what: str, text: str) -> str:
@@ -150,29 +170,31 @@ class Rendezvous:
             try:
                 check()
             except PeerError as error:
-                self._give_up(what, str(error))
+                self._give_up(what, error)
             if self._is_there(_FAILURE):
                 with _store_errors():
-                    raise PeerError(self._store.get(_FAILURE).decode())
+                    raise PeerError.from_store(self._store.get(_FAILURE))
             if time.monotonic() > deadline:
-                missing = [str(other) for other in range(self.size) if not self._is_there(_key(what, other))]
-                ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
+                # One that comes while this is counted was late too.
+                missing = [other for other in range(self.size) if not self._is_there(_key(what, other))] or [rank]
+                ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
                 text = f"{ranks} did not publish a {what} within {self.timeout_s:g} s; {self.title}"
-                self._give_up(what, f"{text} (rank {self.rank} waited)")
+                self._give_up(what, PeerError(f"{text} (rank {self.rank} waited)", **about(missing)))
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    def _give_up(self, what: str, reason: str) -> None:
+    def _give_up(self, what: str, reason: PeerError) -> None:
         """Raises PeerError on all ranks, with the first reason, unless all ranks came after all."""
-        told = self.tell_first(_outcome(what), reason)
+        told = self.tell_first(_outcome(what), reason.to_store())
         if told == _ALL_CAME:
             return
+        first = PeerError.from_store(told)
         if self._is_dispensable:
             with _store_errors():
-                self._store.set(_ABANDONED, reason)
+                self._store.set(_ABANDONED, told)
         else:
-            self.end(told)
-        raise PeerError(told)
+            self.end(first)
+        raise first
 
     def _is_there(self, key: str) -> bool:
         with _store_errors():
@@ -199,9 +221,9 @@ def _meeting(number: int) -> str:
     return f"moepass/{number}"
 
 
-def why_ended(store: Store) -> str | None:
+def why_ended(store: Store) -> PeerError | None:
     """Why the ranks of this store cannot meet any more, or None. Raises DistError where the store is gone."""
-    return store.get(_ENDED).decode() if store.check([_ENDED]) else None
+    return PeerError.from_store(store.get(_ENDED)) if store.check([_ENDED]) else None
 
 
 def skip_abandoned(store: Store, rank: int) -> bool:

@@ -79,7 +79,9 @@ class LabelSet:
                 raise InputError(
                     f"label {label!r} is given twice"
                     if same == label
-                    else f"labels {same!r} and {label!r} are the same tokens; the model cannot tell them apart"
+                    else f"labels {same!r} and {label!r} are the same tokens; the model cannot tell them apart",
+                    name="label",
+                    value=label,
                 )
             self.tokens.append(tokens)
         stems = sorted({tokens[:-1] for tokens in self.tokens}, key=lambda stem: (len(stem), stem))
@@ -162,13 +164,19 @@ class Scorer:
         if room < 1:
             raise InputError(
                 f"the longest label has {labels.reads} tokens, but the model takes at most {self.max_tokens} with the "
-                "prompt; shorten the label"
+                "prompt; shorten the label",
+                name="label",
+                value=labels.reads,
+                expected=self.max_tokens,
             )
         if len(tokens) > room:
             raise InputError(
                 f"{where}: the prompt has {len(tokens)} tokens, but the model takes at most {room}"
                 + (f" beside the labels' {labels.reads - 1}" if labels.reads > 1 else "")
-                + "; shorten the text, or set max_text_tokens in prompt.json to have long texts cut"
+                + "; shorten the text, or set max_text_tokens in prompt.json to have long texts cut",
+                name=where,
+                value=len(tokens),
+                expected=room,
             )
         return tuple(tokens)
 
@@ -263,12 +271,15 @@ def _decide(labels: LabelSet, per_context: Sequence[torch.Tensor], name: str) ->
     if any(map(math.isnan, log_probs)):
         raise CheckpointError(
             f"{name}: the log-probabilities of the labels are {_some(log_probs)}, so the model's logits are no numbers "
-            "there; its weights are damaged, or too large for their type (load the model in float32 to tell which)"
+            "there; its weights are damaged, or too large for their type (load the model in float32 to tell which)",
+            name=name,
+            value=tuple(log_probs),
         )
     if math.isinf(highest):
         raise CheckpointError(
             f"{name}: the model gives all labels the probability 0, so that they cannot be compared; give labels that "
-            "it can say"
+            "it can say",
+            name=name,
         )
     weights = [math.exp(value - highest) for value in log_probs]
     total = math.fsum(weights)

@@ -61,7 +61,13 @@ class PendingCopy:
         if isinstance(self.error, CopyError):
             raise self.error
         if self.error is not None:
-            raise CopyError(f"bank {self.label} could not be copied into its slot: {self.error}") from self.error
+            raise CopyError(
+                f"bank {self.label} could not be copied into its slot: {self.error}",
+                name=self.label,
+                path=getattr(self.error, "path", None),
+                rank=getattr(self.error, "rank", None),
+                ranks=getattr(self.error, "ranks", None),
+            ) from self.error
 
     def perform(self, link: Link) -> None:
         """Fill the slot, here and now, unless the copy is abandoned. Raises ValueError where a piece does not fit."""

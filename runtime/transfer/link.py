@@ -67,7 +67,9 @@ class BusyLink:
 def check_link_to(device: torch.device, link: Link) -> None:
     """Raises OptionError where `link` is none that copies to `device` can have."""
     if link.is_emulated and device.type != "cpu":
-        raise OptionError(f"link is {link}, which exists for device cpu only; the device is {device}")
+        raise OptionError(
+            f"link is {link}, which exists for device cpu only; the device is {device}", name="link", value=str(link)
+        )
 
 
 def parse_link(text: str, option: str = "link") -> Link:
@@ -82,7 +84,12 @@ def parse_link(text: str, option: str = "link") -> Link:
     except ValueError:
         bytes_per_s = math.nan
     if kind != "emulate" or not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
-        raise OptionError(f"{option} is {text!r}; it must be `real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`")
+        raise OptionError.wrong(option, text, "`real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`")
     if bytes_per_s < LEAST_RATE:
-        raise OptionError(f"{option} is {text!r}; the slowest link has {LEAST_RATE:g} bytes/s, or a run never ends")
+        raise OptionError(
+            f"{option} is {text!r}; the slowest link that can be emulated has {LEAST_RATE:g} bytes/s",
+            name=option,
+            value=text,
+            expected=LEAST_RATE,
+        )
     return Link(bytes_per_s)

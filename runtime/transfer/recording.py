@@ -86,13 +86,16 @@ class TimelineRecording:
         return self._timeline
 
     def begin_run(self, device: torch.device) -> None:
-        """A run on `device` begins: its events can be timed from now on. Raises InputError where nothing tells when."""
+        """A run on `device` begins: its events can be timed from now on. Raises InputError where they cannot be."""
         if device.type == "cpu":
             return
         if device.type != "cuda":
             raise InputError(
-                f"record_timeline: the model computes on {device}, where nothing tells when; timelines are recorded on "
-                "devices cpu and cuda"
+                f"record_timeline: the model computes on {device}, where times cannot be measured; timelines are "
+                "recorded on devices cpu and cuda",
+                name="device",
+                value=str(device),
+                expected=("cpu", "cuda"),
             )
         if self._clock is None:
             self._clock = DeviceClock(device)

@@ -190,7 +190,9 @@ class Ring:
         if not isinstance(copied, Staged):
             return copied  # it was brought and decoded before this run began
         if copied.copied is None:
-            raise InputError(f"bank {bank.name} was decoded already, and cannot be from the same copy")
+            raise InputError(
+                f"bank {bank.name} was decoded already from this copy, which can be done once", name=bank.name
+            )
         filled = self._decode(copied.copied, bank, self._buffer_of[slot])
         copied.copied = None
         self._fill_free_ahead()
@@ -326,9 +328,11 @@ def make_copier(device: torch.device, link: Link, home: Home) -> Copier:
     if device.type == "cpu":
         return ThreadCopier(home.transport, link)
     if device.type != "cuda":
-        raise InputError(f"device is {device}; experts stream to cpu or cuda")
+        raise InputError.wrong("device", str(device), "cpu or cuda, to which experts stream")
     if not home.transport.is_one_sided:
         raise OptionError(
-            f"transport is {home.transport.name!r}, which exists for device cpu only so far; the device is {device}"
+            f"transport is {home.transport.name!r}, which exists for device cpu only so far; the device is {device}",
+            name="transport",
+            value=home.transport.name,
         )
     return StreamCopier(device)

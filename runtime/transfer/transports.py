@@ -55,7 +55,7 @@ class Transport:
         """A run ended in the middle. On return no copy waits for another rank."""
 
 
-def check_transport(transport: object, name: str = "transport") -> None:
-    """Raises OptionError where `transport` is none of `TRANSPORTS`; the error calls it `name`."""
+def check_transport(transport: object) -> None:
+    """Raises OptionError where `transport` is none of `TRANSPORTS`."""
     if not isinstance(transport, str) or transport not in TRANSPORTS:
-        raise OptionError(f"{name} is {transport!r}; it must be one of {one_of(TRANSPORTS)}")
+        raise OptionError.wrong("transport", transport, f"one of {one_of(TRANSPORTS)}")

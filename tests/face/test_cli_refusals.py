@@ -209,7 +209,7 @@ def test_an_fp8_checkpoint_is_refused_with_the_way_out(
     edit: Callable[[Path], None], checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = broken_copy(checkpoint, tmp_path / "fp8", edit)
-    message = "is torch.float8_e4m3fn, in which moepass computes nothing; dequantise the weights"
+    message = "is torch.float8_e4m3fn, in which moepass cannot compute; dequantise the weights"
     _assert_one_line(_run("score", folder, *QUICK), message)
     explained = _run("explain", folder, "--format", "json")
     assert explained.exit_code == 0, explained.output
@@ -250,7 +250,7 @@ def test_a_config_that_does_not_fit_together_leaves_no_traceback(checkpoint: Pat
     finished = subprocess.run([*COMMAND, "explain", str(folder)], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 1
     assert "Traceback" not in finished.stderr
-    assert finished.stderr.startswith("moepass: error: broken cannot be captured, so that its config may not fit")
+    assert finished.stderr.startswith("moepass: error: broken cannot be captured; perhaps the numbers of its config")
     assert finished.stderr.count("\n") == 1
 
 

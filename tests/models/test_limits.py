@@ -66,7 +66,7 @@ def test_deep_json_is_refused_wherever_it_is_read(depth: int, checkpoint: Path, 
     deep = nested(depth)
     with pytest.raises(InputError, match="line 2 of x is no JSON: it is nested deeper"):
         parse_lines([b'{"text": "a"}\n', f'{{"text": "a", "more": {deep}}}\n'.encode()], "x")
-    with pytest.raises(InputError, match="no JSON list of strings"):
+    with refused(InputError, name="labels", value=deep):
         parse_labels(deep)
     profile = tmp_path / "profile.json"
     profile.write_text(f'{{"extends": "h100", "remarks": {deep}}}')
@@ -232,18 +232,18 @@ def test_a_threshold_beyond_all_numbers_of_tokens_is_not_searched_one_by_one() -
 def test_ranks_wait_for_a_time_that_there_is(seconds: object) -> None:
     with pytest.raises(OptionError, match=r"timeout_s is .*; (it must be a number of seconds|the limit is 1e\+07 sec)"):
         limits.check_wait("timeout_s", seconds)
-    with pytest.raises(OptionError, match="option timeout_s is"):
+    with refused(OptionError, name="timeout_s"):
         parse_options({"timeout_s": seconds})
     limits.check_wait("timeout_s", 1e7)
 
 
 def test_no_more_layers_stay_than_a_model_has() -> None:
-    with pytest.raises(OptionError, match="resident_layers names 1000000000 layers; the limit is 1024"):
+    with refused(OptionError, name="resident_layers", value=10**9, expected=1024):
         Residents(layers=range(10**9))
 
 
 def test_an_emulated_link_is_no_slower_than_a_run_can_end() -> None:
-    with pytest.raises(OptionError, match="link is 'emulate:1e-300'; the slowest link has 1000 bytes/s"):
+    with refused(OptionError, name="link", value="emulate:1e-300", expected=1000):
         parse_link("emulate:1e-300")
     assert parse_link("emulate:1000").bytes_per_s == 1000
 

@@ -121,5 +121,5 @@ def test_errors_name_the_value(changes: dict[str, float], name: str) -> None:
 
 
 def test_one_text_in_chunks_has_no_formula() -> None:
-    with pytest.raises(InputError, match="chunked"):
+    with refused(InputError, name="kind", value="chunked"):
         formulas.saturation(layer_of("chunked", 8), HIDDEN, transfer_seconds=1, flops_per_s=1e9, one_sequence=True)

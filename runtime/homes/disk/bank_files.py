@@ -58,7 +58,9 @@ class BankFolder:
                 self._check_room([banks[name] for name, file in files.items() if file is None])
                 return {name: file or self._written(name, made_of[name], banks[name]) for name, file in files.items()}
         except OSError as error:
-            raise InputError(f"folder {self.folder} cannot be written to: {error.strerror or error}") from error
+            raise InputError(
+                f"folder {self.folder} cannot be written to: {error.strerror or error}", name="folder", path=self.folder
+            ) from error
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{quote(name or 'experts', safe='')}.safetensors"
@@ -73,7 +75,7 @@ class BankFolder:
         except CheckpointError:
             file = None
         if file is None or _MADE_OF not in file.header.metadata:
-            raise InputError(f"{path} is no bank that moepass wrote; give a folder of its own")
+            raise InputError(f"{path} is no bank that moepass wrote; give a folder of its own", path=path)
         if file.header.metadata[_MADE_OF] != made_of:
             return None
         for tensor in tensors.values():
@@ -87,7 +89,13 @@ class BankFolder:
         needed = sum(tensor.nbytes for tensors in banks for tensor in tensors.values())
         free = shutil.disk_usage(self.folder).free
         if needed > free:
-            raise InputError(f"folder {self.folder} has room for {free} bytes, but the banks need {needed}")
+            raise InputError(
+                f"folder {self.folder} has room for {free} bytes, but the banks need {needed}",
+                name="folder",
+                value=free,
+                expected=needed,
+                path=self.folder,
+            )
 
     def _written(self, name: str, made_of: str, tensors: Tensors) -> DiskFile:
         path = self._path(name)
@@ -105,7 +113,9 @@ class BankFolder:
                 opened.flush()
                 os.fsync(opened.fileno())
             if _is_unread(tensors) and _made_of(tensors) != made_of:
-                raise CheckpointError(f"the checkpoint of {name} was changed while it was read; load the model again")
+                raise CheckpointError(
+                    f"the checkpoint of {name} was changed while it was read; load the model again", name=name
+                )
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -150,6 +160,6 @@ def _made_of(tensors: Tensors) -> str:
         try:
             stamp = FileStamp.of(file)
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file) from error
         digest.update(f"{file.resolve()} {stamp}\n".encode())
     return digest.hexdigest()

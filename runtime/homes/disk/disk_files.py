@@ -45,7 +45,7 @@ class DiskFile:
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be opened: {error.strerror}", path=path) from error
         self._close = weakref.finalize(self, os.close, self.descriptor)
         self._stamp = FileStamp.of(self.descriptor)
         self.header = read_header(self.descriptor, path)
@@ -56,7 +56,7 @@ class DiskFile:
         is_same = tensor.stamp == self._stamp
         if not is_same or found is None or (DTYPES.get(found.dtype), found.shape) != (tensor.dtype, tensor.shape):
             raise CheckpointError(
-                f"{self.path} was changed or replaced while the model was loaded from it; load it again"
+                f"{self.path} was changed or replaced while the model was loaded from it; load it again", path=self.path
             )
         return found.offset_bytes
 
@@ -67,7 +67,8 @@ class DiskFile:
         if now != self._stamp:
             raise CheckpointError(
                 f"{self.path} was changed while a model streams from it: it had {self._stamp.describe()}, now it has "
-                f"{now.describe()}; load the model again, and put new files in the place of old ones by renaming"
+                f"{now.describe()}; load the model again, and put new files in the place of old ones by renaming",
+                path=self.path,
             )
 
     def read(self, offset_bytes: int, nbytes: int, address: int) -> None:
@@ -79,7 +80,8 @@ class DiskFile:
                 count = os.preadv(self.descriptor, [place], offset_bytes + done)
             except OSError as error:
                 raise CheckpointError(
-                    f"bytes {offset_bytes} to {offset_bytes + nbytes} of {self.path} cannot be read: {error.strerror}"
+                    f"bytes {offset_bytes} to {offset_bytes + nbytes} of {self.path} cannot be read: {error.strerror}",
+                    path=self.path,
                 ) from error
             if count == 0:
                 break
@@ -87,7 +89,10 @@ class DiskFile:
         # After reading: what was written into the file before that shows in its time.
         self.check()
         if done < nbytes:
-            raise CheckpointError(f"{self.path} ends at byte {offset_bytes + done}, before {offset_bytes + nbytes}")
+            end, needed = offset_bytes + done, offset_bytes + nbytes
+            raise CheckpointError(
+                f"{self.path} ends at byte {end}, before {needed}", path=self.path, value=end, expected=needed
+            )
 
     def announce(self, offset_bytes: int, nbytes: int) -> None:
         """Let the kernel begin to read these bytes into its cache, unless they seem to be there."""

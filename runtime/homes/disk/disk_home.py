@@ -70,7 +70,9 @@ class DiskPacker:
         Raises InputError where the platform cannot read into a slot.
         """
         if not hasattr(os, "preadv"):
-            raise InputError("this platform has no preadv, which home='disk' needs; use home='host'")
+            raise InputError(
+                "this platform has no preadv, which home='disk' needs; use home='host'", name="home", value="disk"
+            )
         self.home = DiskHome()
         self._folder = None if folder is None else BankFolder(Path(folder))
         self._keeps_pages = keeps_pages
@@ -88,7 +90,8 @@ class DiskPacker:
             name, reason = next(iter(made.items()))
             raise InputError(
                 f"{name}{reason}; name a folder with room for {needed} bytes, where such banks are written once: "
-                "home=moepass.Disk(folder=...)"
+                "home=moepass.Disk(folder=...)",
+                name="folder",
             )
         written = self._folder.write({name: banks[name] for name in made}) if made and self._folder else {}
         for index, (name, tensors) in enumerate(banks.items()):

@@ -54,7 +54,12 @@ class HybridPacker(PeerPacker):
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """Raises InputError for more banks than a board has numbers for; else as `PeerPacker`."""
         if len(specs) > MOST_BANKS:
-            raise InputError(f"home='hybrid' takes {MOST_BANKS} banks at most, and the model has {len(specs)}")
+            raise InputError(
+                f"home='hybrid' takes {MOST_BANKS} banks at most, and the model has {len(specs)}",
+                name="the number of banks",
+                value=len(specs),
+                expected=MOST_BANKS,
+            )
         super().agree_on(specs, digests)
 
     def connect(self, banks: Sequence[Bank]) -> None:

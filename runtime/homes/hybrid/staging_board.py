@@ -34,7 +34,10 @@ def check_machine() -> None:
     if platform.machine() not in _ORDERED_MACHINES:
         raise InputError(
             f"this machine is {platform.machine()!r}; home='hybrid' works on x86-64 only so far, because other "
-            "processors may show the bytes of a staging buffer before the word that describes them; use home='peer'"
+            "processors may show the bytes of a staging buffer before the word that describes them; use home='peer'",
+            name="machine",
+            value=platform.machine(),
+            expected=_ORDERED_MACHINES,
         )
 
 

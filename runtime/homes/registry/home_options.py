@@ -145,6 +145,6 @@ class Disk(HomeOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.page_cache not in PAGE_CACHES:
-            raise OptionError(f"page_cache is {self.page_cache!r}; it must be one of {one_of(PAGE_CACHES)}")
+            raise OptionError.wrong("page_cache", self.page_cache, f"one of {one_of(PAGE_CACHES)}")
         if self.folder is not None and not isinstance(self.folder, (str, os.PathLike)):
-            raise OptionError(f"folder is {self.folder!r}; it must be the path of a folder, or None")
+            raise OptionError.wrong("folder", self.folder, "the path of a folder, or None")

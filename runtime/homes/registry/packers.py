@@ -67,10 +67,8 @@ def options_of(home: str | HomeOptions) -> HomeOptions:
     if isinstance(home, HomeOptions):
         return home
     if not isinstance(home, str) or home not in RUNNING_HOMES:
-        raise OptionError(
-            f"home is {home!r}; it must be one of {one_of(RUNNING_HOMES)}, or its options, such as "
-            "moepass.Peer(timeout_s=300)"
-        )
+        expected = f"one of {one_of(RUNNING_HOMES)}, or its options, such as moepass.Peer(timeout_s=300)"
+        raise OptionError.wrong("home", home, expected)
     return RUNNING_HOMES[home].options()
 
 
@@ -84,6 +82,9 @@ def make_packer(options: HomeOptions, device: torch.device) -> Packer:
     if device.type not in devices:
         raise InputError(
             f"device is {device}; home={options.home!r} works on {' and '.join(devices)} only so far, use home='host' "
-            "there"
+            "there",
+            name="device",
+            value=str(device),
+            expected=devices,
         )
     return RUNNING_HOMES[options.home].make_packer(options, device)

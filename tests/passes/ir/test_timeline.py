@@ -214,7 +214,7 @@ def test_a_device_without_a_recording_says_so(streaming: Streaming) -> None:
 
     executor = Executor.__new__(Executor)
     executor._owner = OwnerProcess()
-    with moepass.record_timeline(), pytest.raises(InputError, match="computes on meta, where nothing tells when"):
+    with moepass.record_timeline(), pytest.raises(InputError, match="computes on meta, where times cannot be measured"):
         executor([torch.empty(1, device="meta")])
 
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from backend_helper import Stack, tokens
+from error_fields import refused
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -168,6 +169,6 @@ def test_the_bank_is_not_removed_as_a_parametrization(leave: bool) -> None:
     model = plain()
     expected = model(tokens())
     moepass.offload_experts(model)
-    with pytest.raises(moepass.InputError, match="`up` is the bank that it was offloaded to, and cannot be removed"):
+    with refused(moepass.InputError, name="up"):
         parametrize.remove_parametrizations(model.blocks[0], "up", leave_parametrized=leave)
     assert torch.equal(model(tokens()), expected)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adopted_stacks import SMALL, compile_whole, hidden_rows, stays_exact
+from error_fields import refused
 from ranks import RankError, run_ranks
 
 import moepass
@@ -213,7 +214,7 @@ def _inference_tensors_change() -> None:
         compiled = compile_whole(model)
         compiled(hidden)
         model.moe[0].experts.gate_up_proj.mul_(2.0)
-        with pytest.raises(moepass.InputError, match=r"expert weights of moe\.0\.experts were changed"):
+        with refused(moepass.InputError, name="moe.0.experts"):
             compiled(hidden)
 
 

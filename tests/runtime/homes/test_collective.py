@@ -299,7 +299,7 @@ def test_with_pull_there_is_nothing_to_join() -> None:
 def test_the_option_of_the_backend_is_checked() -> None:
     assert parse_options({"transport": "collective"}).adoption().transport == "collective"
     assert parse_options({}).adoption().transport == "pull"
-    with pytest.raises(moepass.OptionError, match=r"option transport is 'host'; it must be one of collective, pull"):
+    with pytest.raises(moepass.OptionError, match=r"transport is 'host'; it must be one of collective, pull"):
         parse_options({"transport": "host"})
     with pytest.raises(
         moepass.OptionError, match=r"option transport is 'pull', but the experts of this model were off"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_fields import refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -80,14 +81,15 @@ def test_a_file_that_is_changed_in_place_is_an_error(
     change(file.path)
     with pytest.raises(moepass.CheckpointError, match=message):
         file.check()
-    with pytest.raises(copying.CopyError, match=f"bank layer could not be copied into its slot: .*{message}"):
+    with pytest.raises(copying.CopyError, match=f"bank layer could not be copied into its slot: .*{message}") as caught:
         _copied(FileSource(file, (Piece(300, 0, 10),)), 10)
+    assert (caught.value.name, caught.value.path) == ("layer", file.path)
 
 
 def test_a_file_that_ends_early_is_an_error(file: DiskFile) -> None:
     end = file.header.nbytes
     place = torch.empty(10, dtype=torch.uint8)
-    with pytest.raises(moepass.CheckpointError, match=f"ends at byte {end}, before {end + 6}"):
+    with refused(moepass.CheckpointError, path=file.path, value=end, expected=end + 6):
         file.read(end - 4, 10, place.data_ptr())
     with pytest.raises(copying.CopyError, match=f"of {end} bytes is read up to byte {end + 1}"):
         _copied(FileSource(file, (Piece(end - 4, 0, 5),)), 10)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_fields import refused
 
 from moepass.models.errors import InputError
 from moepass.passes.machine.hardware import Conditions, Hardware
@@ -59,7 +60,7 @@ def test_on_gpus_a_profile_for_any_number_of_ranks_will_do(monkeypatch: pytest.M
 
 
 def test_what_nobody_measured_is_not_stored() -> None:
-    with pytest.raises(InputError, match="profile '1xh100-80g' does not say where it was measured"):
+    with refused(InputError, name="profile", value="1xh100-80g"):
         store_profile(load_hardware("1xh100-80g"))
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from emulated_clock import EmulatedClock
+from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -195,11 +196,13 @@ def test_a_failure_wakes_who_waits_and_is_told_to_all() -> None:
     for thread in waiting:
         thread.start()
     time.sleep(0.1)  # so that they wait most likely; the outcome is the same if they do not
-    assert groups[0].fail("by hand") == "by hand"
-    assert groups[0].fail("another reason") == "by hand"
+    assert str(groups[0].fail(PeerError("by hand", rank=0))) == "by hand"
+    assert str(groups[0].fail(PeerError("another reason"))) == "by hand"
     waiting[0].join()
     # Rank 2 may still wait for rank 1, which is told as soon as it comes.
     assert _error(groups[1].ask, (5, 0, 8), True) == "by hand"
+    with refused(PeerError, rank=0, ranks=None):
+        groups[1].check()
     waiting[1].join()
     assert texts == {0: "by hand", 2: "by hand"}
 

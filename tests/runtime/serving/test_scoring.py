@@ -169,8 +169,9 @@ def test_wrong_texts_are_refused_before_the_first_score(scorer: Scorer, text: st
 def test_a_text_must_leave_room_for_the_labels(scorer: Scorer) -> None:
     text = " ".join(["yes"] * 62)  # and <sep>: 63 of 64 tokens
     assert len(list(scorer.score([text], ["yes", "no"]))) == 1
-    with pytest.raises(InputError, match="at most 62 beside the labels' 2"):
+    with pytest.raises(InputError, match="at most 62 beside the labels' 2") as caught:
         scorer.score([text], ["good dog park"])
+    assert (caught.value.name, caught.value.value, caught.value.expected) == ("text 1", 63, 62)
 
 
 def test_max_text_tokens_cuts_the_text_and_not_the_template(checkpoint: Path) -> None:
