@@ -241,7 +241,8 @@ class Scorer:
         for tensor in inputs:
             torch._dynamo.mark_dynamic(tensor, 0)
         for tensor in inputs[:2]:
-            torch._dynamo.mark_dynamic(tensor, 1)
+            # Models that loop over tokens, as recurrent layers without a kernel do, are compiled for each width.
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
         with torch.no_grad():
             logits = self.forward(*inputs)
         read = logits.float().log_softmax(-1)[..., torch.tensor(labels.vocabulary, device=self.device)]
