@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from backend_helper import Stack, tokens
+from error_fields import refused
 from rank_memory import Segments
 from ranks import run_ranks
 from torch.distributed import distributed_c10d as c10d
@@ -177,7 +178,7 @@ def _exchanges() -> None:
     with pytest.raises(SharedMemoryError, match=r"overlapping devices .*each rank needs a GPU of its own"):
         _exchange(_memory(timeout_s=0.5), refuse)
     assert store.timeout == before
-    with pytest.raises(SharedMemoryError, match=r"that of NVSHMEM.*unset TORCH_SYMMMEM"):
+    with refused(SharedMemoryError, name="TORCH_SYMMMEM", value="NVSHMEM", expected="CUDA"):
         _exchange(_memory(timeout_s=0.5), refuse, backend="NVSHMEM")
 
 
