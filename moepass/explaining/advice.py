@@ -1,4 +1,4 @@
-"""What to change, where a forecast is not what one would wish for: each sentence with the number that it leads to."""
+"""What to change to make a forecast better: one sentence each, with the number that it leads to."""
 
 from __future__ import annotations
 
@@ -88,4 +88,4 @@ def _waiting(made: Forecast, crossover: int | None) -> Iterator[str]:
 
 def _refused(refusals: Sequence[str]) -> Iterator[str]:
     if refusals:
-        yield f"{len(refusals)} refused block(s) run as they came: the numbers hold once they are rewritten"
+        yield f"the numbers assume that all blocks are rewritten; {len(refusals)} were refused and run unchanged"

@@ -94,12 +94,12 @@ class MoEBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """What was not taken, where, and why. It runs as it came.
+    """Something that was not rewritten: where, and why. It runs unchanged.
 
     `where` is the path of a module where that is known, `source_line` the line of the model that the node came from, as
     `moe.py:123, in forward: rows = exchange(...)`. `group` names the process group whose other ranks must leave the
-    block too, since it still talks to them; it is empty where nothing is at stake, or where all ranks refuse by what
-    they all know. What `crosses_ranks` goes on talking to other ranks.
+    block unchanged too, since it still communicates with them; it is empty if it does not, or if all ranks refuse the
+    block for a reason that they all know. `crosses_ranks`: it still communicates with other ranks.
     """
 
     node: str
@@ -181,7 +181,7 @@ class Dispatch:
 
 @dataclasses.dataclass(frozen=True)
 class GatherSignature:
-    """How often a run gathers, through how many slots, and a digest of when which bank comes into which of them."""
+    """Number of gathers and slots of a run, and a digest of which bank enters which slot in which order."""
 
     digest: int = 0
     gathers: int = 0

@@ -67,7 +67,7 @@ class LayerSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Over how many devices one layer is split: attention by heads, MLPs and experts by width, experts one by one.
+    """Number of devices that share a layer's attention heads, MLP widths and experts.
 
     With `experts` a device has fewer experts, but computes the rows of all devices for them: as many rows as without.
     """

@@ -21,7 +21,7 @@ from moepass.passes.ir.plan import MoEBlock, Plan
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.times import collective_seconds, gather_seconds, token_exchange_seconds, work_seconds
 
-# Tokens per rank beyond which nobody asks where a crossover lies.
+# Upper limit of the search for the crossover, in tokens per rank.
 MOST_TOKENS = 1 << 24
 
 

@@ -24,7 +24,7 @@ from moepass.passes.planner.simulate import Machine, Simulation, simulate_phases
 
 DEFAULT_SLOTS = 2
 MOST_SLOTS = 4
-# Relative: what differs by less takes the same time. A bank less that stays may cost the memory its copy takes.
+# Relative differences below this count as equal. One resident bank less may cost the memory that its copy takes.
 ROUNDING = 1e-3
 
 NO_PROFILE = "no hardware profile"

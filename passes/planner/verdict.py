@@ -10,7 +10,7 @@ from moepass.passes.planner.strategies import StrategyCost
 
 # Of equally fast ones: that which moves nothing, then that which waits for nobody.
 _PREFERRED = {RESIDENT: 0, ASYNCEP: 1}
-# Parts of a step below which nobody speaks of waiting.
+# A smaller share of waiting is reported as none.
 _NOTHING = 0.0005
 # [Empirical] How far a predicted step may be off: benchmarks/prediction.py. A smaller gain is a tie.
 MODEL_ERROR = 0.10

@@ -42,7 +42,7 @@ class BankedParameter(nn.Module):
         self.layout: tuple[Any, ...] = (
             index, tensor.name, tensor.offset_bytes, list(tensor.shape), tensor.torch_dtype, store.device,
         )  # fmt: skip
-        # Else they are the operator's defaults.
+        # Leave these out where the operator's defaults apply.
         if spec.home != "host" or spec.expert_bounds or spec.format.is_encoded:
             sizes = [spec.format.home_bytes, spec.format.link_bytes, spec.format.slot_bytes]
             self.layout += (spec.home, list(spec.expert_bounds), sizes, spec.format.decoder)
@@ -63,7 +63,7 @@ class BankedParameter(nn.Module):
 
     def forward(self, original: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            # The comparison is for its guard: the plan depends on the slots.
+            # Reading `slots` makes Dynamo guard on it: the plan depends on it.
             assert self.slots >= 1
             store, bank, name = self.moepass_bank()
             read: torch.Tensor = BANK_TENSOR(self.shard, store, bank, name, *self.layout)

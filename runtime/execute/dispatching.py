@@ -31,9 +31,9 @@ logger = logging.getLogger("moepass")
 
 @dataclasses.dataclass
 class FormStatistics:
-    """Runs of one graph by form, how often the exchanged one was compiled, and the distinct segments of the last time.
+    """Runs of one graph by form, how often the exchanged form was compiled, and the segments of the last compilation.
 
-    These are None where it runs operator by operator, and before it was compiled.
+    These are None if it runs operator by operator, and before it was compiled.
     """
 
     gathered_runs: int = 0

@@ -136,7 +136,7 @@ _BINDINGS: dict[Any, type[RingOperation]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The graph, bound to a ring and to banks; None where nothing is streamed."""
+    """The graph, bound to a ring and to banks. `ring` is None if the graph streams nothing."""
 
     graph_module: GraphModule
     ring: weakref.ref[Ring] | None
@@ -287,7 +287,7 @@ class Executor:
         return sum(held.values())
 
     def _refuse_blocks(self, reason: str) -> None:
-        """Let the plan say that its blocks run as they came, because of `reason`."""
+        """Note in the plan that its blocks run unchanged, because of `reason`."""
         blocks = [block for block in self.plan.localised if block.tokens]
         refusals = [
             Refusal("the run", f"{reason}; the graph runs as it was captured", block.name, block.group)
@@ -340,7 +340,7 @@ class Executor:
                 remark = names if self._own.ring is None else f"compiled for another layer; {names}"
                 others = {spec.index: spec for spec in self.plan.banks}
                 schedule = Schedule(bind(self._top, others | specs, ring, remark), weakref.ref(ring))
-            # Adopting may have moved the inputs.
+            # Adoption may have given the parameters new storage; compute the key again.
             self._schedules.add(_memories(inputs), (tensor for of_bank in inputs for tensor in of_bank), schedule)
             if not self._own.is_alive or self._own.ring is None:
                 self._own = schedule

@@ -1,7 +1,7 @@
 """How long the runs of one graph took, and how long they waited for banks: always on, and cheap.
 
-On a CPU that is two looks at the clock; on CUDA two events per run on the compute stream, which the host does not wait
-for. What a run waited for banks its ring tells, so that other graphs and models do not count.
+On a CPU it reads the clock twice per run; on CUDA it records two events on the compute stream, which the host does not
+wait for. The ring reports how long a run waited, so other models do not count.
 """
 
 from __future__ import annotations

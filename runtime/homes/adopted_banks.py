@@ -1,8 +1,8 @@
-"""The adopted banks of one process group: which there are, where their shards lie, and when they are gone.
+"""The adopted banks of one process group: their specs, their shards, and when they are freed.
 
-A bank is known by the memory of this rank's tensors, so the code that Dynamo shares between layers finds the experts of
-each, and eager code those that compiled code reads. It goes with that memory: where a model is gone, its shards are
-unmapped, and with the last one the ring.
+The memory of this rank's tensors identifies a bank. So code that Dynamo shares between layers finds the experts of each
+layer, and eager code finds the banks of compiled code. When a model is freed, its shards are unmapped; the ring is
+freed with the last shard.
 """
 
 from __future__ import annotations

@@ -147,7 +147,9 @@ def _waiting_at_most(group: ProcessGroup, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Nothing here multicasts, and to prepare it blocks until all GPUs of a switch have joined. Read at each call."""
+    """Disable multicast: setting it up blocks until all GPUs behind the switch have joined. torch reads the variable on
+    each call.
+    """
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:

@@ -66,7 +66,7 @@ class PeerGroup:
         transport: str = PULL,
         watch: ProcessWatch | None = None,
     ) -> None:
-        """Waits for nobody. Every rank makes its groups on `store` in the same order; `title` says how.
+        """Does not block. Every rank makes its groups on `store` in the same order; `title` says how.
 
         Groups of the same ranks may share a `watch`.
 

@@ -40,7 +40,7 @@ _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 class LateGraph:
     """A compiled graph: `run` takes the graph's inputs, and is right where the `guards` hold.
 
-    Symbols are taken to be above 0, so that no guard tells sizes of 0 apart: the `empty` ones have to be the same.
+    Guards assume positive sizes, so the set of sizes that are 0 (`empty`) must match exactly.
     `segments` were compiled for it; None where it runs operator by operator.
     """
 

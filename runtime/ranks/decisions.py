@@ -5,8 +5,8 @@ block that two ranks take with different experts would be wrong. So every rank t
 comes here before anything is compiled, whatever it found in it, and all come out with the same decision.
 
 A decision holds for the life of the group. A rank that captures the same block again, for another shape, keeps it and
-waits for nobody. Where nobody took a block it stays as it came in every graph to come, even in one in which it could be
-taken, as for another branch of the model: ranks that run their old graphs exchange, and would not hear of it.
+does not wait. A block that no rank rewrote stays unchanged in all later graphs of the group, even where it could be
+rewritten, such as in another branch of the model: ranks that run their old graphs exchange, and would not notice.
 
 Several layers can have one name, where they are compiled one by one, and one layer can be captured in several ways,
 where a Python flag chooses what its experts compute. Once ranks took such a name in two ways, or left some exchanges
@@ -38,7 +38,7 @@ MEETING = (
     "order: a rank that runs a model or a part of it uncompiled stays behind"
 )
 
-_STAYS = "all ranks left it as it came in a graph that they compiled before, and leave it in all graphs since: "
+_STAYS = "all ranks left it unchanged in a graph that they compiled before, and leave it in all graphs since: "
 
 # What the digests `experts` and `tokens` of a block are made of.
 Texts = tuple[Sequence[str], Sequence[str]]
@@ -103,13 +103,13 @@ class BlockDecisions:
             self._go_alone(own, "they came before this rank, and left")
             return
         changed = self._change(own)
-        is_dispensable = not own.takes and changed is None
+        is_optional = not own.takes and changed is None
         title = MEETING if changed is None else f"{MEETING}. On rank {rank} {changed}"
         try:
-            rendezvous = Rendezvous(store, rank, size, timeout_s, title, is_dispensable)
+            rendezvous = Rendezvous(store, rank, size, timeout_s, title, is_optional)
             proposals = [proposal for _, proposal in rendezvous.exchange("list of blocks", own, Proposal)]
         except PeerError as error:
-            if not is_dispensable:
+            if not is_optional:
                 raise
             self._go_alone(own, str(error))
             return
@@ -176,7 +176,7 @@ class BlockDecisions:
         for block in own.leaves:
             if block.name in self._taken:
                 return (
-                    f"block {block.name}, which all ranks took before, stays as it came in this graph, because "
+                    f"block {block.name}, which all ranks took before, stays unchanged in this graph, because "
                     f"{block.reason}"
                 )
         for name in dict.fromkeys(block.name for block in own.takes):
@@ -185,9 +185,9 @@ class BlockDecisions:
         return None
 
     def _go_alone(self, own: Proposal, reason: str) -> None:
-        """Nothing that this rank does depends on the others: its graphs stay as they came."""
+        """Leave this rank's graphs unchanged; then nothing that it does depends on other ranks."""
         self._is_alone = True
-        logger.warning("blocks that run as they came could not be compared with the other ranks: %s", reason)
+        logger.warning("blocks that run unchanged could not be compared with the other ranks: %s", reason)
 
 
 def _why_nobody_takes(name: str, proposals: Sequence[Proposal]) -> str:
@@ -209,7 +209,7 @@ def _keys(proposal: Proposal) -> list[tuple[str, str]]:
     return keys or [("\n".join(proposal.exchanges), "")]
 
 
-# Those of a group.
+# One BlockDecisions per process group.
 decisions_of = OfGroup(lambda group: BlockDecisions())
 
 

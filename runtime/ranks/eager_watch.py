@@ -1,13 +1,13 @@
-"""A rank that Dynamo sends to eager mode is an error at once, on all ranks; so is one that met nobody.
+"""Raise on all ranks if Dynamo falls back to eager on one of them, or if ranks missed each other.
 
-Where a graph's exchanges were taken out, no rank joins them any more. A rank whose model Dynamo stops compiling, since
-it was compiled too often, would run them again, uncompiled, and wait for nobody. It gets an error in their place; the
-others find it in the store of the group before a later run. (A function that Dynamo cannot capture for another shape
-still has its parts compiled, which come to `decisions.py`.) Where `torch.compiler.set_stance` sends new shapes
-to eager mode, no code of ours runs when that happens, so a run before is refused.
+In a rewritten graph no rank joins the exchanges any more. If Dynamo stops compiling a rank's model (recompile limit),
+that rank would run the exchanges uncompiled, and wait for ranks that never come. It raises an error instead; the others
+find the error in the store of the group before a later run. (If Dynamo cannot capture a function for another shape, it
+still compiles the function's parts, and these reach `decisions.py`.) If `torch.compiler.set_stance` sends new shapes to
+eager mode, no code of ours runs at that moment, so an earlier run refuses that setting.
 
-A rank that waited for others in vain, because of something that it alone compiled or brought, was computing with them
-until then: what they made of its experts may be wrong. They find that out in the same way.
+A rank may wait in vain for a meeting that it alone began. The others were computing with its experts until then, and
+their results may be wrong. They find the error in the same way.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ ranks compared how these are computed when they compiled. What they are computed
 they compare here, by checksums: in the first run of a graph, in the next one after parameters changed on any rank, and
 in every run while any rank has `debug` on.
 
-What happens on one rank the others cannot know, so ranks tell each other in every run: a few bytes, which name the
-comparison that the rank's parameters are known from. Where these are not the same on all ranks, all compare. All ranks
-run such a graph equally often, since its tokens are everybody's.
+A rank cannot see changes on another rank. So in every run each rank sends the number of the comparison that covers its
+parameters. If the numbers differ, all ranks compare again. All ranks run such a graph equally often, since all have the
+same tokens.
 
-What tells that a parameter changed:
+How a rank notices that a parameter changed:
 
 memory    where it lies
 version   torch counts writes in place; not those through `.data` or numpy, by `dist.recv` or `dist.broadcast`, nor any
@@ -148,7 +148,7 @@ class ReplicaCheck:
         return rendezvous.number, explain_difference(by_rank, "the inputs that it is computed from")
 
 
-# Those of a group.
+# One Comparisons per process group.
 comparisons_of = OfGroup(lambda group: Comparisons())
 
 

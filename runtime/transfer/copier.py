@@ -64,7 +64,7 @@ class Copier:
         raise NotImplementedError
 
     def event(self) -> object:
-        """ "Everything issued so far has been done." """
+        """An event that fires when all work issued so far is done."""
         raise NotImplementedError
 
     def abandon(self, filled: object) -> None:

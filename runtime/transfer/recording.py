@@ -133,7 +133,7 @@ class TimelineRecording:
         """Since the beginning of the block."""
         if isinstance(moment, float):
             return moment - self._zero
-        assert self._clock is not None, "who records an event of a device has asked for its time before"
+        assert self._clock is not None, "begin_run must precede recording on a CUDA device"
         return self._clock.seconds(moment) - self._zero
 
     def forget(self) -> None:

@@ -148,7 +148,7 @@ class Ring:
         """
         with self._lock.take():
             try:
-                # Not quiet: after a second interrupt.
+                # A second interrupt may have stopped the previous cleanup.
                 if not self._is_quiet:
                     self._give_up("a run was interrupted")
                 self._is_quiet = False

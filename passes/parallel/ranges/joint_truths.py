@@ -17,7 +17,7 @@ is asked for both ways anyhow (value_ranges.py). Places and rows carry the truth
 
 Where some of a fixed number of truths are taken, or counted, each of them must have come both ways.
 
-Truths about one expert id are one: each id is tried, so they are asked for together as they came.
+Comparisons of one expert id count as one condition: every id is tried, so only combinations that occur are required.
 
 Numbers that constants and ids give are no truths, and yet gate, shift and select as truths do: `(place >= t * n) + t`
 less 1 is 0 until an expert with t = 1 has a place beyond n. So each of them is a dependence with as many outcomes as it

@@ -33,10 +33,10 @@ _ASKED_AT_ONCE_BYTES = 4 << 20
 
 
 class DiskFile:
-    """A safetensors file, open for as long as this object lives: who deletes or replaces it does no harm.
+    """A safetensors file, open for as long as this object lives.
 
-    Whoever changes it in place does; then everything here raises CheckpointError, which names it. A new name, owner or
-    mode is no such change.
+    Deleting or replacing the file is harmless. Changing it in place raises CheckpointError. A new name, owner or mode
+    does not count as a change.
     """
 
     def __init__(self, path: Path) -> None:

@@ -61,7 +61,7 @@ class SpreadOptions(HomeOptions):
         group: the ranks; by default all of torch.distributed, which must be initialised.
         timeout_s: seconds that ranks wait for each other while the model is offloaded.
 
-    Raises OptionError for a timeout that is no time to wait.
+    Raises OptionError for a timeout that is not a positive number.
     """
 
     group: ProcessGroup | None = None

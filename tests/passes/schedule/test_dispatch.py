@@ -211,7 +211,7 @@ def test_what_is_no_machine_is_refused(value: object) -> None:
 
 
 def test_a_crossover_is_given_or_computed_not_both() -> None:
-    with pytest.raises(moepass.OptionError, match=r"all_to_all_below is 8 and hardware '8xh100-80g'.*give one of both"):
+    with pytest.raises(moepass.OptionError, match=r"all_to_all_below is 8 and hardware is '8xh100-80g'.*give either"):
         parse_options({"all_to_all_below": 8, "hardware": "8xh100-80g"})
 
 

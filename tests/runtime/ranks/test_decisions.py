@@ -247,7 +247,7 @@ def _refuses_later() -> str:
 def test_a_block_that_is_refused_later_is_an_error_within_the_timeout() -> None:
     _, message = run_ranks(2, _refuses_later)
     assert "rank 0 did not publish a list of blocks within 2 s" in message
-    assert "block moe.0.experts, which all ranks took before, stays as it came in this graph, because it" in message
+    assert "block moe.0.experts, which all ranks took before, stays unchanged in this graph, because it" in message
 
 
 def _one_is_not_compiled() -> None:
@@ -316,7 +316,7 @@ def test_what_all_ranks_left_one_rank_leaves_for_its_other_shapes_too() -> None:
     assert len(own) > 1
     assert own[0].keys() == own[-1].keys() == set(BLOCKS)
     for name in BLOCKS:
-        assert "all ranks left it as it came in a graph that they compiled before" in own[-1][name]
+        assert "all ranks left it unchanged in a graph that they compiled before" in own[-1][name]
 
 
 def test_what_was_left_stays_left_whatever_else_is_decided() -> None:
@@ -324,7 +324,7 @@ def test_what_was_left_stays_left_whatever_else_is_decided() -> None:
     decisions._remember([_proposal(leaves=("a",)), _proposal(leaves=("a",))], {})
     # Without a group: nobody meets.
     (reason,) = decisions.decide(None, _proposal("a"), None, 0.0).values()  # type: ignore[arg-type]
-    assert reason.startswith("all ranks left it as it came in a graph that they compiled before, ")
+    assert reason.startswith("all ranks left it unchanged in a graph that they compiled before, ")
     assert reason.endswith(": rank 0 cannot take it: it is odd")
     assert not decisions.must_agree(_proposal(leaves=("a",)))
     # Where something else has to be compared, all ranks come with it, and it is left all the same.
