@@ -1,1 +1,1 @@
-"""The report on a model and a machine: what is found, and how it is shown. Imports no other room of moepass."""
+"""The report on a model and a machine: what is found, and how it is shown. Imports no other room."""

@@ -88,4 +88,4 @@ def _waiting(made: Forecast, crossover: int | None) -> Iterator[str]:
 
 def _refused(refusals: Sequence[str]) -> Iterator[str]:
     if refusals:
-        yield f"the numbers assume that all blocks are rewritten; {len(refusals)} were refused and run unchanged"
+        yield f"the numbers assume that all blocks are rewritten; {len(refusals)} were refused, and run unchanged"

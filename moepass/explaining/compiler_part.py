@@ -38,7 +38,7 @@ def compiler_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart
     """
     if not is_stored(found.preset, lower):
         return captured_part(found, slots, lower)
-    return stored_part(found.preset, slots)
+    return preset_part(found.preset, slots)
 
 
 def is_stored(model: str, lower: str) -> bool:
@@ -46,7 +46,7 @@ def is_stored(model: str, lower: str) -> bool:
     return lower == STORED_LOWERING and model in _stored().parts and _stored().versions == installed_versions()
 
 
-def stored_part(preset: str, slots: int) -> CompilerPart:
+def preset_part(preset: str, slots: int) -> CompilerPart:
     """What is stored of a preset. Raises KeyError for what is none."""
     parts = _stored().parts[preset]
     part = parts[min(slots, len(parts)) - 1]

@@ -17,7 +17,7 @@ from moepass.explaining.compiler_part import compiler_part
 from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import ExplainedModel, explained_model
-from moepass.explaining.forecasts import best_home, stored_assumption, stored_part
+from moepass.explaining.forecasts import best_home, stored_assumption, stored_part, why_nothing_fits
 from moepass.explaining.how_to_run import how_to_run
 from moepass.explaining.report import (
     REPORT_SCHEMA,
@@ -171,7 +171,7 @@ def explain(
             strategy,
             schedule,
             _checkpoint(model),
-            best.cost(best.chosen).fits,
+            why_nothing_fits(best),
             setting.dtype,
             machine.device_kind,
             architecture.stored,

@@ -242,7 +242,7 @@ class Plan:
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
     def gathers(self) -> GatherSignature:
-        """What ranks that gather together compare of their plans.
+        """The part of a plan that ranks compare before they gather together.
 
         Banks count by their order alone, because layers that share code share a plan.
         """
