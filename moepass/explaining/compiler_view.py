@@ -91,7 +91,7 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
     table.add_row("refused", Text("\n".join(refusals) or "nothing"))
     if plan.slot_stays:
         ring = f"{_bytes(plan.device_bank_bytes)} = {_count(plan.slots, 'slot')} x {_bytes(plan.slot_bytes)}"
-        ring += f" + {_bytes(plan.staging_bytes)} to decode from" if plan.staging_bytes else ""
+        ring += f" + {_bytes(plan.encoded_buffer_bytes)} to decode from" if plan.encoded_buffer_bytes else ""
         table.add_row(
             "memory",
             Text(

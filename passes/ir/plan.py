@@ -115,12 +115,12 @@ class Refusal:
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalisedBlock:
-    """A block whose expert parallelism can be taken out, as far as this rank can tell.
+class LocalBlock:
+    """A block of expert parallelism that this rank can replace by its local form.
 
-    The other ranks must say the same of it: `experts` is a digest of everything between a row and its expert's output.
-    Where its tokens, ids and weights must be the same on all ranks, `tokens` is a digest of how they are computed, else
-    empty. `weights` are types and shapes of the expert weights of all ranks together.
+    All ranks compare these fields before any of them does. `experts` is a digest of everything between a row and its
+    expert's output. `tokens` is a digest of how tokens, ids and weights are computed, if they must be the same on all
+    ranks, else empty. `weights` are types and shapes of the expert weights of all ranks together.
     """
 
     name: str
@@ -211,7 +211,7 @@ class Plan:
     reason: str = "not planned yet"
     blocks: tuple[MoEBlock, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    localised: tuple[LocalisedBlock, ...] = ()
+    local_blocks: tuple[LocalBlock, ...] = ()
     replicated: tuple[str, ...] = ()
     banks: tuple[BankSpec, ...] = ()
     slots: int = 0
@@ -264,15 +264,15 @@ class Plan:
         return len(self.segments)
 
     @property
-    def staging_bytes(self) -> int:
-        """Bytes of the ring's staging buffer: the largest encoded bank on its way; 0 where none is encoded."""
+    def encoded_buffer_bytes(self) -> int:
+        """Bytes of the ring's encoded buffer: the largest encoded bank on its way; 0 where none is encoded."""
         formats = [self.bank(stay.bank).format for stay in self.slot_stays]
         return max((found.link_bytes for found in formats if found.is_encoded), default=0)
 
     @property
     def device_bank_bytes(self) -> int:
         """Bytes that streamed banks occupy on the compute device: the ring, whatever the depth."""
-        return self.slots * self.slot_bytes + self.staging_bytes
+        return self.slots * self.slot_bytes + self.encoded_buffer_bytes
 
     @property
     def streamed_bytes(self) -> int:

@@ -17,7 +17,7 @@ from torch.fx import Graph
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import module_path
 from moepass.passes.graph.refusals import COLLECTIVES_STAY
-from moepass.passes.ir.plan import LocalisedBlock, Plan, Refusal
+from moepass.passes.ir.plan import LocalBlock, Plan, Refusal
 
 NO_CROSSOVER = "none"
 # Until the texts of all ranks tell what differs.
@@ -40,7 +40,7 @@ class Proposal:
     below how many tokens per rank runs are to be exchanged, in words.
     """
 
-    takes: tuple[LocalisedBlock, ...] = ()
+    takes: tuple[LocalBlock, ...] = ()
     leaves: tuple[RefusedBlock, ...] = ()
     exchanges: tuple[str, ...] = ()
     crossover: str = NO_CROSSOVER
@@ -48,7 +48,7 @@ class Proposal:
     @staticmethod
     def of(plan: Plan, group: str, exchanges: Sequence[str], crossover: str) -> Proposal:
         """That of the rank whose `plan` it is."""
-        takes = tuple(block for block in plan.localised if block.group == group)
+        takes = tuple(block for block in plan.local_blocks if block.group == group)
         leaves = tuple(RefusedBlock(item.where, _in_full(item)) for item in plan.refusals if item.group == group)
         return Proposal(takes, leaves, tuple(exchanges), crossover)
 

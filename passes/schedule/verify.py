@@ -14,7 +14,7 @@ edge for
     an event          from a release to the copy of the prefetch that names it in `after`,
                       and from a copy, or the decode of an encoded bank, to the acquire that takes it
 
-and a rule holds only if a path proves it. The copy of an encoded bank goes into the staging buffer, of which there is
+and a rule holds only if a path proves it. The copy of an encoded bank goes into the encoded buffer, of which there is
 one, and its decode into the slot.
 """
 
@@ -198,7 +198,7 @@ def _decoded(facts: ScheduleFacts) -> Iterator[str]:
             yield f"{filled.name} has {len(decodes)} decodes, and bank {bank} {rests}"
         for decoded in decodes:
             if following.get(filled) is not decoded:
-                # Whatever stands between may bring another bank into the staging buffer.
+                # Whatever stands between may bring another bank into the encoded buffer.
                 yield f"{decoded.name} does not stand right behind {filled.name}, whose copy it decodes"
             for tensors in facts.acquires:
                 if tensors.args[0] is filled:

@@ -88,8 +88,8 @@ class BankKeeper:
         return max((spec.format.slot_bytes for spec in self.specs()), default=0)
 
     @property
-    def staging_bytes(self) -> int:
-        """Bytes of the ring's staging buffer: the largest encoded bank on its way; 0 where none is encoded."""
+    def encoded_buffer_bytes(self) -> int:
+        """Bytes of the ring's encoded buffer: the largest encoded bank on its way; 0 where none is encoded."""
         return max((spec.format.link_bytes for spec in self.specs() if spec.format.is_encoded), default=0)
 
     def ring(self, debug: bool = False) -> Ring:
@@ -99,7 +99,7 @@ class BankKeeper:
             if self._ring is None:
                 self._ring = make_ring(self.ring_slots, self.slot_bytes, self.device, self.link, home=self.home)
             # Banks may have come since it was made.
-            self._ring.reserve(self.ring_slots, self.slot_bytes, self.staging_bytes)
+            self._ring.reserve(self.ring_slots, self.slot_bytes, self.encoded_buffer_bytes)
             # Once asked for, poisoning stays on: graphs share the ring.
             self._ring.debug = self._ring.debug or debug
             return self._ring

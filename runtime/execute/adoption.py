@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from moepass.models.errors import InputError
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.source_lines import input_name
-from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan
+from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan
 from moepass.passes.ir.protocol import Agree, Group
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
 from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_by_group
@@ -78,7 +78,7 @@ def run_checks(
     agree anyway.
     """
     exchanges = _shared_exchanges(captured, groups)
-    checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.localised else []
+    checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.local_blocks else []
     if plan.dispatch is None:
         checks += [
             RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_CROSSOVER), timeout_s)
@@ -112,7 +112,7 @@ def dispatching(
     def register(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         adopted_banks(_group(name), device).register_agreed(banks, parts)
 
-    blocks = taken_blocks(plan.localised)
+    blocks = taken_blocks(plan.local_blocks)
     return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s, blocks)
 
 
@@ -148,14 +148,14 @@ def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, d
     places = {name: place for place, name in enumerate(nodes)}
     inputs = {places[name]: input_name(nodes[name]) for name in plan.replicated}
     signature = " ".join(block.signature for block in relying)
-    blocks = taken_blocks([block for block in plan.localised if block.group == group_name])
+    blocks = taken_blocks([block for block in plan.local_blocks if block.group == group_name])
     group = functools.partial(_group, group_name)
     return ReplicaCheck(group, inputs, signature, blocks, options.timeout_s, debug)
 
 
-def _relying(plan: Plan) -> list[LocalisedBlock]:
+def _relying(plan: Plan) -> list[LocalBlock]:
     """The blocks that need the same tokens on all ranks."""
-    return [block for block in plan.localised if block.tokens]
+    return [block for block in plan.local_blocks if block.tokens]
 
 
 def _group(name: str) -> ProcessGroup:

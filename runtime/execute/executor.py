@@ -288,7 +288,7 @@ class Executor:
 
     def _refuse_blocks(self, reason: str) -> None:
         """Note in the plan that its blocks run unchanged, because of `reason`."""
-        blocks = [block for block in self.plan.localised if block.tokens]
+        blocks = [block for block in self.plan.local_blocks if block.tokens]
         refusals = [
             Refusal("the run", f"{reason}; the graph runs as it was captured", block.name, block.group)
             for block in blocks

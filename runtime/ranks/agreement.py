@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError
-from moepass.passes.ir.plan import Dispatch, LocalisedBlock
+from moepass.passes.ir.plan import Dispatch, LocalBlock
 from moepass.passes.parallel.proposals import Proposal
 from moepass.passes.schedule.dispatch import choose_form
 from moepass.runtime.ranks.agree import Topic, agree_on_run
@@ -187,7 +187,7 @@ class RunCheck:
         agreement_of(group).compare(self._blocks, self._timeout_s)
 
 
-def taken_blocks(blocks: Sequence[LocalisedBlock]) -> tuple[str, ...]:
+def taken_blocks(blocks: Sequence[LocalBlock]) -> tuple[str, ...]:
     """Names of `blocks` with a digest of their experts; the same text on all ranks."""
     return tuple(
         f"{block.name} ({block.form} {hashlib.sha256(block.signature.encode()).hexdigest()[:_DIGITS]})"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, blocks_to_leave, explain_difference
 from moepass.runtime.ranks.agree import check_equal
 from moepass.runtime.ranks.of_group import OfGroup
@@ -58,7 +58,7 @@ class BlockDecisions:
         self._owner = OwnerProcess()
 
     def decide(
-        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
+        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalBlock], Texts], timeout_s: float
     ) -> dict[str, str]:
         """Which blocks that `own` takes are left on all ranks, by name, and why: the same on every rank.
 
@@ -96,7 +96,7 @@ class BlockDecisions:
         return signature in taken and sum(weights == taken[signature] for weights in taken.values()) > 1
 
     def _meet(
-        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
+        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalBlock], Texts], timeout_s: float
     ) -> None:
         rank, size, store = group.rank(), group.size(), c10d._get_process_group_store(group)
         if skip_abandoned(store, rank) and not own.takes:
@@ -130,7 +130,7 @@ class BlockDecisions:
         rendezvous: Rendezvous,
         own: Proposal,
         names: Sequence[str],
-        texts_of: Callable[[LocalisedBlock], Texts],
+        texts_of: Callable[[LocalBlock], Texts],
     ) -> dict[str, str]:
         """Where the blocks with these names differ between ranks: every rank takes all of them."""
         texts = {block.name: texts_of(block) for block in own.takes if block.name in names}

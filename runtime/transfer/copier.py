@@ -20,7 +20,7 @@ class RingStatistics:
     """What a ring did since it was made. `waited_seconds` is the exposed time: how long the computation waited for
     banks, on a CPU by the host's clock, on CUDA by events of the compute stream.
 
-    `copied_bytes` went into slots or the staging buffer; `link_bytes` of them came over the link, the others from this
+    `copied_bytes` went into slots or the encoded buffer; `link_bytes` of them came over the link, the others from this
     rank's own shards. `decodes` counts the banks that were decoded.
     With home `hybrid`, `staged_bytes` of what runs have used came from staging buffers, `unstaged_bytes` from host
     memory.
@@ -49,7 +49,7 @@ class Copier:
     def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> object:
         """Bring `fetch` into `target`, flat uint8, once the event `after` has happened; gives `filled`.
 
-        The target is a slot, or the staging buffer, from which `decode` goes on.
+        The target is a slot, or the encoded buffer, from which `decode` goes on.
         """
         raise NotImplementedError
 

@@ -37,8 +37,8 @@ _REENTERED = (
 
 
 @dataclasses.dataclass
-class Staged:
-    """An encoded bank on its way into the staging buffer; None once its decode was issued."""
+class EncodedCopy:
+    """An encoded bank on its way into the encoded buffer; None once its decode was issued."""
 
     copied: object | None
 
@@ -87,7 +87,7 @@ class Ring:
         self._statistics = RingStatistics()
         self._buffers = _buffers(slots, slot_bytes, device)
         # Where encoded banks wait for their decode.
-        self._staging = _buffers(1, 0, device)[0]
+        self._encoded_buffer = _buffers(1, 0, device)[0]
         self._copier = copier
         self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
         self._order: LearnedOrder[Hashable, dict[int, Fetch]] = LearnedOrder()
@@ -113,31 +113,31 @@ class Ring:
     @property
     def device_bytes(self) -> int:
         """Bytes that the ring occupies on the compute device."""
-        return sum(buffer.numel() for buffer in [*self._buffers, self._staging])
+        return sum(buffer.numel() for buffer in [*self._buffers, self._encoded_buffer])
 
-    def reserve(self, slots: int, slot_bytes: int, staging_bytes: int = 0) -> None:
+    def reserve(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int = 0) -> None:
         """Make the ring larger where it is smaller than that: between two runs, which then begin with empty slots.
 
         Raises InputError inside a run of the same thread.
         """
         with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
-            staging_bytes = max(staging_bytes, self._staging.numel())
-            if slots <= self.slots and slot_bytes <= largest and staging_bytes == self._staging.numel():
+            encoded_buffer_bytes = max(encoded_buffer_bytes, self._encoded_buffer.numel())
+            if slots <= self.slots and slot_bytes <= largest and encoded_buffer_bytes == self._encoded_buffer.numel():
                 return
             self._lock.check()
             slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
             self.reset()
-            self._renew_buffers(slots, slot_bytes, staging_bytes)
+            self._renew_buffers(slots, slot_bytes, encoded_buffer_bytes)
             self._forget_runs()
 
-    def _renew_buffers(self, slots: int, slot_bytes: int, staging_bytes: int) -> None:
+    def _renew_buffers(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int) -> None:
         # The old ones go first: for a moment both would be too much.
         self._views.clear()
         self._buffers.clear()
-        del self._staging
+        del self._encoded_buffer
         self._buffers = _buffers(slots, slot_bytes, self.device)
-        (self._staging,) = _buffers(1, staging_bytes, self.device)
+        (self._encoded_buffer,) = _buffers(1, encoded_buffer_bytes, self.device)
 
     @contextlib.contextmanager
     def run(self, graph: Hashable, plan: GatherSignature) -> Iterator[None]:
@@ -178,7 +178,7 @@ class Ring:
             return self._begin_copy(fetch, buffer, after)
         filled = self._take_ahead(buffer, fetch) or self._begin_copy(fetch, buffer, self._freed.get(buffer))
         self._beginning[slot] = fetch
-        if not isinstance(filled, Staged):
+        if not isinstance(filled, EncodedCopy):
             self._fill_free_ahead()
         return filled
 
@@ -187,7 +187,7 @@ class Ring:
 
         Raises InputError where that was decoded already.
         """
-        if not isinstance(copied, Staged):
+        if not isinstance(copied, EncodedCopy):
             return copied  # it was brought and decoded before this run began
         if copied.copied is None:
             raise InputError(f"bank {bank.name} was decoded already, and cannot be from the same copy")
@@ -246,7 +246,7 @@ class Ring:
             self._drop_ahead(buffer)
         self._copier.quiesce()
         self._order = LearnedOrder()
-        self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers), self._staging.numel())
+        self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers), self._encoded_buffer.numel())
 
     def _forget_runs(self) -> None:
         self._buffer_of = list(range(self.slots))
@@ -267,7 +267,7 @@ class Ring:
             return
         self._drop_ahead(buffer)
         filled = self._begin_copy(fetch, buffer, self._freed.get(buffer))
-        if isinstance(filled, Staged):
+        if isinstance(filled, EncodedCopy):
             filled = self._decode(filled.copied, fetch.bank, buffer)
         self._ahead[buffer] = Ahead(contents, filled)
 
@@ -294,12 +294,12 @@ class Ring:
         found = fetch.bank.format
         if not found.is_encoded:
             return self._copier.submit(fetch, self._buffers[buffer], after)
-        return Staged(self._copier.submit(fetch, self._staging[: found.link_bytes], after))
+        return EncodedCopy(self._copier.submit(fetch, self._encoded_buffer[: found.link_bytes], after))
 
     def _decode(self, copied: object, bank: BankSpec, buffer: int) -> object:
         found = bank.format
         self._statistics.decodes += 1
-        link, slot = self._staging[: found.link_bytes], self._buffers[buffer][: found.slot_bytes]
+        link, slot = self._encoded_buffer[: found.link_bytes], self._buffers[buffer][: found.slot_bytes]
         return self._copier.decode(copied, codec_of(found.decoder).decode, link, slot)
 
 

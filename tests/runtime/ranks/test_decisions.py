@@ -19,7 +19,7 @@ import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
 from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import build_stack
-from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel import eliminate_expert_parallelism as eliminate_expert_parallelism
 from moepass.passes.parallel.proof.mock_run import ContractBroken
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards n
 def _proposal(
     *names: str, leaves: tuple[str, ...] = (), experts: str = "1", exchanges: tuple[str, ...] = ()
 ) -> Proposal:
-    takes = tuple(LocalisedBlock(name, "all_to_all", "0", experts) for name in names)
+    takes = tuple(LocalBlock(name, "all_to_all", "0", experts) for name in names)
     return Proposal(takes, tuple(RefusedBlock(name, "it is odd") for name in leaves), exchanges)
 
 
