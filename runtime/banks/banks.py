@@ -114,7 +114,7 @@ class BankStore(BankKeeper):
         self.banks: list[Bank] = []
         self.placed: PlacedModel | None = None
         self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
-        self._has_warned = False
+        self._has_told_of_uncompiled_calls = self._has_warned_of_graph_breaks = False
         _stores[self.number] = self
 
     def __reduce__(self) -> NoReturn:
@@ -184,19 +184,19 @@ class BankStore(BankKeeper):
         self._eager = None
 
     def _warn_of_uncompiled_code(self, bank: int) -> None:
-        if self._has_warned:
-            return
         if not _is_called_by_compiled_model():
-            if self._ring is not None:
-                self._has_warned = True
+            if not self._has_told_of_uncompiled_calls:
+                self._has_told_of_uncompiled_calls = True
                 logger.warning(
-                    "%s: this call runs the uncompiled model, whose experts are copied layer by layer without overlap, "
-                    "although it was compiled. Methods of a compiled model, as model.generate(), do that: call the "
-                    "compiled model itself, compiled(...)",
+                    "%s: this call runs the uncompiled model, whose experts are copied layer by layer without overlap. "
+                    "Compile it with torch.compile(model, backend='asyncep') and call the compiled model itself, "
+                    "compiled(...): methods of it, such as compiled.generate(...), run the uncompiled model",
                     self.banks[bank].spec.name,
                 )
             return
-        self._has_warned = True
+        if self._has_warned_of_graph_breaks:
+            return
+        self._has_warned_of_graph_breaks = True
         warnings.warn(
             f"the experts of {self.banks[bank].spec.name} are copied without overlap, because Dynamo runs this part of "
             "the compiled model uncompiled. Either it compiled the same code more often than "

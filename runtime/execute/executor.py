@@ -319,7 +319,7 @@ class Executor:
         found = [find_bank(bank, of_bank) for bank, of_bank in zip(self._banks, inputs, strict=True)]
         known = [handle for handle in found if handle is not None]
         if len(known) < len(found):
-            return self._own
+            raise InputError(_GONE)
         keeper = known[0].keeper
         if any(handle.keeper is not keeper for handle in known):
             raise InputError(

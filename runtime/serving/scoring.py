@@ -10,12 +10,13 @@ Pseudo-code
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from moepass.models.checkpoint.checkpoint_folders import Prompt
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_BATCH_SIZE, MOST_LABELS, check_limit
+
+logger = logging.getLogger("moepass")
 
 # Texts that are sorted by length together, in batches. [Empirical] Padding hardly falls further beyond this.
 WINDOW_BATCHES = 16
@@ -238,7 +241,8 @@ class Scorer:
         for tensor in inputs:
             torch._dynamo.mark_dynamic(tensor, 0)
         for tensor in inputs[:2]:
-            torch._dynamo.mark_dynamic(tensor, 1)
+            # Models that loop over tokens, as recurrent layers without a kernel do, are compiled for each width.
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
         with torch.no_grad():
             logits = self.forward(*inputs)
         read = logits.float().log_softmax(-1)[..., torch.tensor(labels.vocabulary, device=self.device)]
@@ -308,6 +312,24 @@ class _States(BaseModelOutput):  # type: ignore[misc]  # transformers has no typ
         return None
 
 
+class _GivenStates(nn.Module):
+    """In the place of a backbone: gives `states` for any input, and otherwise has what the backbone has."""
+
+    def __init__(self, backbone: nn.Module, states: torch.Tensor) -> None:
+        super().__init__()
+        self.__dict__["backbone"] = backbone  # not as a child
+        self.states = states
+
+    def forward(self, *args: object, **kwargs: object) -> _States:
+        return _States(last_hidden_state=self.states)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["backbone"], name)
+
+
 @torch.no_grad()
 def _head_is_plain(model: PreTrainedModel) -> bool:
     """True where the output matrix on the backbone's states gives the model's own logits, to the bit.
@@ -317,13 +339,21 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
     """
     head, backbone = model.get_output_embeddings(), model.base_model
     weight = getattr(head, "weight", None)
-    if head is None or weight is None or backbone is model:
+    if head is None or weight is None or backbone is not model._modules.get(model.base_model_prefix):
         return False
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, 3, weight.shape[-1], generator=generator).to(weight.device, weight.dtype)
-    with mock.patch.object(backbone, "forward", return_value=_States(last_hidden_state=states)):
-        try:
-            logits = model(input_ids=torch.tensor([[1, 0, 1]], device=weight.device), use_cache=False).logits
-        except (TypeError, AttributeError, IndexError):  # it needs more of its backbone than states
-            return False
+    # The model with another backbone; the model itself stays as it is, for threads that run it.
+    probe = copy.copy(model)
+    probe.__dict__["_modules"] = {**model._modules, model.base_model_prefix: _GivenStates(backbone, states)}
+    try:
+        logits = probe(input_ids=torch.tensor([[1, 0, 1]], device=weight.device), use_cache=False).logits
+    except (TypeError, AttributeError, IndexError) as error:
+        logger.info(
+            "logits are computed for every token: %s needs more of its backbone than states (%s: %s)",
+            type(model).__name__,
+            type(error).__name__,
+            error,
+        )
+        return False
     return torch.equal(logits, head(states))

@@ -50,15 +50,18 @@ def test_memory_on_the_device_counts_what_eager_mode_holds_until_a_graph_is_comp
     assert store.device_bytes == store.ring().device_bytes == store.ring_bytes
 
 
-def test_calling_the_uncompiled_model_beside_the_compiled_one_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("runs_compiled_first", [False, True])
+def test_calls_of_the_uncompiled_model_are_said_once(
+    runs_compiled_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Stack(depth=2)
     moepass.offload_experts(model)
-    model(tokens())
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"})
-    compiled(tokens())
+    if runs_compiled_first:
+        compiled(tokens())
     assert "uncompiled" not in caplog.text
     for _ in range(2):
-        model(tokens())  # as `compiled.generate(...)` would
+        model(tokens())  # as `compiled.generate(...)` does
     assert caplog.text.count("this call runs the uncompiled model") == 1
 
 

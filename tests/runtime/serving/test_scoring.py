@@ -30,6 +30,7 @@ TEXTS = [
     "mat on",
 ]
 # One token each; of several tokens; one that begins with another; one that shares a beginning with another.
+EAGER = {"lower": "eager"}
 LABELS = ["yes", "no", "maybe good", "good dog park", "yes dog", "good bad"]
 
 
@@ -131,6 +132,20 @@ def test_streamed_and_compiled_gives_the_same_with_one_compilation(scorer: Score
             for ours, theirs in zip(results, scorer.score(TEXTS, ["yes", "no"]), strict=True):
                 _assert_close(ours, theirs)
     assert [item.plan.strategy for item in compilations] == ["asyncep"]
+
+
+@pytest.mark.slow
+def test_a_model_that_loops_over_tokens_is_compiled_for_each_width(tmp_path: Path) -> None:
+    folder = save_tiny_checkpoint(tmp_path / "jamba", "jamba")
+    plain = Scorer.of(load_model(folder), load_tokenizer(folder), Prompt("{text}<sep>"))
+    model = load_model(folder)
+    moepass.offload_experts(model)
+    streamed = Scorer.of(
+        model, plain.tokenizer, plain.prompt, lambda module: torch.compile(module, backend="asyncep", options=EAGER)
+    )
+    for texts in (TEXTS[:2], TEXTS[3:4]):
+        for ours, theirs in zip(streamed.score(texts, ["yes", "no"]), plain.score(texts, ["yes", "no"]), strict=True):
+            _assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(
