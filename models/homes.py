@@ -103,6 +103,10 @@ HOMES: dict[str, HomeRecord] = {
 }
 
 
+# The home of experts that a model with expert parallelism has already: the parameters of each rank are its shard.
+ADOPTED = HOMES["peer"]
+
+
 def home_named(name: str) -> HomeRecord:
     """Raises InputError for a name that no home has."""
     if name not in HOMES:

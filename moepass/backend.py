@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from moepass.dump import GraphDump
 from moepass.models.errors import InputError
+from moepass.models.homes import ADOPTED
 from moepass.options import Options, parse_options
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.collectives import group_names
@@ -233,7 +234,7 @@ def _as_linked(options: Options) -> Hardware | None:
     rate = options.adoption().link.bytes_per_s
     if options.hardware is None or rate is None:
         return options.hardware
-    return with_emulated_link(options.hardware, rate, ("peer",))
+    return with_emulated_link(options.hardware, rate, [use.link for use in ADOPTED.travel])
 
 
 def _log(plan: Plan) -> None:

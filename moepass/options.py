@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moepass.models.errors import OptionError, one_of
+from moepass.models.homes import ADOPTED
 from moepass.models.limits import check_wait
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.execute.adoption import AdoptionOptions
@@ -126,7 +127,7 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
         parse_link(link)
     transport = given.get("transport")
     if transport is not None:
-        check_transport(transport, "option transport")
+        check_transport(transport, ADOPTED, "option transport")
     below = given.get("all_to_all_below")
     if below is not None and (not isinstance(below, int) or isinstance(below, bool) or not 1 <= below <= LARGEST_EXACT):
         raise OptionError(

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.models.homes import ADOPTED
 from moepass.passes.graph.collectives import collective_of, communications_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, map_nodes, positions
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -199,7 +200,7 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
         tensors.append((role, (block.experts, *(int(size) for size in value.shape[1:])), value.dtype))
     layout = pack_layout(tensors)
     return BankSpec(
-        index, block.name, "peer", BankFormat.plain(layout.nbytes), layout.tensors, block.bounds, block.group_name
+        index, block.name, ADOPTED.name, BankFormat.plain(layout.nbytes), layout.tensors, block.bounds, block.group_name
     )
 
 

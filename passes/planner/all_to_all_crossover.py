@@ -57,8 +57,10 @@ class CrossoverEstimate:
         symbols = sorted(tokens.free_symbols, key=str)
         self.grows = next((one for one in symbols if tokens.diff(one).diff(one) == 0), None)
         self.captured_tokens = max(1.0, self._tokens_at(self.sizes))
-        banks = [plan.bank(block.bank).format.link_bytes for block in self.blocks if block.bank is not None]
-        self.transfer = sum(gather_seconds(self.hardware, nbytes, "peer", transport) for nbytes in banks)
+        banks = [plan.bank(block.bank) for block in self.blocks if block.bank is not None]
+        self.transfer = sum(
+            gather_seconds(self.hardware, bank.format.link_bytes, bank.home, transport) for bank in banks
+        )
 
     def seconds(self, tokens: float) -> FormSeconds:
         """Both forms with `tokens` tokens on every rank."""

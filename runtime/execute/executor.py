@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from moepass.models.errors import InputError, MoepassError
+from moepass.models.homes import home_named
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.input_sizes import read_sizes, size_sources
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call
@@ -276,7 +277,7 @@ class Executor:
         at_rest = {
             place
             for bank, places in zip(self._banks, self._inputs, strict=True)
-            if bank.home != "peer"
+            if not home_named(bank.home).keeps_shards_on_device
             for place in places
         }
         held = {

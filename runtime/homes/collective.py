@@ -230,5 +230,5 @@ def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) ->
 
 
 def make_transport(name: str, link: Link) -> Transport:
-    """The transport of home `peer` with that name, one of `TRANSPORTS`."""
+    """The transport with that name, of a home that each rank reads from the others."""
     return CollectiveTransport(link) if name == COLLECTIVE else Transport(name)

@@ -141,7 +141,7 @@ class PeerGroup:
         yield Topic("the number of ranks", self.size, remedy)
         yield Topic("the transport", self.transport, remedy)
         yield Topic("the machine", None if process is None else process.machine, remedy)
-        yield Topic("the number of staging buffers of home='hybrid'", staging_buffers, remedy)
+        yield Topic("the number of staging buffers", staging_buffers, remedy)
         yield Topic("the kind of device", device_type, remedy)
         yield Topic("the number of banks", len(banks), remedy)
         for bank, digest in zip(banks, digests, strict=True):

@@ -58,7 +58,7 @@ from moepass.runtime.offload.offload import (
     resolve_device,
     split_layers,
 )
-from moepass.runtime.offload.placement import BankRoute, PlanWish
+from moepass.runtime.offload.placement import PlanWish
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.ranks.agree import Topic, agree
 
@@ -126,7 +126,7 @@ def load_pretrained(
             plan = _plan(path, dtype, experts_implementation, residents)
             if memory_budget is not None:
                 # As offload_experts will decide it: the weights that stay are read as dense ones are.
-                route = BankRoute.of(options, resolve_device(plan.model, device))
+                route = options.route(resolve_device(plan.model, device))
                 wish = PlanWish(memory_budget, hardware, tokens)
                 placement = place_experts(plan.model, wish, route, residents, slots)
                 plan = dataclasses.replace(plan, residents=placement.residents)

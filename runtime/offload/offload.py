@@ -16,9 +16,9 @@ from moepass.runtime.banks.banked_modules import BankedParameter, bank_parameter
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.host_home import Packer
-from moepass.runtime.homes.registry.home_options import HomeOptions
+from moepass.runtime.homes.registry.home_options import BankRoute, HomeOptions
 from moepass.runtime.homes.registry.packers import make_packer, options_of
-from moepass.runtime.offload.placement import BankRoute, Placement, PlanWish, place
+from moepass.runtime.offload.placement import Placement, PlanWish, place
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.transfer.link import parse_link
 
@@ -159,7 +159,7 @@ def offload_experts(
         raise OptionError(f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation")
     given = Residents(resident_bytes, resident_layers)
     compute_device = resolve_device(model, device)
-    route = BankRoute.of(options, compute_device)
+    route = options.route(compute_device)
     placement = place_experts(model, PlanWish(memory_budget, hardware, tokens), route, given, slots)
     banks, resident = split_layers(model, placement.residents)
     if resident and not banks and given.is_given:
