@@ -17,7 +17,6 @@ import msgspec
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from moepass.runtime.calibrate.experiments import Sizes
 from moepass.runtime.calibrate.measure_collectives import collective_experiments
@@ -26,6 +25,7 @@ from moepass.runtime.calibrate.measure_overlap import measure_overlap
 from moepass.runtime.calibrate.measure_transfers import open_lanes, transfer_experiments
 from moepass.runtime.calibrate.stopwatch import Timing
 from moepass.runtime.system.device_names import device_name
+from moepass.runtime.torch_private import default_group, store_of
 
 # Takes (points done, points in all, what comes next).
 Report = Callable[[int, int, str], object]
@@ -85,11 +85,11 @@ def measure_rank(sizes: Sizes, device: torch.device, report: Report) -> RankMeas
     """
     grouped = dist.is_initialized() and dist.get_world_size() > 1
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-    store = c10d._get_process_group_store(c10d._get_default_group()) if grouped else None
+    store = store_of(default_group()) if grouped else None
     with torch.inference_mode(), open_lanes(sizes, device, store, rank, ranks) as lanes:
         experiments = [*transfer_experiments(sizes, device, lanes), *compute_experiments(sizes, device)]
         if grouped:
-            experiments += collective_experiments(sizes, device, c10d._get_default_group().group_name)
+            experiments += collective_experiments(sizes, device, default_group().group_name)
         total = sum(experiment.points for experiment in experiments) + 1
         tables: dict[str, Measured] = {}
         clock = _CoreClock()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 from torch.fx import GraphModule
 
 from moepass.models.errors import InputError
@@ -30,13 +29,13 @@ from moepass.runtime.ranks.agreement import RunCheck, taken_blocks
 from moepass.runtime.ranks.decisions import decisions_of, has_others
 from moepass.runtime.ranks.eager_watch import refuse_eager_stance
 from moepass.runtime.ranks.replicas import ReplicaCheck
-from moepass.runtime.torch_private import suppresses_errors
+from moepass.runtime.torch_private import process_groups_by_name, suppresses_errors
 from moepass.runtime.transfer.link import check_link_to
 
 
 def process_groups(names: Iterable[str]) -> dict[str, Group]:
     """This rank's place in each of the process groups with these names; those that do not exist here are left out."""
-    known = {str(group.group_name): group for group in c10d._world.pg_map}
+    known = process_groups_by_name()
     return {name: Group(known[name].rank(), known[name].size()) for name in names if name in known}
 
 
@@ -160,10 +159,10 @@ def _relying(plan: Plan) -> list[LocalBlock]:
 
 def _group(name: str) -> ProcessGroup:
     """Raises InputError where there is none of that name any more."""
-    for group in c10d._world.pg_map:
-        if group.group_name == name:
-            return group
-    raise InputError(f"process group {name!r}, over which the experts are spread, was destroyed; compile again")
+    group = process_groups_by_name().get(name)
+    if group is None:
+        raise InputError(f"process group {name!r}, over which the experts are spread, was destroyed; compile again")
+    return group
 
 
 __all__ = [

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from moepass.models.errors import InputError
@@ -36,6 +35,7 @@ from moepass.runtime.system.shared_memory import (
     create_segment,
     open_segment,
 )
+from moepass.runtime.torch_private import default_group, store_of
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -103,10 +103,10 @@ class PeerGroup:
                 "torchrun and call torch.distributed.init_process_group(), or use home='host' on a single process"
             )
         if group is None:
-            group = c10d._get_default_group()
+            group = default_group()
         if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
             raise InputError(f"group is {group!r}, which is no process group that this process belongs to")
-        store = c10d._get_process_group_store(group)
+        store = store_of(group)
         return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport, watch)
 
     def agree(

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError
 from moepass.passes.ir.plan import Dispatch, LocalBlock
@@ -33,6 +32,7 @@ from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.decisions import MEETING, decisions_of
 from moepass.runtime.ranks.of_group import OfGroup
 from moepass.runtime.ranks.rendezvous import Rendezvous
+from moepass.runtime.torch_private import store_of
 
 logger = logging.getLogger("moepass")
 
@@ -99,7 +99,7 @@ class Agreement:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self._store = c10d._get_process_group_store(group)
+        self._store = store_of(group)
         self._connections: Connections | None = None
         # The last form, by crossover and hysteresis: graphs with another crossover have their own.
         self._last: dict[tuple[int, float], str] = {}

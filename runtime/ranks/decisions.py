@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, blocks_to_leave, explain_difference
@@ -30,6 +29,7 @@ from moepass.runtime.ranks.agree import check_equal
 from moepass.runtime.ranks.of_group import OfGroup
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, skip_abandoned
 from moepass.runtime.system.forking import OwnerProcess
+from moepass.runtime.torch_private import store_of
 
 logger = logging.getLogger("moepass")
 
@@ -98,7 +98,7 @@ class BlockDecisions:
     def _meet(
         self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalBlock], Texts], timeout_s: float
     ) -> None:
-        rank, size, store = group.rank(), group.size(), c10d._get_process_group_store(group)
+        rank, size, store = group.rank(), group.size(), store_of(group)
         if skip_abandoned(store, rank) and not own.takes:
             self._go_alone(own, "they came before this rank, and left")
             return

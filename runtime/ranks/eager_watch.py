@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from types import CodeType
 
 from torch.distributed import DistError, ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from moepass.models.errors import InputError
@@ -28,6 +27,8 @@ from moepass.runtime.torch_private import (
     eager_stance,
     exceeded_recompile_limit,
     on_recompilation,
+    process_groups_by_name,
+    store_of,
 )
 
 _FAILED = "moepass/failed"
@@ -64,7 +65,7 @@ class EagerWatch:
         limit = exceeded_recompile_limit() if groups else None
         if limit is None:
             return
-        known = {str(group.group_name): group for group in c10d._world.pg_map}
+        known = process_groups_by_name()
         for group in [known[name] for name in sorted(groups & known.keys())]:
             text = (
                 f"torch.compile gave up compiling the model for this shape on rank {group.rank()}, after as many "
@@ -76,7 +77,7 @@ class EagerWatch:
 
 def tell_failure(group: ProcessGroup, text: str) -> str:
     """Let `text` be an error of all ranks of `group`, unless there was one before; gives the one that is."""
-    told: bytes = c10d._get_process_group_store(group).compare_set(_FAILED, "", text)
+    told: bytes = store_of(group).compare_set(_FAILED, "", text)
     return told.decode()
 
 
@@ -84,7 +85,7 @@ class FailureLook:
     """Tells a rank whether another one of its group failed for good. Costs next to nothing between two looks."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._store: Store = c10d._get_process_group_store(group)
+        self._store: Store = store_of(group)
         self._next_look = 0.0
 
     def check(self) -> None:

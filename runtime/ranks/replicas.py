@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.passes.parallel.proposals import explain_difference
@@ -35,6 +34,7 @@ from moepass.runtime.ranks.checksum import checksum
 from moepass.runtime.ranks.of_group import OfGroup
 from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.system.tensor_memory import memory_of, sampled_bytes
+from moepass.runtime.torch_private import store_of
 
 _COMPARISON = (
     "all ranks had come to a run whose inputs are compared, since parameters changed on some rank or it has debug on: "
@@ -141,9 +141,7 @@ class ReplicaCheck:
     def _compare(self, group: ProcessGroup, arguments: Sequence[Any]) -> tuple[int, str | None]:
         """The number of the meeting, and what differs."""
         own = [self._signature] + [f"{words}: {describe(arguments[place])}" for place, words in self._inputs.items()]
-        rendezvous = Rendezvous(
-            c10d._get_process_group_store(group), group.rank(), group.size(), self._timeout_s, _COMPARISON
-        )
+        rendezvous = Rendezvous(store_of(group), group.rank(), group.size(), self._timeout_s, _COMPARISON)
         by_rank = [found for _, found in rendezvous.exchange("list of checksums", own, list[str])]
         return rendezvous.number, explain_difference(by_rank, "the inputs that it is computed from")
 
