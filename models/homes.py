@@ -32,7 +32,7 @@ class LinkUse:
 
 @dataclasses.dataclass(frozen=True)
 class HomeRecord:
-    """What is true of a home wherever it is used.
+    """Properties of a home that hold wherever it is used.
 
     name              as in `offload_experts(home=...)`
     banks_there       what banks do there, as the rest of a sentence

@@ -62,7 +62,7 @@ class Compilation:
         return self.executor.plan
 
     def report(self) -> RunReport:
-        """What the plan predicts beside what the last runs took: a step, the part of it that waits for banks, memory.
+        """Predicted beside measured values of the last runs: a step, the part of it that waits for banks, memory.
 
         The last up to 32 runs count that follow the schedule and have inputs of equal sizes, but not the first of
         them. They are always measured, without `record_timeline`: by the clock on a CPU, by events on CUDA, where this

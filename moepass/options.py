@@ -22,7 +22,7 @@ from moepass.runtime.transfer.transports import check_transport
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `torch.compile(model, backend="asyncep", options={...})` takes.
+    """The options of `torch.compile(model, backend="asyncep", options={...})`.
 
     lower      how segments are compiled: "inductor" (default), or "eager": operator by operator, bit-identical
     disable    names of passes to leave out

@@ -160,7 +160,7 @@ def _bank_store(module: nn.Module) -> BankStore | None:
 
 @functools.cache
 def _own_digest() -> str:
-    """Of all sources of moepass."""
+    """Digest of all source files of moepass."""
     roots = {Path(folder) for name in _PACKAGES for folder in sys.modules[name].__path__}
     digests = file_digests({path.resolve() for root in roots for path in root.rglob("*.py")})
     return digest_of([[Path(file).name, digest] for file, digest in digests.items()])

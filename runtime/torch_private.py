@@ -99,7 +99,7 @@ def inductor_source(compiled: object) -> str | None:
 
 
 def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
-    """What `inductor_source` gave, as a function of a list of inputs. It runs the text: give it no other.
+    """The output of `inductor_source` as a function of a list of inputs. It runs the text: never pass other text.
 
     What it compiles is taken from Inductor's cache where that has it.
     """
@@ -110,7 +110,7 @@ def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
 
 
 def vector_instructions() -> str:
-    """Those that Inductor compiles for on this machine's CPU."""
+    """The vector instructions that Inductor compiles for on this machine's CPU."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     return str(pick_vec_isa())

@@ -1,4 +1,4 @@
-"""What the command line reads from and writes to: standard streams that may be closed, disks that may be full.
+"""Input and output of the command line: standard streams that may be closed, disks that may be full.
 
 Nothing heavy is imported here: `moepass --help` must not wait for it.
 """
@@ -96,7 +96,7 @@ def check_standard_output() -> None:
 
 
 def check_output(output: str) -> Path | None:
-    """Where to write, None for standard output. Raises InputError where that cannot work."""
+    """The path to write to, None for standard output. Raises InputError if it cannot be written to."""
     if output == "-":
         check_standard_output()
         return None

@@ -1,4 +1,4 @@
-"""What to change to make a forecast better: one sentence each, with the number that it leads to."""
+"""Advice that makes a forecast better: one sentence each, with the number that it leads to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def advice(made: Forecast, crossover: int | None, refusals: Sequence[str]) -> tu
 
 
 def _what_fits(setting: Setting) -> Iterator[str]:
-    """What would make asyncep fit into the memory budget, one change at a time."""
+    """Changes, one at a time, that would make asyncep fit into the memory budget."""
     other = _fitting_home(setting)
     if other is not None:
         yield f"asyncep fits with --home {other}"

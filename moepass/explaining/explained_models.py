@@ -1,4 +1,4 @@
-"""What `explain` can be asked about: a preset, a checkpoint folder, a config file, a configuration, a model."""
+"""The models that `explain` accepts: a preset, a checkpoint folder, a config file, a configuration, a model."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _config_of(model: Any) -> PreTrainedConfig:
 
 
 def _weights_dtype(model: Any) -> torch.dtype | None:
-    """What most of the weights of `model` are, by bytes; None of a configuration, which has none.
+    """The dtype of most weights of `model`, by bytes; None for a configuration, which has no weights.
 
     A configuration says what a checkpoint was saved in, if anything: a model may have been converted since.
     """

@@ -61,7 +61,7 @@ def _shortage(made: Forecast) -> str:
 
 
 def why_nothing_fits(made: Forecast) -> str:
-    """With the numbers; empty if a strategy fits."""
+    """The reason, with numbers; empty if a strategy fits."""
     smallest, budget = made.cost(made.chosen), made.setting.budget_bytes
     if smallest.fits:
         return ""

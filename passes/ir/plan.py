@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """Where one expert tensor lies in its bank. `shape` is [experts, ...]; `dtype` is torch's name without `torch.`."""
+    """Place of one expert tensor in its bank. `shape` is [experts, ...]; `dtype` is torch's name without `torch.`."""
 
     name: str
     shape: tuple[int, ...]
@@ -197,7 +197,7 @@ NO_GATHER_SIGNATURE = GatherSignature()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the compiler decided about one graph. Pure data: the single source of truth for every number in it.
+    """The compiler's decisions about one graph. Pure data: the single source of truth for every number in it.
 
     `cost` is that of the whole graph, in its sizes; `sizes` are these by name, with the values at capture. Operators
     in `uncosted` count with their memory traffic only, because nobody knows what they compute. Without `dispatch` every

@@ -18,7 +18,7 @@ from moepass.passes.machine.times import attention_seconds, gemm_seconds, groupe
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """What a rank computes in a step: `count` sequences of `length` tokens, each after a prefix of `prefix` tokens.
+    """The work of a rank in a step: `count` sequences of `length` tokens, each after a prefix of `prefix` tokens.
 
     The prefix was computed before: its tokens cost nothing here, but attention sees them.
     """
@@ -81,7 +81,7 @@ WHOLE = Split()
 
 
 def activation_dtype(dtype: str) -> str:
-    """What activations are computed in where weights are `dtype`: GEMMs in fp8 read and write bf16."""
+    """The dtype of activations if weights are `dtype`: GEMMs in fp8 read and write bf16."""
     return "bf16" if dtype == "fp8" else dtype
 
 

@@ -23,7 +23,8 @@ Work = Literal["gemm", "grouped_gemm", "attention", "masked_attention"]
 
 _ATTENTION: tuple[Work, ...] = ("attention", "masked_attention")
 
-# The runtime cuts transfers into slices of this size.
+# [Empirical] Size of the slices of a transfer: large enough that taking the interpreter lock once per
+# slice costs little; small enough that an abandoned copy ends within a millisecond or two.
 SLICE_BYTES = 4 << 20
 
 # Ranks tell each other numbers of rows in int64.
@@ -79,7 +80,7 @@ def pull_seconds(
 
 
 def link_seconds(hardware: Hardware, bank_bytes: float, home: str) -> tuple[float, ...]:
-    """What each link takes to bring its part of a bank from `home` into a slot; the links work at the same time.
+    """Seconds of each link for its part of a bank from `home` into a slot; the links work at the same time.
 
     Raises InputError for an unknown home, and where the machine lacks a link.
     """
@@ -267,7 +268,7 @@ def work_flops(work: Work, shape: Mapping[str, float]) -> float:
 
 
 def _floor_seconds(hardware: Hardware, moved_bytes: float) -> float:
-    """What memory takes at its full rate: caches and latencies, which a table of memory has, play no part."""
+    """Seconds of memory traffic at the full rate, without the caches and latencies that a table of memory includes."""
     return max(0.0, moved_bytes) / (hardware.memory_bytes_per_s.value * hardware.efficiency.bandwidth.value)
 
 

@@ -121,7 +121,7 @@ def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
 
 
 def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Sequence[str]]:
-    """What the digests `experts` and `tokens` of `block`, which this pass took in `module`, are made of."""
+    """The texts behind the digests `experts` and `tokens` of `block`, which this pass took in `module`."""
     for node in module.graph.find_nodes(op="call_function", target=gather):
         if node.meta.get("moepass_block") == block.name:
             if not block.tokens:
@@ -270,7 +270,7 @@ def _readers_outside(block: ParallelBlock, nodes: list[Node]) -> set[Node]:
 
 
 def _only_asserted(nodes: set[Node]) -> set[Node]:
-    """Those of `nodes` that end in assertions and nowhere else."""
+    """The nodes among `nodes` that end in assertions and nowhere else."""
     kept = set(nodes)
     while True:
         other = {

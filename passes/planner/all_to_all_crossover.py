@@ -1,4 +1,4 @@
-"""From how many tokens on gathered weights are faster than exchanged tokens: for one graph, on a profiled machine.
+"""The number of tokens from which gathered weights are faster than exchanged tokens, for one graph and machine.
 
     gathered(n)   the slower of the computation and the transfers of all banks; over one slot, experts hide no transfer
     exchanged(n)  the computation, as much work on every rank, and what the blocks exchange; where all ranks have the

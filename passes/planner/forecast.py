@@ -1,4 +1,4 @@
-"""What moepass would do with a model on a machine, and what that takes: a plan in numbers, from sizes alone.
+"""Forecast of a model on a machine: a plan in numbers, from sizes alone.
 
 Pseudo-code
     phases: every layer's attention, then its experts with their bank, then the head

@@ -43,7 +43,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class PlanningProblem:
-    """What a plan is made for.
+    """The input of the planner.
 
     phases        one step, in order; `LayerPhase.number` tells the layer of a bank. Without `profile` seconds are 0
     resting       bytes on the device whatever is decided: dense weights, shards, staging buffers, activations;

@@ -1,4 +1,4 @@
-"""What a step would take under each strategy, and the memory it would need: the comparison that explain shows.
+"""Seconds and memory of a step under each strategy: the comparison that explain shows.
 
 A step is `Setting.sequences` on each of N ranks. A strategy that splits every sequence over all ranks runs N such
 steps, one for each rank's sequences, so that all strategies do equal work. Routing is assumed to be even, and kernels
@@ -59,7 +59,7 @@ class StrategyCost:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is compared: one model on one machine. `budget_bytes` of memory may be used on each device.
+    """The subject of a comparison: one model on one machine. `budget_bytes` of memory may be used on each device.
 
     `dtype` is what GEMMs are computed in. With `stored` weights rest and travel as a checkpoint stores them, and
     every strategy computes from that; None: they rest in `dtype`.

@@ -1,4 +1,4 @@
-"""Which strategy is the fastest that fits, which comes next, and why, in one sentence."""
+"""The fastest strategy that fits, the next one, and one sentence on why."""
 
 from __future__ import annotations
 

@@ -71,11 +71,11 @@ class ScheduleFacts:
         return [node for node in self.decodes if node.args[0] is copied]
 
     def acquires_of(self, filled: Node) -> list[Node]:
-        """What takes the prefetch `filled`, or a decode of it."""
+        """The acquires of the prefetch `filled`, or of a decode of it."""
         return [node for node in self.acquires if node.args[0] in (filled, *self.decodes_of(filled))]
 
     def slot_writes(self, filled: Node) -> list[SideWork]:
-        """What writes into the slot of the prefetch `filled`."""
+        """The writes into the slot of the prefetch `filled`."""
         decodes = self.decodes_of(filled)
         return [side_work(node) for node in decodes] if decodes else [side_work(filled)]
 

@@ -153,7 +153,7 @@ class _OneBank(ParametrizationList):
 
 
 def adapter_refusal(name: str, what: str) -> str:
-    """What to do about `what`, which changes the expert parameter `name` in each forward."""
+    """The remedy for `what`, which changes the expert parameter `name` in each forward."""
     return (
         f"{what} changes the expert weights `{name}` while the model runs, but these rest in a bank, which stays as it "
         "is; merge adapters into the model before offload_experts (in peft: model = model.merge_and_unload())"
@@ -265,7 +265,7 @@ def _load_experts(
 
 
 class _WholeMoves:
-    """In place of `_apply` of a module with banks below it: a move that one of them refuses does not even begin.
+    """Replaces `_apply` of a module with banks below it: if one of them refuses a move, the move does not begin.
 
     `_apply` goes module by module, so without this whatever comes before the refusal would be converted.
     """

@@ -87,7 +87,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Not numbers, among which NaN differs from itself."""
+    """The bits as integers: as numbers, NaN differs from itself."""
     return tensor.detach().view(_BITS[tensor.dtype.itemsize])
 
 

@@ -33,7 +33,7 @@ Report = Callable[[int, int, str], object]
 
 @dataclasses.dataclass(frozen=True)
 class RankTask:
-    """What one rank is to do. Ranks find each other through the file `store`; `cores` are those to stay on, if any."""
+    """The task of one rank. Ranks find each other through the file `store`; `cores` are those to stay on, if any."""
 
     rank: int
     ranks: int
@@ -134,7 +134,7 @@ class _CoreClock:
 
 
 def machine_memory_bytes() -> int:
-    """Of the host, all of it."""
+    """Bytes of the host's memory."""
     total: int = psutil.virtual_memory().total
     return total
 

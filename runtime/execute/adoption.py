@@ -71,10 +71,10 @@ def agreement_on_blocks(
 def run_checks(
     plan: Plan, captured: GraphModule, groups: Collection[str], timeout_s: float
 ) -> list[Callable[[], None]]:
-    """What comes before each run of `captured`, of which ranks agreed on `plan`, and raises where it must not be.
+    """The checks before each run of `captured`, whose `plan` ranks agreed on. They raise if the run must not begin.
 
-    It compares the run with those of the other ranks, if need be; where there is a dispatch or a `replica_check`, ranks
-    agree anyway.
+    One of them compares the run with those of the other ranks, if they have to (`BlockDecisions.must_agree`). It is left
+    out if the plan has a dispatch or a `replica_check`, by which the ranks agree on every run.
     """
     exchanges = _shared_exchanges(captured, groups)
     checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.local_blocks else []
@@ -99,7 +99,7 @@ def _shared_exchanges(captured: GraphModule, groups: Collection[str]) -> dict[st
 def dispatching(
     plan: Plan, captured: GraphModule, lower: str, device: torch.device, options: AdoptionOptions
 ) -> Dispatcher | None:
-    """What chooses the form of each run; None where the plan has no dispatch.
+    """The dispatcher that chooses the form of each run; None if the plan has no dispatch.
 
     `captured` is the graph that the plan was made for, `lower` how it is compiled where it has to run.
     """
@@ -116,7 +116,7 @@ def dispatching(
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:
-    """What is done where the banks of `plan` come for the first time; None where they are no parameters of the graph.
+    """The function that adopts the banks of `plan` in the first run; None if they are not parameters of the graph.
 
     Raises InputError for a device that banks of other ranks cannot stream to, OptionError for a link that is none
     there.
@@ -138,7 +138,7 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adop
 
 
 def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, debug: bool) -> ReplicaCheck | None:
-    """What tells whether ranks hold the same tokens where the plan relies on it; None where it does not."""
+    """The check that ranks hold the same tokens, if the plan relies on it; else None."""
     relying = _relying(plan)
     if not relying:
         return None

@@ -1,4 +1,4 @@
-"""What Dynamo knows of a graph and the passes do not: why it ends where it does, and what its inputs are called."""
+"""Facts about a graph that only Dynamo knows: why it ends, and the names of its inputs."""
 
 from __future__ import annotations
 

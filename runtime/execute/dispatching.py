@@ -63,7 +63,7 @@ class ExchangedForm:
         return self.compile_for(sizes).run(*arguments)
 
     def compile_for(self, sizes: Mapping[str, int]) -> LateGraph:
-        """What is right for `sizes`, compiled if need be."""
+        """The compiled graph for `sizes`, compiled now if there is none."""
         with self._lock:
             for compiled in self._compiled:
                 if compiled.is_right_for(sizes):

@@ -264,7 +264,7 @@ class Executor:
             return schedule.graph_module(*arguments)
 
     def measured(self) -> MeasuredRuns:
-        """What the last runs took. On CUDA this waits until they are over."""
+        """Measurements of the last runs. On CUDA this waits until they are over."""
         return self._clock.measured(self._device or torch.device("cpu"))
 
     def peak_bytes(self) -> int | None:
@@ -307,7 +307,7 @@ class Executor:
         return found if found is not None and found.is_alive else self._bind_for(inputs)
 
     def _inputs_among(self, arguments: Sequence[Any]) -> list[list[torch.Tensor]]:
-        """What each bank is read from."""
+        """The inputs of each bank."""
         return [[arguments[place] for place in places] for places in self._inputs]
 
     def _bind_for(self, inputs: Sequence[Sequence[torch.Tensor]]) -> Schedule:

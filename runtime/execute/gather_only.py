@@ -1,4 +1,4 @@
-"""What a rank does while others run a step and it has no work: transport `collective` needs its shards even so."""
+"""A step of a rank without work: with transport `collective`, other ranks need its shards even so."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class RunClock:
                 self._spans.append((seconds, () if ring is None else ring.waits))
 
     def measured(self, device: torch.device) -> MeasuredRuns:
-        """What was measured so far, once all of it is over."""
+        """Measurements so far, once all these runs are over."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         with self._lock:

@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moepass.models.errors import InputError
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import shard_layout
 from moepass.runtime.banks.identity import (
     BankKeeper,
     MemoryTable,
@@ -98,11 +97,6 @@ class AdoptedHome(Home):
     def held_twice_bytes(self) -> int:
         """Bytes of this rank's experts that lie in memory of their own and in the shards: see `share_parts`."""
         return sum(bank.held_twice_bytes for bank in self.banks())
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of this rank's shards."""
-        return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in self.banks())
 
     def check(self) -> None:
         """Raises PeerError where a rank is gone that a bank in use was brought together with, or failed for good; with
@@ -362,7 +356,7 @@ _adopted_lock = threading.Lock()
 
 
 def adopted_banks(group: ProcessGroup, device: torch.device) -> ParameterBanks:
-    """Those of `group` on `device`, which live as long as the group."""
+    """The banks of `group` on `device`; they live as long as the group."""
     with _adopted_lock:
         of_group = _adopted.setdefault(group, {})
         if device not in of_group:

@@ -137,7 +137,7 @@ class CollectiveTransport(Transport):
         self._run = []
 
     def end_forward(self) -> None:
-        """It ended, in whatever way."""
+        """The forward ended, with or without an error."""
         self._in_forward = False
         self._run = None
 

@@ -154,7 +154,7 @@ def load_pretrained(
 
 
 def offload_report(model: nn.Module) -> OffloadReport:
-    """What rests where of a model whose experts were offloaded. Raises InputError for any other model."""
+    """Homes and bytes of a model whose experts were offloaded. Raises InputError for any other model."""
     banked = [module for module in model.modules() if isinstance(module, BankedParameter)]
     if not banked:
         raise InputError(f"{type(model).__name__} has no offloaded experts; call offload_experts or load_pretrained")
@@ -305,7 +305,7 @@ def _cause(error: Exception) -> str:
 
 
 def _name_after(model: PreTrainedModel, folder: Path) -> None:
-    """What from_pretrained takes from a folder besides weights."""
+    """Give `model` its name and generation configuration, as from_pretrained does."""
     from transformers import GenerationConfig
 
     model.name_or_path = model.config.name_or_path = str(folder)

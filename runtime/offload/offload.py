@@ -41,7 +41,7 @@ class OffloadReport:
 
     @property
     def transport(self) -> str:
-        """What moves bytes from the home into a slot: `host`, `pull` or `collective`."""
+        """The transport that moves bytes from the home into a slot: `host`, `pull` or `collective`."""
         return self.store.home.transport.name
 
 
@@ -70,7 +70,7 @@ def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list[nn.Module]], tuple[str, ...]]:
-    """What moves and what stays: the modules of each bank by path, and the paths of those that are `residents`.
+    """Layers that move and layers that stay: the modules of each bank by path, and the paths of the `residents`.
 
     Raises InputError where a resident layer has no bank.
     """
@@ -85,7 +85,7 @@ def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list
 def place_experts(
     model: nn.Module, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
 ) -> Placement:
-    """What stays of `model` and how many slots there are. Raises as `place`."""
+    """Choose the layers of `model` that stay, and the number of slots. Raises as `place`."""
     banks = _in_banks(find_expert_modules(model))
     return place(
         model, {path: expert_parameters(modules[0]) for path, modules in banks.items()}, wish, route, residents, slots
@@ -203,14 +203,14 @@ def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequ
 
 
 def _gather_anew(module: nn.Module, arguments: object) -> None:
-    """Let an eager call of `module` gather once, whatever was called before: the other ranks count on it."""
+    """Make an eager call of `module` gather once, whatever was called before: the other ranks count on it."""
     if not torch.compiler.is_compiling():
         for _, banked in banked_parameters(module):
             banked.store.forget_gathered()
 
 
 def _mark_forwards(model: nn.Module, transport: CollectiveTransport) -> None:
-    """Let `transport` know where an eager forward of `model` begins and ends."""
+    """Tell `transport` when an eager forward of `model` begins and ends."""
 
     # Compiled, neither does anything: there a run is what a graph runs.
     def begin(module: nn.Module, arguments: object) -> None:

@@ -26,7 +26,7 @@ LARGEST_EXACT = 2**53
 
 @dataclasses.dataclass(frozen=True)
 class Topic:
-    """What ranks compare, in words, and this rank's value; `remedy` is what to do where values differ.
+    """A value that ranks compare, with its name; `remedy` is what to do if values differ.
 
     Before a run a vote is a number, and a rank whose value is None has no part in the comparison.
     """
@@ -38,7 +38,7 @@ class Topic:
 
     @functools.cached_property
     def number(self) -> float:
-        """What stands for the value before a run; NaN where there is none."""
+        """A number that represents the value before a run; NaN if there is none."""
         if self.is_vote:
             return float(self.value)
         if self.value is None:

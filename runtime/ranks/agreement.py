@@ -106,7 +106,7 @@ class Agreement:
         self._lock = threading.Lock()
 
     def compare(self, blocks: tuple[str, ...], timeout_s: float, compared_in: int = 0) -> bool:
-        """Let ranks see that all of them are about to run the same blocks. Raises PeerError as `agree` does.
+        """Check that all ranks are about to run the same blocks. Raises PeerError as `agree` does.
 
         True where also all come with the same `compared_in`, and none with NEVER_COMPARED.
         """

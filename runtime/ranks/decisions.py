@@ -45,7 +45,7 @@ Texts = tuple[Sequence[str], Sequence[str]]
 
 
 class BlockDecisions:
-    """What the ranks of one group decided so far, as one of them knows it."""
+    """The decisions of one group's ranks so far, as one of them knows them."""
 
     def __init__(self) -> None:
         # By name and signature of a block, which is empty for one that a rank cannot take: why it is left, or None.
@@ -60,7 +60,8 @@ class BlockDecisions:
     def decide(
         self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalBlock], Texts], timeout_s: float
     ) -> dict[str, str]:
-        """Which blocks that `own` takes are left on all ranks, by name, and why: the same on every rank.
+        """The blocks among those that `own` takes which all ranks leave unchanged, by name, with the reason: equal on
+        every rank.
 
         Waits for the other ranks where something of `own` was not decided yet. Raises PeerError naming ranks that do
         not come within `timeout_s`, and where ranks differ in the number of tokens below which they exchange.
@@ -132,7 +133,7 @@ class BlockDecisions:
         names: Sequence[str],
         texts_of: Callable[[LocalBlock], Texts],
     ) -> dict[str, str]:
-        """Where the blocks with these names differ between ranks: every rank takes all of them."""
+        """Where the blocks with these names differ between ranks; every rank takes all of them."""
         texts = {block.name: texts_of(block) for block in own.takes if block.name in names}
         by_rank = [found for _, found in rendezvous.exchange("description of blocks", texts, dict[str, Texts])]
         reasons = {}
@@ -172,7 +173,7 @@ class BlockDecisions:
         return self._decided.get((name, signature))
 
     def _change(self, own: Proposal) -> str | None:
-        """What of `own` is not as all ranks had it before, in words; None where nothing is."""
+        """The first difference between `own` and what all ranks had before, in words; None if there is none."""
         for block in own.leaves:
             if block.name in self._taken:
                 return (
@@ -201,7 +202,7 @@ def _why_nobody_takes(name: str, proposals: Sequence[Proposal]) -> str:
 
 
 def _keys(proposal: Proposal) -> list[tuple[str, str]]:
-    """What of a proposal has to be decided, whatever shapes the graph was captured for."""
+    """The keys of a proposal that need a decision, for all shapes that the graph is captured for."""
     names = dict.fromkeys(block.name for block in proposal.takes)
     keys = [(name, " ".join(proposal.signatures(name))) for name in names]
     keys += [(block.name, "") for block in proposal.leaves if block.name not in names]

@@ -76,7 +76,7 @@ class EagerWatch:
 
 
 def tell_failure(group: ProcessGroup, text: str) -> str:
-    """Let `text` be an error of all ranks of `group`, unless there was one before; gives the one that is."""
+    """Raise `text` on all ranks of `group` from now on, unless there is an earlier error; return the one that holds."""
     told: bytes = store_of(group).compare_set(_FAILED, "", text)
     return told.decode()
 

@@ -1,4 +1,4 @@
-"""How ranks exchange small records through a store of torch.distributed: every wait ends, with a reason.
+"""Exchange small records through a store of torch.distributed: every wait ends, with a reason.
 
 Either all ranks get each other's records, or all raise the same error. The first rank that knows the outcome writes it
 to the store. So a rank that comes late learns that the others gave up, and does not take their records for an
@@ -79,7 +79,7 @@ class Rendezvous:
         self._store = PrefixStore(_meeting(self.number), store)
 
     def publish(self, what: str, record: object) -> None:
-        """Let the other ranks read `record` as this rank's `what`."""
+        """Publish `record` as this rank's `what` for the other ranks."""
         with _store_errors():
             self._store.set(_key(what, self.rank), msgspec.json.encode(record).decode())
 
@@ -115,7 +115,8 @@ class Rendezvous:
             raise PeerError(told)
 
     def end(self, reason: str) -> str:
-        """Let no meeting of this group's ranks be any more, because of `reason` unless there was one before; gives it.
+        """End all meetings of this group's ranks because of `reason`, unless they ended before; return the reason that
+        holds.
 
         Before every meeting ranks look for it, and now and then before a run; in a meeting they do not.
         """
@@ -135,7 +136,7 @@ class Rendezvous:
             raise
 
     def tell_first(self, what: str, text: str) -> str:
-        """Let `text` stand as the `what` of all ranks, unless one has told another; gives what stands."""
+        """Set the `what` of all ranks to `text`, unless another rank has set it; return the text that holds."""
         with _store_errors():
             told: bytes = self._store.compare_set(what, "", text)
             return told.decode()
@@ -191,7 +192,7 @@ def _outcome(what: str) -> str:
 
 
 def _counter(rank: int) -> str:
-    """Where the store counts the meetings of a rank."""
+    """The store's key for the number of a rank's meetings."""
     return f"moepass/meetings/{rank}"
 
 

@@ -51,7 +51,7 @@ class _State(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """What ranks found in the meeting `number`, for parameters with these `contents`: what differed, or None."""
+    """The result of the meeting `number` for parameters with these `contents`: what differed, or None."""
 
     number: int
     difference: str | None
@@ -64,14 +64,14 @@ class _Compared(NamedTuple):
 
 
 class Comparisons:
-    """Those of the ranks of one group, as one of them knows them: the last for each graph and its parameters."""
+    """The last comparison for each graph and its parameters, of the ranks of one group, as one of them knows them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._last: dict[object, _Compared] = {}
 
     def find(self, state: _State) -> _Compared | None:
-        """That of these parameters, unless one of them changed since."""
+        """The comparison of these parameters, unless one of them changed since."""
         found = self._last.get(state.key)
         return found if found is not None and found.is_alive and found.contents == state.contents else None
 
@@ -108,7 +108,7 @@ class ReplicaCheck:
         self._debug = debug
 
     def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> str | None:
-        """What differs between ranks, in the same words on all; None where nothing does.
+        """The difference between ranks, in the same words on all; None if there is none.
 
         `experts` are this rank's tensors of the banks. Waits for the other ranks to come to the same run, and for their
         checksums where these are needed. Raises PeerError where ranks are about to run different blocks, are gone, or
@@ -151,7 +151,7 @@ comparisons_of = OfGroup(lambda group: Comparisons())
 
 
 def describe(value: Any) -> str:
-    """What is equal for equal inputs of a graph: type, shape and checksum of a tensor, or the number itself."""
+    """A text that is equal for equal inputs: type, shape and checksum of a tensor, or the number itself."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     return f"{value.dtype} {tuple(value.shape)}, checksum {checksum(value):016x}"

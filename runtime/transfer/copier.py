@@ -1,4 +1,6 @@
-"""What differs by device in a ring: how bytes come into a slot beside the computation, and how one waits for them."""
+"""The device-specific part of a ring: how bytes are copied into a slot beside the computation, and how to wait for
+them.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,13 @@ class Copier:
         raise NotImplementedError
 
     def decode(self, copied: object, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> object:
-        """Fill `slot` by `decoder` with what `copied`, the last copy that was submitted, brings into `link`; gives
-        `filled`, which is in the place of `copied` from now on.
+        """Fill `slot` by `decoder` from `link`, once `copied`, the last copy that was submitted, has filled that. Gives
+        `filled`, which replaces `copied` from now on.
         """
         raise NotImplementedError
 
     def wait(self, filled: object, statistics: RingStatistics) -> Wait:
-        """Let nothing that is issued from now on run before `filled`. Raises CopyError where the copy failed."""
+        """Make all work issued from now on wait for `filled`. Raises CopyError if the copy failed."""
         raise NotImplementedError
 
     def event(self) -> object:
@@ -68,12 +70,12 @@ class Copier:
         raise NotImplementedError
 
     def abandon(self, filled: object) -> None:
-        """Nobody will wait for this copy."""
+        """Let go of a copy that no run will wait for."""
         raise NotImplementedError
 
     def quiesce(self) -> None:
-        """Return when no copy is under way any more, and nothing that was issued reads a slot."""
+        """Return once all copies have ended, and no work issued so far reads a slot."""
         raise NotImplementedError
 
     def settle(self, statistics: RingStatistics) -> None:
-        """Add to `statistics` what is known of waits only now."""
+        """Add the waits that have ended since the last call to `statistics`."""

@@ -68,7 +68,7 @@ class DeviceClock:
 
 
 class TimelineRecording:
-    """What happens inside a block of `record_timeline`; `timeline` is there once the block has been left."""
+    """The recording of a `record_timeline` block; `timeline` exists once the block has ended."""
 
     def __init__(self) -> None:
         self._zero = time.perf_counter()

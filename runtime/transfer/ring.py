@@ -1,8 +1,8 @@
 """The ring: a fixed set of slots on the compute device, and the operations that a schedule uses on them.
 
-`prefetch`, `decode`, `acquire` and `release` mean what `passes/ir/plan.py` says. A ring serves one run at a time: `run`
-holds its lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already must not
-wait for itself, nor may it overwrite the slots of its own run; it gets an error.
+`passes/ir/slot_operations.py` defines `prefetch`, `decode`, `acquire` and `release`. A ring serves one run at a time:
+`run` holds its lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already
+must not wait for itself, nor may it overwrite the slots of its own run; it gets an error.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Ring:
         slot_bytes: int,
         device: torch.device,
         copier: Copier,
-        debug: bool = False,
         home: Home = _THIS_PROCESS,
     ) -> None:
         self.device = device
         self.home = home
-        self.debug = debug
+        # Whether released slots are filled with NaN.
+        self.debug = False
         self._lock = NonReentrantLock(_REENTERED)
         self._is_quiet = True
         self._statistics = RingStatistics()
@@ -107,7 +107,7 @@ class Ring:
 
     @property
     def waits(self) -> Sequence[Wait]:
-        """Those of the run under way, or of the last one."""
+        """The waits of the present run, or of the last one."""
         return self._waits
 
     @property
@@ -286,7 +286,7 @@ class Ring:
             self._copier.abandon(ahead.filled)
 
     def _begin_copy(self, fetch: Fetch, buffer: int, after: object) -> object:
-        """What `prefetch` gives. The decode of an encoded bank must come before any other copy."""
+        """Start the copy of a prefetch. The decode of an encoded bank must come before any other copy."""
         self.home.copying(fetch.bank)
         self._statistics.copies += 1
         self._statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
@@ -310,18 +310,16 @@ def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Te
         return [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
 
-def make_ring(
-    slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False, home: Home = _THIS_PROCESS
-) -> Ring:
+def make_ring(slots: int, slot_bytes: int, device: torch.device, link: Link, home: Home = _THIS_PROCESS) -> Ring:
     """The ring for `device`, filled from banks that rest in `home`.
 
     Raises InputError where the device is not there or no ring exists for its kind.
     """
-    return Ring(slots, slot_bytes, device, make_copier(device, link, home), debug, home)
+    return Ring(slots, slot_bytes, device, make_copier(device, link, home), home)
 
 
 def make_copier(device: torch.device, link: Link, home: Home) -> Copier:
-    """What copies banks of `home` to `device`. Raises InputError and OptionError where nothing does."""
+    """The copier that copies banks of `home` to `device`. Raises InputError and OptionError if none can."""
     check_link_to(device, link)
     if device.type == "cpu":
         return ThreadCopier(home.transport, link)

@@ -1,4 +1,4 @@
-"""What moves the bytes of a bank from its home into a slot, and how often ranks must meet for it."""
+"""Transports move the bytes of a bank from its home into a slot; they differ in how often ranks must meet for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Transport:
         self.name = name
 
     def copy_thread(self, link: Link) -> CopyThread:
-        """What works on the copies of a ring with that link."""
+        """The thread that performs the copies of a ring with that link."""
         return CopyThread(link)
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingCopy:

@@ -1,4 +1,4 @@
-"""Where the rows of the experts lie in what an operation gives: the rules of `row_flow.py`."""
+"""Position of the experts' rows in the result of an operation: the rules of `row_flow.py`."""
 
 from __future__ import annotations
 

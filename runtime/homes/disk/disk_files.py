@@ -51,7 +51,7 @@ class DiskFile:
         self.header = read_header(self.descriptor, path)
 
     def offset_bytes(self, tensor: StoredTensor) -> int:
-        """Where `tensor` begins. Raises CheckpointError where the file is not the one whose header described it."""
+        """Offset of `tensor`. Raises CheckpointError if the file is not the one whose header described it."""
         found = self.header.tensors.get(tensor.key)
         is_same = tensor.stamp == self._stamp
         if not is_same or found is None or (DTYPES.get(found.dtype), found.shape) != (tensor.dtype, tensor.shape):

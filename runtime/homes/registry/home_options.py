@@ -39,7 +39,7 @@ class BankRoute:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HomeOptions:
-    """What all homes have in common.
+    """The options that all homes have.
 
     Args:
         link: how fast bytes come into the slots: `"real"`, or `"emulate:BYTES_PER_S"` to see what a slower link would

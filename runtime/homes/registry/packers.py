@@ -1,4 +1,4 @@
-"""What packs banks for each home. A new home is one entry here, and one record in `moepass.models.homes`."""
+"""The packer of each home. A new home is one entry here, and one record in `moepass.models.homes`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def options_of(home: str | HomeOptions) -> HomeOptions:
 
 
 def make_packer(options: HomeOptions, device: torch.device) -> Packer:
-    """What brings banks to that home, for a model that computes on `device`.
+    """The packer that brings banks to that home, for a model that computes on `device`.
 
     Raises InputError where `device` cannot compute from that home yet, and what the home raises: InputError where this
     machine or process cannot have it, PeerError where the group of ranks cannot meet any more.

@@ -24,7 +24,7 @@ from moepass.models.reference.collectives import exchange_rows, sum_over_ranks
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
 from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
-from moepass.passes.graph.collectives import collectives_of
+from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
@@ -49,7 +49,7 @@ def _complete(config: StackConfig) -> dict[str, list[torch.Tensor]]:
 
 
 def _remains(module: GraphModule) -> list[str]:
-    found = [collective.kind for collective in collectives_of(module.graph)]
+    found = [communication.kind for communication in communications_of(module.graph)]
     for node in module.graph.nodes:
         value = fake_value(node)
         values = value if isinstance(value, (list, tuple)) else [value]

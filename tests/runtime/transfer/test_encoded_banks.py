@@ -216,7 +216,8 @@ def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int])
             cuda.issue(functools.partial(halved_format.decode, link, slot))
 
         with _decoding_by(decode):
-            ring = Ring(slots, SIZES[0], CPU, StreamCopier(CPU), debug=True)
+            ring = Ring(slots, SIZES[0], CPU, StreamCopier(CPU))
+            ring.debug = True
             ring.reserve(slots, *SIZES)
             for number in order:
                 run = number % len(runs)
