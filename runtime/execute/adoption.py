@@ -73,7 +73,7 @@ def run_checks(
 ) -> list[Callable[[], None]]:
     """The checks before each run of `captured`, whose `plan` ranks agreed on. They raise if the run must not begin.
 
-    One of them compares the run with those of the other ranks, if they have to (`BlockDecisions.must_agree`). It is left
+    One of them compares the run with those of the other ranks, if need be (`BlockDecisions.must_agree`). It is left
     out if the plan has a dispatch or a `replica_check`, by which the ranks agree on every run.
     """
     exchanges = _shared_exchanges(captured, groups)
