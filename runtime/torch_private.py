@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -107,6 +110,63 @@ def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
 
     call: Callable[[list[Any]], Any] = PyCodeCache.load(source).call
     return call
+
+
+@contextlib.contextmanager
+def compilers_side_by_side() -> Iterator[None]:
+    """What Inductor compiles in this block is ready when the block ends, and not before.
+
+    Inductor hands the kernels of a graph to C++ compilers and waits for them before it turns to the next graph. Here it
+    waits for those of all graphs at the end, so that the compilers of several graphs run at the same time. Other
+    threads compile as always.
+
+    Raises what a compiler raises, when the block ends.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
+
+    if _waits.pending is not None:
+        yield
+        return
+    _let_waits_be_put_off(AsyncCompile)
+    pending: list[Callable[[], None]] = []
+    _waits.pending = pending
+    is_complete = False
+    try:
+        yield
+        _waits.pending = None
+        for wait in pending:
+            wait()
+        is_complete = True
+    finally:
+        _waits.pending = None
+        if not is_complete:
+            PyCodeCache.cache_clear()  # it has modules whose kernels are not there
+
+
+class _Waits(threading.local):
+    """For the compilers of this thread, in the order in which they were put off; None outside of the block."""
+
+    pending: list[Callable[[], None]] | None = None
+
+
+_waits = _Waits()
+
+
+def _let_waits_be_put_off(compilers: type[Any]) -> None:
+    wait = compilers.wait
+    if getattr(wait, "puts_off", False):
+        return
+
+    @functools.wraps(wait)
+    def wait_or_put_off(self: object, scope: dict[str, Any]) -> None:
+        if _waits.pending is None:
+            wait(self, scope)
+        else:
+            _waits.pending.append(functools.partial(wait, self, scope))
+
+    wait_or_put_off.puts_off = True  # type: ignore[attr-defined]
+    compilers.wait = wait_or_put_off
 
 
 def vector_instructions() -> str:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moepass.models.errors import InputError
+from moepass.models.errors import InputError, one_of
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.banks.identity import (
@@ -287,7 +287,8 @@ class ParameterBanks(BankKeeper):
     def banks_of(self, model: nn.Module) -> list[BankSpec]:
         """The adopted banks that parameters of `model` are parts of, in its order; once for each place in the model.
 
-        Raises InputError where ranks agree on each of their runs, so that none may stay away.
+        Raises InputError where ranks agree on each of their runs, so that none may stay away, and where banks share
+        their first parameter.
         """
         values = (value for _, value in model.named_parameters(remove_duplicate=False))
         memories = memories_of(value.to_local() if hasattr(value, "to_local") else value for value in values)
@@ -298,7 +299,14 @@ class ParameterBanks(BankKeeper):
                     "their experts, so that all of them agree on each run: let a rank without work call the model "
                     "itself in place of gather_only_step, with no tokens, or with those of all where they add up"
                 )
-            of_memory = {bank.memories[0]: bank.spec for bank in self.home.banks()}
+            known = [(bank.memories[0], bank.spec) for bank in self.home.banks()]
+        of_memory = dict(known)
+        shared = [spec.name for memory, spec in known if memory in memories and of_memory[memory] is not spec]
+        if shared:
+            raise InputError(
+                f"the experts of {one_of(shared)} and of another layer begin with one parameter, so that it does not "
+                "tell which of them a run gathers: call the model itself in place of gather_only_step, with no tokens"
+            )
         return [of_memory[memory] for memory in memories if memory in of_memory]
 
     def _weakly(self, method: Callable[[ParameterBanks], None]) -> Callable[[], None]:

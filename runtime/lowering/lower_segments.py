@@ -13,6 +13,7 @@ compiles must still reach the graph's own guards.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import py_sym_types
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, unbacked_conditions, view_source
 from moepass.passes.ir.segment import EAGER, EXPERT_LOOP, INDUCTOR, Lowering, Segment
 from moepass.runtime.lowering.lower_experts import ExpertLoop, lower_experts
+from moepass.runtime.torch_private import compilers_side_by_side
 
 Lowered = Callable[..., Any]
 
@@ -93,9 +95,10 @@ def _is_strided(value: object) -> bool:
 def lower_segments(top: GraphModule, how: str) -> GraphModule:
     """Replace every segment of `top` by its compiled form. `how` is a key of `LOWERINGS`."""
     lowered = copy_graph_module(top)
-    for name, segment in list(lowered.named_children()):
-        if isinstance(segment, GraphModule):
-            setattr(lowered, name, LOWERINGS[how](segment))
+    with compilers_side_by_side() if how == INDUCTOR else contextlib.nullcontext():
+        for name, segment in list(lowered.named_children()):
+            if isinstance(segment, GraphModule):
+                setattr(lowered, name, LOWERINGS[how](segment))
     return lowered
 
 

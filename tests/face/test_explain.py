@@ -141,7 +141,7 @@ def test_every_preset_is_explained(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3"])
-def test_a_preset_takes_less_than_two_cores_have_in_ten_seconds_and_2_gb(name: str) -> None:
+def test_a_preset_takes_5_seconds_of_a_processor_and_2_gb_at_most(name: str) -> None:
     check = (
         "import resource, sys\nfrom moepass.cli.main import app\n"
         f"try: app(['explain', '{name}', '--format', 'json'])\nexcept SystemExit as end: assert not end.code\n"
@@ -150,7 +150,7 @@ def test_a_preset_takes_less_than_two_cores_have_in_ten_seconds_and_2_gb(name: s
     )
     finished = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True, timeout=240)
     seconds, nbytes = map(float, finished.stderr.split()[-2:])
-    assert seconds < 20
+    assert seconds < 5
     assert nbytes < 2e9
 
 

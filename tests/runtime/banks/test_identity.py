@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from moepass.models.errors import InputError
 from moepass.runtime.banks.identity import MemoryTable, memories_of
+from moepass.runtime.homes.adopted_banks import adopted_banks
 from moepass.runtime.integrations.complete_experts import CompleteExperts
 
 
@@ -24,6 +27,10 @@ def _views_are_banks_of_their_own() -> None:
         for _ in range(2):
             (complete,) = layer.complete([view(own)])
             assert torch.equal(complete, view(everywhere))
+    model = torch.nn.Module()
+    model.experts = own
+    with pytest.raises(InputError, match="begin with one parameter"):
+        adopted_banks(group, own.device).banks_of(model)
 
 
 def test_views_of_one_memory_are_banks_of_their_own() -> None:
