@@ -10,15 +10,15 @@ from typing import Literal, get_args
 
 from moepass.models.errors import InputError, one_of
 
-# What moves shards between ranks: one-sided copies of each rank, or a gather in which all ranks take part.
+# Transports of shards between ranks: one-sided copies of each rank, or a gather in which all ranks take part.
 PULL, COLLECTIVE = "pull", "collective"
 
-# Of a bank that is spread over N ranks: all of it, the 1/N of this rank, or the rest.
+# Part of a bank that is spread over N ranks: all of it, the 1/N of this rank, or the rest.
 BankPart = Literal["all", "own", "others"]
 # Links of a hardware profile: between devices, between host memory and device, from a disk.
 LinkName = Literal["peer", "host", "disk"]
 LINKS: tuple[LinkName, ...] = get_args(LinkName)
-# Of the compute device, of the host, or none.
+# Owner of the memory that banks rest in.
 RestingPlace = Literal["device", "host", "files"]
 
 

@@ -66,7 +66,7 @@ class StoredModule:
         self._store = None if is_inspected else store or find_store()
         self._compiled: Any = torch.compile(module, backend="asyncep", options=dict(options))
         self._captures: list[StoredCapture] | None = None
-        # What captures are stored under; empty where what is compiled cannot be stored.
+        # Key of the stored captures; empty if the compiled model cannot be stored.
         self._key = ""
 
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:

@@ -115,6 +115,6 @@ def _matches(pattern: str, name: str) -> bool:
     """
     if name.endswith(pattern) or name == pattern or name.startswith(f"{pattern}."):
         return True
-    # Of regular expressions, the one that configurations use: a star for any layer.
+    # Configurations use a single kind of regular expression: a star for any layer.
     expression = ".*".join(re.escape(piece) for piece in pattern.split("*"))
     return re.match(rf"{expression}(?:\.|$)", name) is not None

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from moepass.models.errors import InputError
 
-# What a shell reports of other tools, which SIGPIPE (13) ends: 128 and the signal's number.
+# Exit status that a shell reports for tools that SIGPIPE (13) ended: 128 and the signal's number.
 READER_LEFT = 128 + 13
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

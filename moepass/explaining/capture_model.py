@@ -83,7 +83,7 @@ def capture_plans(
 
         def plan_only(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
             name_inputs(captured, graph)
-            # Of a model's first layers nothing is predicted; the report has the plan of the model.
+            # No prediction for a model's first layers alone; the report has the plan of the whole model.
             context = PassContext(
                 slots=slots if _reads_banks(captured) else 0, capture=notes, disabled=frozenset({"predict"})
             )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-# Of a preset that somebody could have meant.
+# No preset is suggested for a longer name.
 _LONGEST_NAME = 200
 # Fields that make no model of any family where they are less than 1.
 _POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -50,7 +50,7 @@ def _frames_of(node: Node) -> list[tuple[str, int, str, str]]:
     own = _frames(str(node.meta.get("stack_trace") or ""))
     if own or node.op == "placeholder":
         return own
-    # What a pass wrote has no line of its own; what it reads has.
+    # A node that a pass wrote has no line of its own; its inputs have.
     given = (_frames(str(used.meta.get("stack_trace") or "")) for used in node.all_input_nodes)
     return next((frames for frames in given if frames), [])
 

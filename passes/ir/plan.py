@@ -191,7 +191,7 @@ class GatherSignature:
         return f"{self.gathers} gathers through {self.slots} slots"
 
 
-# Of a rank that follows no plan, as in eager mode or in a gather-only step.
+# Signature of a rank without a plan, as in eager mode or in a gather-only step.
 NO_GATHER_SIGNATURE = GatherSignature()
 
 

@@ -43,7 +43,7 @@ from moepass.passes.planner.strategies import (
 )
 from moepass.passes.planner.verdict import ranking, reason
 
-# Of a threshold curve.
+# Points of a threshold curve.
 _MOST_POINTS = 9
 
 

@@ -249,7 +249,7 @@ def _pipeline(setting: Setting) -> float:
     seconds = []
     for part in parts:
         computing = _over_layers(setting, lambda layer, part=part: _layer(setting, layer, part).total)  # type: ignore[misc]
-        # What a layer gave and the residual stream are sent one after the other, as vLLM does it.
+        # The layer's output and the residual stream are sent one after the other, as in vLLM.
         seconds.append(share * computing + 2 * setting.collective("p2p", setting.row_bytes(part.tokens)))
     return setting.ranks * _rounds(setting, parts) * pipeline_seconds(seconds, setting.ranks) + _head(setting)
 

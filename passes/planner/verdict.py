@@ -8,7 +8,7 @@ from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.planner.simulate import Simulation
 from moepass.passes.planner.strategies import StrategyCost
 
-# Of equally fast ones: that which moves nothing, then that which waits for nobody.
+# Order of equally fast strategies: first the one that moves nothing, then the one without rendezvous.
 _PREFERRED = {RESIDENT: 0, ASYNCEP: 1}
 # A smaller share of waiting is reported as none.
 _NOTHING = 0.0005

@@ -126,7 +126,7 @@ def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
     )
 
 
-# What a prefetch or a decode starts on the copy stream.
+# Work that a prefetch or a decode starts on the copy stream.
 SideWork = tuple[str, Node]
 
 

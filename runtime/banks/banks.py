@@ -26,7 +26,7 @@ from moepass.runtime.transfer.ring import Ring
 
 logger = logging.getLogger("moepass")
 
-# Of each tensor that eager code reads; enough to see that all of it was changed.
+# Numbers sampled of each tensor that eager code reads: enough to see that all of it was changed.
 _SAMPLED_NUMBERS = 64
 
 

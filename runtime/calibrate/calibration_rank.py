@@ -171,7 +171,7 @@ def run_rank(task: RankTask, report: Report) -> RankMeasurements:
 
 
 def main() -> None:
-    # What libraries print must not come between the messages.
+    # Output of libraries must not mix with the messages.
     messages = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 

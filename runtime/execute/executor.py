@@ -195,7 +195,7 @@ class Executor:
         self._clock = RunClock()
         self._sizes = size_sources(top.graph)
         self._device: torch.device | None = None
-        # Of the inputs of the first run; None before it.
+        # Bytes of the first run's inputs; None before it.
         self.weight_bytes: int | None = None
         self._checks = tuple(checks)
         self._is_debug = debug or (ring is not None and ring.debug)

@@ -20,7 +20,7 @@ from moepass.runtime.transfer.copier import Wait
 from moepass.runtime.transfer.recording import event_seconds, recorded_event
 from moepass.runtime.transfer.ring import Ring
 
-# Of the last runs the median is taken.
+# Number of last runs whose median is taken.
 _KEPT_RUNS = 32
 
 
@@ -50,7 +50,7 @@ class RunClock:
     def _start_again(self, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
         self._runs = 0
-        # Of each run what it took, and its waits.
+        # Seconds and waits of each run.
         self._spans: deque[tuple[Callable[[], float], Sequence[Wait]]] = deque(maxlen=_KEPT_RUNS)
         self._slot_bytes: int | None = None
 

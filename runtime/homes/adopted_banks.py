@@ -250,7 +250,7 @@ class ParameterBanks(BankKeeper):
         for number, tensors in enumerate(parts):
             shards.append(packer.pack_part(number, tensors))
             if not self.home.transport.is_one_sided:
-                # What ranks send to each other must not change under a write of one of them.
+                # A write of one rank must not change the bytes that it sends.
                 moved.append([False] * len(tensors))
                 continue
             # Bank by bank, so that no more than one is there twice.

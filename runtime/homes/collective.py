@@ -98,12 +98,12 @@ class CollectiveTransport(Transport):
         self._copies = CopyThread(link)
         self._group: GatherGroup | None = None
         self._banks: dict[int, tuple[BankSpec, tuple[Source, ...]]] = {}
-        # What was gathered, run by run, by the first gather of the run; the last run stands last.
+        # Gathers of past runs, by the first gather of the run; the last run stands last.
         self._runs: dict[Request, list[Request]] = {}
         self._run: list[Request] | None = None
         # An eager forward of the whole model is under way: what runs within it is a part of that run.
         self._in_forward = False
-        # That of the compiled run that is under way.
+        # Plan of the present compiled run.
         self._plan = NO_GATHER_SIGNATURE
 
     def connect(self, rendezvous: Rendezvous) -> None:

@@ -58,7 +58,7 @@ class PeerPacker:
     """Spreads the banks of a model over the ranks of `group`: `agree`, then `pack` each bank, then `connect`."""
 
     home_name = "peer"
-    # Of home `hybrid`: how many staging buffers each rank has.
+    # Staging buffers of each rank; only home `hybrid` has any.
     staging_buffers = 0
     # Where shards lie.
     device_type = "cpu"

@@ -39,7 +39,7 @@ from moepass.runtime.torch_private import default_group, store_of
 
 DEFAULT_TIMEOUT_S = 60.0
 
-# What ranks publish, in this order.
+# Keys of the records that ranks publish, in this order.
 _BANKS, _SHARDS, _MAPPED = "list of banks", "segment of shards", "note that all is mapped"
 _PROCESS = "process"
 # The first byte of a segment, which is zero at first: whether its rank has said goodbye.
@@ -124,7 +124,7 @@ class PeerGroup:
             if rank != self.rank and votes[_PROCESS] is not None:
                 self._processes[rank] = msgspec.convert(votes[_PROCESS], ProcessIdentity)
                 self._watch.add(rank, self._processes[rank])
-        # What a rank left behind stays in the store when it is gone.
+        # A rank's records stay in the store when it is gone.
         self.check_alive()
 
     def _topics(

@@ -63,7 +63,7 @@ def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> La
     if how == "eager":
         return LateGraph(captured)
     private = copy_graph_module(captured)
-    # What tensors are made here belongs to no mode of the caller, which may be in the middle of a capture.
+    # Tensors made here belong to no mode of the caller, which may be in the middle of a capture.
     with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
         symbols, fake_mode = _describe_anew(private, sizes)
         cut = cut_into_segments(private)

@@ -108,7 +108,7 @@ def agree_on_run(
                 raise DisagreementError(topic.name, values, topic.remedy)
     except BaseException as error:
         is_told = isinstance(error, PeerError)
-        # What is on its way now would be taken for that of a later run.
+        # A later run would take messages that are still on their way for its own.
         reason = f"rank {connections.rank} was interrupted while {lost}: {type(error).__name__}"
         told = connections.fail(str(error) if is_told else reason)
         if is_told and told != str(error):

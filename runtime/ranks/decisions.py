@@ -40,7 +40,7 @@ MEETING = (
 
 _STAYS = "all ranks left it unchanged in a graph that they compiled before, and leave it in all graphs since: "
 
-# What the digests `experts` and `tokens` of a block are made of.
+# The texts behind the digests `experts` and `tokens` of a block.
 Texts = tuple[Sequence[str], Sequence[str]]
 
 

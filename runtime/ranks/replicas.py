@@ -131,7 +131,7 @@ class ReplicaCheck:
     def _state(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> _State:
         values = (arguments[place] for place in self._inputs)
         parameters = [value for value in values if isinstance(value, torch.nn.Parameter)]
-        # What is written into experts is not looked for here: see MutationGuard.
+        # Writes into experts are not checked here: see MutationGuard.
         tensors = (*experts, *parameters)
         key = self._signature, tuple(self._inputs.items()), *map(memory_of, tensors)
         versions = [0 if parameter.is_inference() else parameter._version for parameter in parameters]

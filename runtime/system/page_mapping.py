@@ -14,13 +14,13 @@ from moepass.runtime.system.huge_pages import advise
 from moepass.runtime.system.libc import libc
 
 _READ_WRITE = getattr(mmap, "PROT_READ", 0) | getattr(mmap, "PROT_WRITE", 0)
-# Of Linux, which the mmap module has no names for.
+# Linux constants that module mmap lacks.
 _MAP_FIXED, _MAP_FIXED_NOREPLACE, _PROT_NONE = 0x10, 0x100000, 0
 _MADV_POPULATE_READ = 22
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 # (void *) -1
 _FAILED = ctypes.c_void_p(-1).value
-# What one page table covers, on x86-64 and on ARM with pages of 4 KiB.
+# Bytes that one page table covers, on x86-64 and on ARM with pages of 4 KiB.
 TABLE_BYTES = 2 << 20
 # Bits of an entry in /proc/PID/pagemap: in memory, or in swap space; and whether the page belongs to a file.
 _PRESENT_OR_SWAPPED, _OF_FILE = 0b110, 0b001

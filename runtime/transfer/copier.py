@@ -11,9 +11,9 @@ import torch
 
 from moepass.runtime.transfer.learned_order import Fetch
 
-# What writes the bytes of a slot, of the bytes of the link; both flat uint8.
+# Writes the bytes of the slot from the bytes of the link; both flat uint8.
 Decoder = Callable[[torch.Tensor, torch.Tensor], None]
-# Gives the seconds of one wait for a bank; on CUDA once it is over.
+# Seconds of one wait for a bank; on CUDA known only once it is over.
 Wait = Callable[[], float]
 
 

@@ -109,7 +109,7 @@ class JointTruths:
         self._numbers: set[Node] = set()
         # What is computed, element by element, from truths and single constants alone.
         self._of_truths: set[Node] = set()
-        # What must be remembered of a run.
+        # Values of a run that must be kept.
         self._watched: set[Node] = set()
         self._values: dict[Node, torch.Tensor] = {}
         self._outcomes: dict[Node, set[int]] = {}
@@ -134,7 +134,7 @@ class JointTruths:
         given = [self._of(each) for each in used if not (by_row and found is None and each.op == "get_attr")]
         after = [frozenset(self._moved(node, each, found is None, by_row) for each in part) for part in given]
         together = frozenset().union(*after)
-        # Of what one id gives, every value was tried.
+        # Every value that one id gives was tried.
         meets = found is None or found.kind > Kind.CHOSEN
         if meets and together and not any(together == part for part in after):
             self._add_meeting(node, together)

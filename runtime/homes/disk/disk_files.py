@@ -62,7 +62,7 @@ class DiskFile:
 
     def check(self) -> None:
         """Raises CheckpointError where somebody has changed the file. One system call."""
-        # Of the open file, not of what is under its name by now.
+        # Stamp of the open file; another file may have its name by now.
         now = FileStamp.of(self.descriptor)
         if now != self._stamp:
             raise CheckpointError(
