@@ -1,1 +1,1 @@
-"""What moepass knows about models: families, checkpoints, the demo. Imports nothing else of moepass."""
+"""Knowledge about models: families, checkpoints, the demo. Imports nothing else of moepass."""

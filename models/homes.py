@@ -10,15 +10,15 @@ from typing import Literal, get_args
 
 from moepass.models.errors import InputError, one_of
 
-# What moves shards between ranks: one-sided copies of each rank, or a gather in which all ranks take part.
+# Transports of shards between ranks: one-sided copies of each rank, or a gather in which all ranks take part.
 PULL, COLLECTIVE = "pull", "collective"
 
-# Of a bank that is spread over N ranks: all of it, the 1/N of this rank, or the rest.
+# Part of a bank that is spread over N ranks: all of it, the 1/N of this rank, or the rest.
 BankPart = Literal["all", "own", "others"]
 # Links of a hardware profile: between devices, between host memory and device, from a disk.
 LinkName = Literal["peer", "host", "disk"]
 LINKS: tuple[LinkName, ...] = get_args(LinkName)
-# Of the compute device, of the host, or none.
+# Owner of the memory that banks rest in.
 RestingPlace = Literal["device", "host", "files"]
 
 
@@ -32,7 +32,7 @@ class LinkUse:
 
 @dataclasses.dataclass(frozen=True)
 class HomeRecord:
-    """What is true of a home wherever it is used.
+    """Properties of a home that hold wherever it is used.
 
     name              as in `offload_experts(home=...)`
     banks_there       what banks do there, as the rest of a sentence
@@ -101,6 +101,10 @@ HOMES: dict[str, HomeRecord] = {
         HomeRecord("disk", "rest in files", "files", (LinkUse("disk", "all"),)),
     )
 }
+
+
+# The home of experts that a model with expert parallelism has already: the parameters of each rank are its shard.
+ADOPTED = HOMES["peer"]
 
 
 def home_named(name: str) -> HomeRecord:

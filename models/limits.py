@@ -34,7 +34,7 @@ MOST_SLOWDOWN = 1e3
 # How long ranks wait for each other: what the operating system can wait for, and a person.
 MOST_WAIT_SECONDS = 1e7
 
-# What `score` reads. A text takes up to 300 times its bytes while it becomes tokens.
+# Limits on the input of `score`. A text takes up to 300 times its bytes while it becomes tokens.
 MOST_LINE_BYTES = 4 << 20
 MOST_LINES = 1_000_000
 MOST_INPUT_BYTES = 256 << 20

@@ -89,6 +89,6 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 
-# Who imported transformers first need not ask for it. Later imports of transformers are not watched.
+# If transformers is already imported, register now. A later import needs moepass.register_transformers().
 if "transformers.distributed.expert_parallel" in sys.modules:
     __getattr__("register_transformers")()

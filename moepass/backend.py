@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from moepass.dump import GraphDump
 from moepass.models.errors import InputError
+from moepass.models.homes import ADOPTED
 from moepass.options import Options, parse_options
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.collectives import group_names
@@ -61,7 +62,7 @@ class Compilation:
         return self.executor.plan
 
     def report(self) -> RunReport:
-        """What the plan predicts beside what the last runs took: a step, the part of it that waits for banks, memory.
+        """Predicted beside measured values of the last runs: a step, the part of it that waits for banks, memory.
 
         The last up to 32 runs count that follow the schedule and have inputs of equal sizes, but not the first of
         them. They are always measured, without `record_timeline`: by the clock on a CPU, by events on CUDA, where this
@@ -207,9 +208,9 @@ def _compile(
 
 
 class _Raises:
-    """In the place of a compiled graph: what ranks could not agree on is raised where the graph would run.
+    """Stands in for a compiled graph and raises the ranks' disagreement when called.
 
-    There it is the error itself; what a backend raises, Dynamo hands on as a failure of the backend.
+    If the backend raised it, Dynamo would report a failure of the backend instead of this error.
     """
 
     _boxed_call = True
@@ -222,18 +223,18 @@ class _Raises:
 
 
 def _crossover(options: Options) -> str:
-    """Below how many tokens per rank runs are to be exchanged, in words that ranks compare."""
+    """The option that sets the crossover, as text that ranks compare."""
     if options.all_to_all_below is not None:
         return str(options.all_to_all_below)
     return NO_CROSSOVER if options.hardware is None else "estimated from a profile"
 
 
 def _as_linked(options: Options) -> Hardware | None:
-    """The machine of the options, its link to the experts emulated where they say so."""
+    """The machine of the options, with their emulated link if they have one."""
     rate = options.adoption().link.bytes_per_s
     if options.hardware is None or rate is None:
         return options.hardware
-    return with_emulated_link(options.hardware, rate, ("peer",))
+    return with_emulated_link(options.hardware, rate, [use.link for use in ADOPTED.travel])
 
 
 def _log(plan: Plan) -> None:
@@ -249,7 +250,7 @@ def _log(plan: Plan) -> None:
 
 
 def _store_of(captured: GraphModule) -> BankStore | None:
-    # What a branch inside the graph reads is gathered synchronously, which needs no ring.
+    # Banks that a branch inside the graph reads are gathered synchronously, which needs no ring.
     for node in captured.graph.nodes:
         if is_call(node, BANK_TENSOR):
             return find_store(bank_arguments(node).store)
@@ -257,10 +258,7 @@ def _store_of(captured: GraphModule) -> BankStore | None:
 
 
 def _ring_device(captured: GraphModule) -> torch.device:
-    """Where a ring for this graph's parameters lies: where the graph computes.
-
-    Small tensors may be on the CPU wherever that is.
-    """
+    """The device of a ring for this graph's parameters: the one that computes. Small tensors may be on the CPU."""
     values = [node.meta.get("val") for node in captured.graph.nodes]
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moepass.models.errors import OptionError, one_of
+from moepass.models.homes import ADOPTED
 from moepass.models.limits import check_wait
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.execute.adoption import AdoptionOptions
@@ -21,7 +22,7 @@ from moepass.runtime.transfer.transports import check_transport
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `torch.compile(model, backend="asyncep", options={...})` takes.
+    """The options of `torch.compile(model, backend="asyncep", options={...})`.
 
     lower      how segments are compiled: "inductor" (default), or "eager": operator by operator, bit-identical
     disable    names of passes to leave out
@@ -38,11 +39,11 @@ class Options:
     transport  "pull" (default): ranks on one machine copy when they like; or "collective": all gather together
     all_to_all_below
                tokens per rank, in the mean over ranks, below which a run exchanges tokens as the model itself does,
-               whatever its exchange is, instead of gathering weights; within a tenth of it runs stay as the last one
-               was. None (default): all runs gather. Ranks agree on each run at its beginning, so with it every rank of
-               the group calls every forward, as for an exchange: with no tokens if it has none. One that does not come
-               within timeout_s is an error on the others, and ends that for the group.
-    hardware   a preset or the file of a profile (docs/hardware.md), by which that number is computed instead
+               instead of gathering weights; within 10 % of this number a run keeps the form of the previous run. None
+               (default): all runs gather. The ranks agree at the beginning of each run. So every rank of the group
+               must call every forward, with no tokens if it has none. If a rank does not come within timeout_s, the
+               others raise an error, and no later run of the group can agree.
+    hardware   a preset or the file of a profile (docs/hardware.md), from which moepass computes all_to_all_below
     """
 
     lower: str = "inductor"
@@ -57,7 +58,7 @@ class Options:
     hardware: Hardware | None = None
 
     def adoption(self) -> AdoptionOptions:
-        """Those for models that run with expert parallelism."""
+        """The options for models that run with expert parallelism."""
         defaults = AdoptionOptions()
         return AdoptionOptions(
             defaults.slots if self.slots is None else self.slots,
@@ -67,7 +68,7 @@ class Options:
         )
 
     def refuse_adoption(self) -> None:
-        """Raises OptionError where one of these was given, for a model that has a ring already."""
+        """Raises OptionError if an option for expert parallelism was given; the model has a ring already."""
         asked = {"all_to_all_below": self.all_to_all_below, "hardware": self.hardware and self.hardware.name}
         for name, value in asked.items():
             if value is not None:
@@ -130,7 +131,7 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
         parse_link(link)
     transport = given.get("transport")
     if transport is not None:
-        check_transport(transport)
+        check_transport(transport, ADOPTED)
     below = given.get("all_to_all_below")
     if below is not None and (not isinstance(below, int) or isinstance(below, bool) or not 1 <= below <= LARGEST_EXACT):
         raise OptionError(
@@ -153,8 +154,8 @@ def _hardware(given: object, below: object) -> Hardware | None:
         raise _wrong("hardware", given, "a preset such as 8xh100-80g, or a profile's file")
     if machine is not None and below is not None:
         raise OptionError(
-            f"all_to_all_below is {below!r} and hardware {machine.name!r}, from which it would be computed: give one "
-            "of the two",
+            f"options all_to_all_below is {below!r} and hardware is {machine.name!r}: give either all_to_all_below or "
+            "hardware: moepass computes all_to_all_below from hardware",
             name="all_to_all_below",
             value=below,
         )

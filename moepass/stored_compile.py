@@ -66,7 +66,7 @@ class StoredModule:
         self._store = None if is_inspected else store or find_store()
         self._compiled: Any = torch.compile(module, backend="asyncep", options=dict(options))
         self._captures: list[StoredCapture] | None = None
-        # What captures are stored under; empty where what is compiled cannot be stored.
+        # Key of the stored captures; empty if the compiled model cannot be stored.
         self._key = ""
 
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _bank_store(module: nn.Module) -> BankStore | None:
 
 @functools.cache
 def _own_digest() -> str:
-    """Of all sources of moepass."""
+    """Digest of all source files of moepass."""
     roots = {Path(folder) for name in _PACKAGES for folder in sys.modules[name].__path__}
     digests = file_digests({path.resolve() for root in roots for path in root.rglob("*.py")})
     return digest_of([[Path(file).name, digest] for file, digest in digests.items()])

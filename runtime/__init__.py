@@ -1,1 +1,1 @@
-"""What moves bytes and runs plans. It decides nothing that the plan could have decided."""
+"""Moves bytes and runs plans. Decides nothing that the plan could have decided."""

@@ -11,10 +11,27 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame, eval_frame
-from torch._dynamo.cache_size import exceeds_recompile_limit
-from torch._dynamo.utils import register_hook_for_recompile_user_context
 from torch._guards import TracingContext
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
+
+# Dynamo and Inductor are imported where they are used: homes and ranks need neither.
+
+
+def process_groups_by_name() -> dict[str, ProcessGroup]:
+    """All process groups of this process that were not destroyed."""
+    return {str(group.group_name): group for group in c10d._world.pg_map}
+
+
+def default_group() -> ProcessGroup:
+    """Raises ValueError if torch.distributed is not initialised."""
+    return c10d._get_default_group()
+
+
+def store_of(group: ProcessGroup) -> Store:
+    """The store through which the ranks of `group` met."""
+    return c10d._get_process_group_store(group)
 
 
 def compiled_code() -> CodeType | None:
@@ -28,6 +45,8 @@ def exceeded_recompile_limit() -> str | None:
 
     For functions called by `on_recompilation`, which Dynamo does right before it decides.
     """
+    from torch._dynamo.cache_size import exceeds_recompile_limit
+
     found = _compilation()
     if "cache_size" not in found:
         return None
@@ -36,7 +55,8 @@ def exceeded_recompile_limit() -> str | None:
 
 
 def on_recompilation(function: Callable[[], None]) -> None:
-    """Call `function` whenever Dynamo is about to compile a function again. What it raises goes to the user."""
+    """Call `function` whenever Dynamo is about to compile a function again. The user gets the errors that it raises."""
+    from torch._dynamo.utils import register_hook_for_recompile_user_context
 
     def hook() -> str:
         function()
@@ -57,6 +77,8 @@ def is_autocasting() -> bool:
 
 def eager_stance() -> str | None:
     """The stance of torch.compiler in which Dynamo runs what is not compiled yet in eager mode; None in others."""
+    from torch._dynamo import eval_frame
+
     stance: str = eval_frame._stance.stance
     return stance if stance == "eager_on_recompile" else None
 
@@ -80,7 +102,7 @@ def inductor_source(compiled: object) -> str | None:
 
 
 def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
-    """What `inductor_source` gave, as a function of a list of inputs. It runs the text: give it no other.
+    """The output of `inductor_source` as a function of a list of inputs. It runs the text: never pass other text.
 
     What it compiles is taken from Inductor's cache where that has it.
     """
@@ -148,7 +170,7 @@ def _let_waits_be_put_off(compilers: type[Any]) -> None:
 
 
 def vector_instructions() -> str:
-    """Those that Inductor compiles for on this machine's CPU."""
+    """The vector instructions that Inductor compiles for on this machine's CPU."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     return str(pick_vec_isa())
@@ -187,6 +209,8 @@ def _names(code: CodeType) -> frozenset[str]:
 
 def _compilation() -> dict[str, Any]:
     """The variables of the function in which Dynamo compiles at this moment."""
+    from torch._dynamo import convert_frame
+
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_code.co_filename == convert_frame.__file__:

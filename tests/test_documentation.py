@@ -19,6 +19,9 @@ PAGES = [
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 _PATH = re.compile(rf"\b((?:{'|'.join(FOLDERS)})/[\w/]+\.(?:py|md|json|html|svg))\b")
+# A file by its name, or by the end of its path.
+_FILE = re.compile(r"[`(]([\w/]+\.py)[`)]")
+_KNOWN = {"/".join(path.relative_to(ROOT).parts[start:]) for path in SOURCES for start in range(len(path.parts))}
 
 
 def _missing(page: Path) -> Iterator[str]:
@@ -27,6 +30,7 @@ def _missing(page: Path) -> Iterator[str]:
         links = (link for link in _LINK.findall(text) if not link.startswith(("http:", "https:")))
         yield from (link for link in links if not (page.parent / link).exists())
     yield from (path for path in _PATH.findall(text) if not (ROOT / path).exists())
+    yield from (name for name in _FILE.findall(text) if name not in _KNOWN)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -27,7 +27,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a tensor lies in its file; `dtype` by the format's name for it."""
+    """Position of a tensor in its file; `dtype` is the format's name for it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a file of `nbytes` holds, by its own account."""
+    """Contents of a file of `nbytes`, as its header states them."""
 
     tensors: Mapping[str, Extent]
     metadata: Mapping[str, str]
@@ -82,7 +82,7 @@ def read_header(descriptor: int, file: Path) -> FileHeader:
 
 
 def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """What a file begins with whose tensors, given as (dtype, shape, bytes), follow one another in this order."""
+    """The header of a file with these tensors, given as (dtype, shape, bytes), one after the other in this order."""
     entries: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for key, (dtype, shape, nbytes) in tensors.items():

@@ -13,7 +13,7 @@ from moepass.models.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FileStamp:
-    """What the file system says of a file; equal for one that was neither replaced nor written to.
+    """Identity of a file's contents: equal if the file was neither replaced nor written to.
 
     A write that sets the time of the last write back is not seen.
     """
@@ -24,7 +24,7 @@ class FileStamp:
 
     @classmethod
     def of(cls, file: Path | int) -> FileStamp:
-        """That of the file with this name, or of an open one by its descriptor. Raises OSError."""
+        """The stamp of a file, given by its name or by an open descriptor. Raises OSError."""
         status = os.stat(file)
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 

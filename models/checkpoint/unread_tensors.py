@@ -110,7 +110,7 @@ def _sliced(
 ) -> Recipe | None:
     if dim == 0 and step == 1:
         first, end, _ = slice(start, stop).indices(part.shape[0])
-        with contextlib.suppress(UnfollowedError):  # then the whole is made, and cut
+        with contextlib.suppress(UnfollowedError):  # otherwise read the whole tensor and slice it
             return part.rows(first, max(first, end))
     return None
 

@@ -55,7 +55,7 @@ class Recipe:
         raise NotImplementedError
 
     def file_ranges(self) -> Iterator[FileRange]:
-        """Where the bytes of the contiguous tensor lie, in their order, if they lie in files as they are.
+        """Positions in files of the bytes of the contiguous tensor, in order, if files hold them unchanged.
 
         Raises UnfollowedError, by its end, where they have to be made.
         """

@@ -1,5 +1,7 @@
 """Every formula of moepass for FLOPs, parameters, bytes and thresholds: one place, which models, passes, the router and
-reports all read. May import sizes.
+reports all read.
+
+May import sizes.
 
     gemms           matrix multiplications: GEMM, batched, grouped, convolution
     attention       pairs of tokens that attention looks at, and what they cost

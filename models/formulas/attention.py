@@ -1,4 +1,4 @@
-"""What attention costs beyond its projections: scores of attention, scans of linear attention and state spaces.
+"""Costs of attention beyond its projections: scores of attention, scans of linear attention and state spaces.
 
 Attention reads pairs: a token and one that it sees. A causal sequence of S tokens has S(S + 1)/2 of them, half of the
 square that torch's counter assumes. Where P tokens before the sequence are cached or shared, S·P pairs come on top.

@@ -1,4 +1,4 @@
-"""Which rank owns which experts: the one formula for it."""
+"""The one formula for which rank owns which experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What costs depend on: the sizes of a model's layers, whatever family it is of. `families.py` reads them.
+"""Sizes of a model's layers, from which costs follow, for all families. `families.py` reads them.
 
 Equal layers are equal records, so that what a layer costs is computed once per kind and not once per layer.
 """

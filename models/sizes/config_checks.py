@@ -1,4 +1,4 @@
-"""What is checked of a model's configuration before a library builds anything of it."""
+"""Checks of a model's configuration before a library builds anything from it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
 
 
 def _check_count(name: str, key: str, value: int) -> None:
-    """What is repeated, told by its name, as `num_hidden_layers` and `n_routed_experts`: families have dozens."""
+    """Raises CheckpointError if `value` is beyond the limit of what `key` counts. Families have dozens of such keys, so
+    only the end of the name counts: `num_hidden_layers`, `n_routed_experts`.
+    """
     limits = {"layers": MOST_LAYERS, "n_layer": MOST_LAYERS, "experts": MOST_EXPERTS}
     for ending, most in limits.items():
         if key.endswith(ending):

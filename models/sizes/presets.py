@@ -93,7 +93,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def presets_source() -> str:
-    """Where the presets' numbers come from."""
+    """The source of the presets' numbers."""
     return _file().sources
 
 

@@ -110,9 +110,11 @@ def _is_left_out(left_out: Sequence[str], layer: str, part: str) -> bool | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """As transformers leaves modules out: from the start to a boundary, as a regular expression, or as a suffix."""
+    """Whether `pattern` excludes the module `name`. As in transformers it may be a suffix, a parent module, or have
+    stars.
+    """
     if name.endswith(pattern) or name == pattern or name.startswith(f"{pattern}."):
         return True
-    # Of regular expressions, the one that configurations use: a star for any layer.
+    # Configurations use a single kind of regular expression: a star for any layer.
     expression = ".*".join(re.escape(piece) for piece in pattern.split("*"))
     return re.match(rf"{expression}(?:\.|$)", name) is not None

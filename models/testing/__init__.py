@@ -1,1 +1,4 @@
-"""Tiny models and stacks of layers, for tests and benchmarks alone. May import every room of models."""
+"""Tiny models and stacks of layers, for tests and benchmarks alone.
+
+May import sizes, formulas, checkpoint, reference.
+"""

@@ -26,7 +26,7 @@ LOCAL = "local"
 
 @dataclasses.dataclass(frozen=True)
 class StackConfig:
-    """What a stack is made of; equal configs make equal weights, in whatever form and on however many ranks.
+    """Sizes and form of a stack; equal configs make equal weights, in whatever form and on however many ranks.
 
     `hidden` is H, `width` is h of one expert. `skew` is the standard deviation of a fixed bias on the router's logits:
     0 spreads tokens evenly, 2 sends most of them to few experts. `max_tokens` and `capacity_factor` are those of

@@ -64,7 +64,7 @@ class ExpertFamily:
         return model_class, model_class.config_class
 
 
-# What a tiny configuration sets wherever the family's default configuration has the attribute (and not None).
+# Values of a tiny configuration, set if the family's default configuration has the attribute (and not None).
 _SIZES: Mapping[str, Any] = MappingProxyType(
     {
         "vocab_size": 128,
@@ -157,7 +157,7 @@ _GEMMA: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-# What the general rule does not get right, by family.
+# Exceptions from the general rule, by family.
 _OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": ["full_attention"] * 3},

@@ -1,1 +1,1 @@
-"""The command line, and the streams that it reads and writes. May import every room."""
+"""The command line, and the streams that it reads and writes. May import explaining, the face."""

@@ -61,7 +61,7 @@ def run_demo(texts: int | None = None, lower: str = "inductor") -> bool:
     held_out = read_held_out(texts)
     with status.status("planning ..."):
         explanation = explain_model(folder, batch=BATCH_SIZE, seq=32, slots=SLOTS, lower=lower)
-    print_explanation(console, explanation, schedule=False)
+    print_explanation(console, explanation)
 
     plain = _plain_way()
     streamed, report = _streamed_way(lower)

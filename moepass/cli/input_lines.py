@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from moepass.models.errors import InputError
 from moepass.models.limits import (
@@ -16,9 +16,6 @@ from moepass.models.limits import (
     check_limit,
     decode_json,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -33,9 +33,6 @@ from moepass.models.limits import (
     MOST_THREADS,
     check_limit,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _LONGEST_ERROR = 1000
 

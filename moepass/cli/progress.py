@@ -1,4 +1,4 @@
-"""What a person sees while a command runs, or after it."""
+"""Progress bars and notes of the command line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[tuple[P
 def note_refusals(compilations: Sequence[Compilation]) -> None:
     for compilation in compilations:
         for refusal in compilation.plan.refusals:
-            typer.echo(f"moepass: note: runs as it came: {refusal}", err=True)
+            typer.echo(f"moepass: note: left unchanged: {refusal}", err=True)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the command line reads from and writes to: standard streams that may be closed, disks that may be full.
+"""Input and output of the command line: standard streams that may be closed, disks that may be full.
 
 Nothing heavy is imported here: `moepass --help` must not wait for it.
 """
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from moepass.models.errors import InputError
 
-# What a shell reports of other tools, which SIGPIPE (13) ends: 128 and the signal's number.
+# Exit status that a shell reports for tools that SIGPIPE (13) ended: 128 and the signal's number.
 READER_LEFT = 128 + 13
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -98,7 +98,7 @@ def check_standard_output() -> None:
 
 
 def check_output(output: str) -> Path | None:
-    """Where to write, None for standard output. Raises InputError where that cannot work."""
+    """The path to write to, None for standard output. Raises InputError if it cannot be written to."""
     if output == "-":
         check_standard_output()
         return None

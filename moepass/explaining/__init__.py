@@ -1,1 +1,1 @@
-"""The report on a model and a machine: what is found, and how it is shown. Of the face, may import profiles."""
+"""The report on a model and a machine: what is found, and how it is shown. Imports no other room."""

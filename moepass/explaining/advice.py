@@ -1,4 +1,4 @@
-"""What to change, where a forecast is not what one would wish for: each sentence with the number that it leads to."""
+"""Advice that makes a forecast better: one sentence each, with the number that it leads to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def advice(made: Forecast, crossover: int | None, refusals: Sequence[str]) -> tu
 
 
 def _what_fits(setting: Setting) -> Iterator[str]:
-    """What would make asyncep fit into the memory budget, one change at a time."""
+    """Changes, one at a time, that would make asyncep fit into the memory budget."""
     other = _fitting_home(setting)
     if other is not None:
         yield f"asyncep fits with --home {other}"
@@ -88,4 +88,4 @@ def _waiting(made: Forecast, crossover: int | None) -> Iterator[str]:
 
 def _refused(refusals: Sequence[str]) -> Iterator[str]:
     if refusals:
-        yield f"{len(refusals)} refused block(s) run as they came: the numbers hold once they are rewritten"
+        yield f"the numbers assume that all blocks are rewritten; {len(refusals)} were refused, and run unchanged"

@@ -1,4 +1,4 @@
-"""What `explain` is asked about beside the model: numbers, a machine, memory. Checked before anything is computed."""
+"""The other arguments of `explain`: numbers, machine, memory budget. All are checked first."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_lim
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 
-# [Empirical] What is left to the allocator, the kernels' workspaces and the driver, as vLLM's default has it.
+# [Empirical] The rest is for the allocator, the kernels' workspaces and the driver; vLLM's default.
 DEFAULT_MEMORY_SHARE = 0.9
 
 
 def check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:
-    """Raises InputError for what is no whole number from 1 on, or beyond what is planned for."""
+    """Raises InputError for a number that is not a whole number from 1 on, or beyond its limit."""
     numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
     for name, value in numbers.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

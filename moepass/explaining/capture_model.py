@@ -1,4 +1,4 @@
-"""What the compiler does with a model, found out from its config alone.
+"""Compile a model from its config alone, to see what the compiler does with it.
 
 The model is built on the meta device, so that weights are neither needed nor loaded and nothing is computed; everything
 found comes from the plans that the passes made.
@@ -47,7 +47,7 @@ def explain_model(path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lo
 def explain_meta_model(
     model: PreTrainedModel, batch: int, seq: int, slots: int = 2, lower: str = "inductor"
 ) -> Explanation:
-    """As `explain_model`, of a model on the meta device, whose experts are offloaded by this."""
+    """As `explain_model`, for a model on the meta device; this offloads its experts."""
     expert_bytes = expert_layers = 0
     if find_expert_modules(model):
         report = offload_experts(model, device="meta", slots=slots)
@@ -83,7 +83,7 @@ def capture_plans(
 
         def plan_only(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
             name_inputs(captured, graph)
-            # Of a model's first layers nothing is predicted; the report has the plan of the model.
+            # No prediction for a model's first layers alone; the report has the plan of the whole model.
             context = PassContext(
                 slots=slots if _reads_banks(captured) else 0, capture=notes, disabled=frozenset({"predict"})
             )
@@ -123,7 +123,7 @@ def _quiet_shapes() -> Iterator[None]:
 
 
 def _compile_apart(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """As `torch.compile`, but what is captured does not count as a compilation of the models that others compile.
+    """As `torch.compile`, but the capture does not count as a compilation of the user's models.
 
     Dynamo counts by code, which all models of a family share, and gives up after 8. Versions of torch that cannot keep
     compilations apart count them together.

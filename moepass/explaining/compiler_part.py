@@ -32,13 +32,13 @@ class StoredCaptures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def compiler_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart:
-    """What the compiler makes of the model, or of the telling first layers of it, planned with `slots` slots.
+    """The compiler's result for the model, or for enough of its first layers, planned with `slots` slots.
 
     Raises CheckpointError where the model cannot be captured.
     """
     if not is_stored(found.preset, lower):
         return captured_part(found, slots, lower)
-    return stored_part(found.preset, slots)
+    return preset_part(found.preset, slots)
 
 
 def is_stored(model: str, lower: str) -> bool:
@@ -46,8 +46,8 @@ def is_stored(model: str, lower: str) -> bool:
     return lower == STORED_LOWERING and model in _stored().parts and _stored().versions == installed_versions()
 
 
-def stored_part(preset: str, slots: int) -> CompilerPart:
-    """What is stored of a preset. Raises KeyError for what is none."""
+def preset_part(preset: str, slots: int) -> CompilerPart:
+    """The stored result for a preset. Raises KeyError for any other name."""
     parts = _stored().parts[preset]
     part = parts[min(slots, len(parts)) - 1]
     explanation = dataclasses.replace(part.explanation, slots=slots)
@@ -85,7 +85,7 @@ def captured_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart
 
 
 def installed_versions() -> dict[str, str]:
-    """Of what decides how a model is captured, without the part that names a build (`+cpu`)."""
+    """Versions of the packages that decide how a model is captured, without the name of a build (`+cpu`)."""
     return {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 

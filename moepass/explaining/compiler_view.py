@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,13 +16,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-# A schedule of more rows than this is abbreviated.
-SCREENFUL_ROWS = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` found out. One plan per captured graph; `stopped` says why capture ended early, or is None."""
+    """Results of `explain`: one plan per captured graph; `stopped` says why capture ended early, or is None."""
 
     model: str
     model_type: str
@@ -52,10 +48,8 @@ class Moment:
 # ---- What a person sees ----------------------------------------------------------------------------------------------
 
 
-def print_explanation(
-    console: Console, explanation: Explanation, *, every_row: bool = False, schedule: bool = True
-) -> None:
-    """The verdict first, then what was found, rewritten and refused, memory, and the schedule of each graph."""
+def print_explanation(console: Console, explanation: Explanation) -> None:
+    """The verdict first, then what was found, rewritten and refused, and the memory of each graph."""
     tokens = explanation.batch * explanation.seq
     console.print(
         f"[bold]{explanation.model}[/bold] ({explanation.model_type}), {explanation.batch} x {explanation.seq} = "
@@ -68,8 +62,7 @@ def print_explanation(
         title = f"graph {number} of {len(explanation.plans)}: " if several else ""
         console.print(f"{title}[bold green]{plan.strategy}[/bold green]: {plan.reason}", highlight=False)
         console.print(_summary(explanation, plan))
-        if schedule and plan.slot_stays:
-            console.print(schedule_table(plan, every_row))
+
     if explanation.stopped:
         console.print(f"\nCapture ended early: {explanation.stopped}", highlight=False, markup=False)
 
@@ -91,7 +84,7 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
     table.add_row("refused", Text("\n".join(refusals) or "nothing"))
     if plan.slot_stays:
         ring = f"{_bytes(plan.device_bank_bytes)} = {_count(plan.slots, 'slot')} x {_bytes(plan.slot_bytes)}"
-        ring += f" + {_bytes(plan.staging_bytes)} to decode from" if plan.staging_bytes else ""
+        ring += f" + {_bytes(plan.encoded_buffer_bytes)} to decode from" if plan.encoded_buffer_bytes else ""
         table.add_row(
             "memory",
             Text(
@@ -133,7 +126,7 @@ def found_text(plan: Plan) -> str:
     return "; ".join(f"{_count(count, 'MoE block')} of {kind}" for kind, count in kinds.items()) or "no MoE block"
 
 
-def schedule_table(plan: Plan, every_row: bool) -> Table:
+def schedule_table(plan: Plan) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -143,17 +136,8 @@ def schedule_table(plan: Plan, every_row: bool) -> Table:
     table.add_column("computes in", overflow="fold")
     for slot in range(plan.slots):
         table.add_column(f"slot {slot} meanwhile", overflow="fold")
-    rows = moments(plan)
-    kept, left_out = (list(range(len(rows))), 0) if every_row else abbreviate(rows)
-    previous = -1
-    for index in kept:
-        if index != previous + 1:
-            table.add_row(
-                "...", f"{left_out} more", "in the same rhythm; --all shows them", *[""] * plan.slots, style="dim"
-            )
-        row = rows[index]
-        table.add_row(str(index + 1), row.segment, row.where, *row.slots)
-        previous = index
+    for number, row in enumerate(moments(plan), 1):
+        table.add_row(str(number), row.segment, row.where, *row.slots)
     return table
 
 
@@ -170,30 +154,6 @@ def moments(plan: Plan) -> list[Moment]:
             word = {"prefetch": "fills:", "decode": "fills:", "acquire": "in use:", "release": ""}[step.op]
             slots[step.slot] = f"{word} {short_name(step.name)}" if word else ""
     return rows
-
-
-def abbreviate(rows: Sequence[Moment]) -> tuple[list[int], int]:
-    """Indices of the rows to show, and how many are left out: the repeats of a stretch that runs in one rhythm.
-
-    Two rows have the same rhythm where segment and slot states are equal but for the layers' numbers.
-    """
-    count = len(rows)
-    signs = [re.sub(r"\d+", "", " | ".join((row.where, *row.slots))) + row.segment for row in rows]
-    best: tuple[int, int, int] = (0, 0, 1)
-    for period in range(1, count // 3 + 1):
-        start = 0
-        for index in range(period, count + 1):
-            if index == count or signs[index] != signs[index - period]:
-                if index - start > best[1] - best[0]:
-                    best = (start, index, period)
-                start = index - period + 1
-        if best[1] - best[0] >= 3 * best[2] and best[2] == period:
-            break
-    start, end, period = best
-    left_out = end - start - 2 * period
-    if count <= SCREENFUL_ROWS or left_out < 2:
-        return list(range(count)), 0
-    return [*range(start + period), *range(end - period, count)], left_out
 
 
 def short_name(path: str) -> str:

@@ -17,7 +17,7 @@ from moepass.explaining.compiler_part import compiler_part
 from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import ExplainedModel, explained_model
-from moepass.explaining.forecasts import best_home, stored_assumption, stored_part
+from moepass.explaining.forecasts import best_home, stored_assumption, stored_part, why_nothing_fits
 from moepass.explaining.how_to_run import how_to_run
 from moepass.explaining.report import (
     REPORT_SCHEMA,
@@ -64,7 +64,7 @@ def explain(
     slots: int | None = None,
     lower: str = "inductor",
 ) -> Report:
-    """What moepass would do with `model` on `hardware`, what that takes, and why: see docs/explain.md.
+    """Plan `model` on `hardware` and say what it would take, and why: see docs/explain.md.
 
     Args:
         model: the name of a preset, a checkpoint folder, a config.json, a transformers configuration, or a
@@ -171,7 +171,7 @@ def explain(
             strategy,
             schedule,
             _checkpoint(model),
-            best.cost(best.chosen).fits,
+            why_nothing_fits(best),
             setting.dtype,
             machine.device_kind,
             architecture.stored,
@@ -352,7 +352,7 @@ def _strategy(made: Forecast) -> str:
 
 
 def _curve(made: Forecast) -> tuple[CurveRow, ...]:
-    """From well below the threshold and the planned tokens to well above both."""
+    """Token counts from well below the threshold and the planned tokens to well above both."""
     marks = [made.saturation.tokens, made.setting.sequences.tokens, 1]
     octaves = range(
         _POINTS_PER_OCTAVE * max(0, math.floor(math.log2(min(mark for mark in marks[:2] if mark > 0))) - 4),
@@ -367,7 +367,7 @@ def _curve(made: Forecast) -> tuple[CurveRow, ...]:
 
 
 def _sources(found: ExplainedModel, machine: Hardware) -> dict[str, str]:
-    """Where every number comes from: by the report's parts, and for the machine figure by figure."""
+    """The source of every number: by parts of the report, and for the machine figure by figure."""
     hardware = {f"hardware.{name}": source for name, source in machine.sources().items()}
     return {
         "model": found.source,

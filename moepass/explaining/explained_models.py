@@ -1,4 +1,4 @@
-"""What `explain` can be asked about: a preset, a checkpoint folder, a config file, a configuration, a model."""
+"""The models that `explain` accepts: a preset, a checkpoint folder, a config file, a configuration, a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-# Of a preset that somebody could have meant.
+# No preset is suggested for a longer name.
 _LONGEST_NAME = 200
 # Fields that make no model of any family where they are less than 1.
 _POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -103,7 +103,7 @@ def _config_of(model: Any) -> PreTrainedConfig:
 
 
 def _weights_dtype(model: Any) -> torch.dtype | None:
-    """What most of the weights of `model` are, by bytes; None of a configuration, which has none.
+    """The dtype of most weights of `model`, by bytes; None for a configuration, which has no weights.
 
     A configuration says what a checkpoint was saved in, if anything: a model may have been converted since.
     """

@@ -11,12 +11,16 @@ from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.forecast import Forecast, forecast
 from moepass.passes.planner.strategies import Setting, banks_bytes, homes_of
 
-# A home that is slower by no more than this part, and simpler, is preferred.
+# A simpler home is preferred if it is slower by no more than this fraction.
 _NO_MATTER = 0.01
 
 
 def best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Forecast, list[HomeTried]]:
-    """The forecast of the home with the fastest asyncep that fits, else of that which needs the least memory."""
+    """The forecast of the home with the fastest asyncep that fits, and all homes tried.
+
+    If no home fits, the forecast of the one that needs the least memory.
+    Raises InputError with the reason of every home if the machine can use none.
+    """
     if home is not None:
         only = forecast(setting, home, most_slots=most_slots)
         return only, [_tried(only)]
@@ -31,10 +35,9 @@ def best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Fore
             # Other homes may do on this machine; the report says why this one does not.
             tried.append(HomeTried(candidate, None, None, False, str(error)))
     if not made:
+        reasons = "; ".join(f"{one.home}: {one.note}" for one in tried)
         raise InputError(
-            f"no home can be used on {setting.hardware.name}: {tried[-1].note}",
-            name="hardware",
-            value=setting.hardware.name,
+            f"{setting.hardware.name} can use no home: {reasons}", name="hardware", value=setting.hardware.name
         )
     fitting = [one for one in made if one.cost(ASYNCEP).fits]
     if fitting:
@@ -51,12 +54,25 @@ def _tried(made: Forecast) -> HomeTried:
 
 
 def _shortage(made: Forecast) -> str:
-    """What asyncep lacks, with the numbers."""
+    """The memory that asyncep lacks."""
     over = made.cost(ASYNCEP).memory_bytes - made.setting.budget_bytes
     if over <= 0 and made.host.available_bytes is not None:
         needed, available = made.host.needed_bytes / 1e9, made.host.available_bytes / 1e9
         return f"needs {needed:.1f} GB of host memory, and the machine has {available:.1f} GB"
     return f"needs {over / 1e9:.1f} GB more than the budget"
+
+
+def why_nothing_fits(made: Forecast) -> str:
+    """The reason, with numbers; empty if a strategy fits."""
+    smallest, budget = made.cost(made.chosen), made.setting.budget_bytes
+    if smallest.fits:
+        return ""
+    if smallest.memory_bytes <= budget:  # host memory is short
+        return f"no strategy fits: {smallest.strategy} {_shortage(made)}"
+    return (
+        f"no strategy fits: the smallest needs {smallest.memory_bytes / 1e9:.1f} GB per device, the budget is "
+        f"{budget / 1e9:.1f} GB"
+    )
 
 
 def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPart | None:
@@ -93,8 +109,8 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
 
 
 def stored_assumption(setting: Setting, unknown: str) -> str:
-    """What the report's numbers are of where the checkpoint is quantised; empty where it is not. `unknown` says why the
-    sizes of its format are not known."""
+    """The weights that the report's numbers assume if the checkpoint is quantised; empty if it is not. `unknown` says
+    why the sizes of its format are not known."""
     if unknown:
         return f"{unknown}; all numbers are those of weights in {setting.dtype}, which moepass runs once dequantised"
     stored = setting.architecture.stored

@@ -1,4 +1,4 @@
-"""The call that runs a model as a report chose."""
+"""The call that runs a model with the strategy of a report."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from moepass.models.homes import HOMES, home_named
 from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 
-# A longer list of layers is told by where it stands in the report.
+# Above this number the call refers to the report's list of layers.
 _MOST_LAYERS_SHOWN = 12
-# What transformers calls the configuration that loads a format dequantised.
+# transformers' configuration class that loads a format dequantised.
 _LOADERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 
@@ -19,21 +19,21 @@ def how_to_run(
     strategy: StrategyPart,
     schedule: SchedulePart | None,
     checkpoint: str | None,
-    fits: bool,
+    shortage: str,
     dtype: str,
     device: str,
     stored: WeightFormat | None = None,
 ) -> str:
-    """Python to run, or in words why there is none. `checkpoint` is the folder of a checkpoint, None for anything else.
+    """Python to run, or why there is none. `checkpoint` is the folder of a checkpoint, None for anything else.
 
-    `fits` says whether the chosen strategy keeps to the memory budget. `dtype` is that of the experts, `device` the
-    kind that computes, `stored` the format of a quantised checkpoint.
+    `shortage` says why no strategy fits, empty if one does. `dtype` is that of the experts, `device` the kind that
+    computes, `stored` the format of a quantised checkpoint.
     """
     if dtype == "fp8":
         return "moepass runs no fp8 experts yet: --dtype bf16 says what it does with this model today"
     compiled = 'compiled = torch.compile(model, backend="asyncep")'
-    if not fits:
-        return "nothing fits this machine; see the advice"
+    if shortage:
+        return f"{shortage}; see the advice"
     if strategy.chosen == RESIDENT:
         return compiled
     if strategy.chosen != ASYNCEP or schedule is None:

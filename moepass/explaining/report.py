@@ -58,7 +58,7 @@ class StoredPart(_Part, frozen=True):
 
 
 class HardwarePart(_Part, frozen=True):
-    """Of one device: `flops` is the peak rate per second for the model's dtype; links in one direction."""
+    """Figures of one device: `flops` is the peak rate per second for the model's dtype; links are in one direction."""
 
     name: str
     ranks: int
@@ -71,7 +71,7 @@ class HardwarePart(_Part, frozen=True):
 
 
 class WorkloadPart(_Part, frozen=True):
-    """What one rank computes in one step."""
+    """The work of one rank in one step."""
 
     batch: int
     seq: int
@@ -190,7 +190,7 @@ class MemoryCurveRow(_Part, frozen=True):
 
 
 class CompilerPart(_Part, frozen=True):
-    """What was captured and compiled up to lowering. `captured_layers` of the model's; the rest is by analogy."""
+    """Capture and compilation up to lowering, of `captured_layers` layers of the model; the rest is by analogy."""
 
     captured_layers: int
     is_cut: bool
@@ -249,7 +249,7 @@ class Report(_Part, frozen=True):
         return report
 
     def text(self, width: int = 80, every_row: bool = False) -> str:
-        """What a person reads on a terminal, without colours. `every_row` adds the schedule of the captured graphs."""
+        """The report for a terminal, without colours. `every_row` adds the schedule of the captured graphs."""
         from moepass.explaining.report_text import report_text
 
         return report_text(self, width, every_row)

@@ -14,7 +14,7 @@ from moepass.explaining.report_text import host_memory_text, source_text, stored
 def report_page(report: Report) -> str:
     """The page `data/report.html` with the report in it, as JSON and as what its script draws from that."""
     page = (resources.files("moepass.explaining") / "data/report.html").read_text(encoding="utf-8")
-    # What ends a script element in HTML must not stand in it; JSON may write a less-than sign as an escape.
+    # The text must not end its script element in HTML; JSON may write a less-than sign as an escape.
     json = msgspec.json.encode(report).decode().replace("<", "\\u003c")
     texts = {
         "@@TITLE@@": f"{report.model.name} on {report.hardware.name}",

@@ -44,7 +44,7 @@ def print_report(console: Console, report: Report, every_row: bool = False) -> N
     if every_row:
         for plan in report.compiler.explanation.plans:
             if plan.slot_stays:
-                console.print(schedule_table(plan, True))
+                console.print(schedule_table(plan))
 
 
 def _parts(report: Report) -> Iterator[RenderableType]:
@@ -243,7 +243,7 @@ def _notes(report: Report) -> Table:
 
 
 def source_text(report: Report) -> str:
-    """Where the numbers come from, in a sentence: those of the machine by the kind of source."""
+    """One sentence on the sources of the numbers; for the machine by the kind of source."""
     kinds: dict[str, list[str]] = {}
     for name, source in report.sources.items():
         if name.startswith("hardware."):

@@ -108,14 +108,16 @@ def _batched_widths(node: Node, weight: Node) -> tuple[int, int]:
 
 
 def _weight_source(node: Node) -> Node:
-    """Where a weight enters: behind all views, but an element of a gather is a tensor of its own."""
+    """The node through which a weight enters, all views skipped; but an element of a gather counts as a tensor of its
+    own.
+    """
     while gather_of(node) is None and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_expert_weight(node: Node) -> bool:
-    """Where expert weights enter a graph: as a tensor of a bank, or as an input [experts, ., .]."""
+    """Whether expert weights enter the graph at `node`: as a tensor of a bank, or as an input [experts, ., .]."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.dim() != 3 or not value.is_floating_point():
         return False

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from moepass.models.homes import ADOPTED
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, module_path, readers
 from moepass.passes.graph.source_lines import source_line
@@ -61,7 +62,7 @@ def complete_bank(name: str, parts: Sequence[torch.Tensor], expert_bounds: Seque
         for place, part in enumerate(parts)
     )
     plain = BankFormat.plain(layout.nbytes)
-    return BankSpec(0, name, "peer", plain, layout.tensors, tuple(expert_bounds), group_name)
+    return BankSpec(0, name, ADOPTED.name, plain, layout.tensors, tuple(expert_bounds), group_name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Let the lookup of the rows that a block's experts work on stand right before their first GEMM.
+"""Move the lookup of the rows that a block's experts work on right before their first GEMM.
 
 `rows = hidden_states[token of each pair]` is k times as large as the hidden states. As a part of the experts' segment
 it can be done for the rows of one expert at a time (see `lower_experts.py`), and is never in memory as a whole.
@@ -46,5 +46,5 @@ def is_lookup(node: Node) -> bool:
 
 
 def with_lookup(gemm: Node) -> Node:
-    """Where the work of a block's experts begins: at the lookup right before their first GEMM, if there is one."""
+    """The first node of a block's experts: the lookup right before their first GEMM, if there is one."""
     return gemm.prev if is_lookup(gemm.prev) and gemm.prev in gemm.all_input_nodes else gemm

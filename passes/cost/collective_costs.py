@@ -13,7 +13,7 @@ _c10d = "_c10d_functional"
 
 @op_cost(f"{_c10d}.all_to_all_single.default")
 def _all_to_all(call: OpCall) -> OpCost:
-    # What a rank sends to itself is somewhere between nothing and everything; on average it is one part.
+    # A rank sends between none and all of its rows to itself; one part on average.
     both = call.nbytes("input") + call.output_bytes
     return _moved(call, formulas.exchanged_bytes(both, _ranks(call)))
 

@@ -1,4 +1,4 @@
-"""What the graph costs: FLOPs and bytes of every node, in the symbols of its shapes.
+"""Costs of the graph: FLOPs and bytes of every node, in the symbols of its shapes.
 
 Contract
     in    a graph with `meta["val"]` on every node, and blocks found

@@ -1,4 +1,4 @@
-"""What one operator costs: FLOPs, bytes of memory traffic, bytes between ranks, in the symbols of the graph's shapes.
+"""Costs of one operator: FLOPs, bytes of memory traffic, bytes between ranks, in the symbols of the graph's shapes.
 
 Operators that are more than elementwise register themselves: `@op_cost(aten.mm.default)` on a function from an
 `OpCall` to an `OpCost`, on the formulas of `moepass.models.formulas`. What moves no byte (views) costs nothing. What
@@ -93,7 +93,7 @@ def op_cost(*targets: object) -> Callable[[CostFunction], CostFunction]:
 
 
 def node_cost(node: Node, ranks: Mapping[str, int] | None = None) -> OpCost:
-    """What `node` costs. `ranks`: the size of each process group by name, where the graph talks to any."""
+    """Costs of `node`. `ranks`: the size of each process group by name, if the graph communicates with any."""
     if node.op != "call_function" or node.target is operator.getitem:
         return OpCost()
     # Transfers of banks are no computation: the plan accounts for them by bank.

@@ -35,7 +35,7 @@ class CanonicalText:
         self._add(node, self._describe_source(node) if line is None else line)
 
     def add(self, node: Node, *remarks: str, arguments: Any = None) -> None:
-        """What `node` computes from what; sources that it reads come before it.
+        """Describe the computation of `node`; the sources that it reads come before it.
 
         `arguments` may stand for its (args, kwargs), where some of these should read otherwise.
         """
@@ -129,7 +129,7 @@ def describe_constant_here(name: str, value: object) -> str:
 
 
 def describe_target(node: Node) -> str:
-    """What a node calls, without the addresses that Python gives functions."""
+    """The target of a node as text, without the addresses that Python gives functions."""
     target = node.target
     if isinstance(target, (str, torch._ops.OperatorBase)):
         return str(target)
@@ -137,7 +137,7 @@ def describe_target(node: Node) -> str:
 
 
 def describe_graph(module: GraphModule, is_placed: bool = True) -> str:
-    """What the graph computes, constants included. Raises NotThisForm as `describe_constant` does."""
+    """The computation of the graph as text, constants included. Raises NotThisForm as `describe_constant` does."""
     text = CanonicalText(_describe_input)
     for node in module.graph.nodes:
         if node.op == "get_attr":

@@ -1,4 +1,4 @@
-"""What in a captured graph talks to other ranks, as records.
+"""Communication with other ranks in a captured graph, as records.
 
 A `Collective` is one of the functional collectives that moepass can reason about: what goes in, over which group, what
 comes out. A `Communication` is any node that talks to other ranks, those that moepass cannot take out included.
@@ -66,14 +66,6 @@ def collective_of(node: Node) -> Collective | None:
     )
 
 
-def collectives_of(graph: Graph) -> Iterator[Collective]:
-    """In host order."""
-    for node in graph.nodes:
-        found = collective_of(node)
-        if found is not None:
-            yield found
-
-
 @dataclasses.dataclass(frozen=True)
 class Communication:
     """A node that talks to other ranks, or hides whether it does. `kind` is a word for what it does.
@@ -116,7 +108,7 @@ _WORDS = {
 
 
 def communication_of(node: Node) -> Communication | None:
-    """What `node` says to other ranks; None where it says nothing, or only waits for an answer."""
+    """The communication of `node` with other ranks; None if it has none, or only waits for an answer."""
     known = collective_of(node)
     if known is not None:
         return Communication(node, known.kind, known.group_name)
@@ -138,7 +130,7 @@ def _group_argument(node: Node) -> object:
 
 
 def communications_of(graph: Graph) -> Iterator[Communication]:
-    """In host order."""
+    """All communication of the graph, in host order."""
     for node in graph.nodes:
         found = communication_of(node)
         if found is not None:

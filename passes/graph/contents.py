@@ -21,7 +21,7 @@ _UNINITIALISED = MAKE_EMPTY | {
     "empty_quantized", "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "resize", "resize_as",
     "_resize_output",
 }  # fmt: skip
-# Of their first argument they read size and type alone.
+# Operators that read only size and type of their first argument.
 _LIKE_ANOTHER = {
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones",
     "new_full", "fill", "zero", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",

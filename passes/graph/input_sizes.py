@@ -30,7 +30,7 @@ class SizeSource:
 
 
 def size_sources(graph: Graph) -> dict[str, SizeSource]:
-    """Where each symbol stands among the inputs; those that stand there only inside larger expressions are left out.
+    """Position of each symbol among the inputs; symbols that occur only inside larger expressions are left out.
 
     A size that turned out to be another one, or a constant, stands under the symbol that it had at first too.
     """
@@ -46,7 +46,7 @@ def size_sources(graph: Graph) -> dict[str, SizeSource]:
 
 
 def sizes_at_capture(graph: Graph) -> dict[str, int]:
-    """What each symbol of `size_sources` was when the graph was captured."""
+    """The value of each symbol of `size_sources` when the graph was captured."""
     described = [fake_value(node) for node in graph_inputs(graph)]
     sizes = {name: source.find(described) for name, source in size_sources(graph).items()}
     return {name: int(size.node.hint if isinstance(size, torch.SymInt) else size) for name, size in sizes.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-# What an argument is called where an operator of Python names none.
+# Name of an argument if a Python operator has no names for them.
 UNNAMED = "other"
 
 

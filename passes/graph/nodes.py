@@ -141,7 +141,7 @@ def nodes_in(value: Any) -> list[Node]:
 
 
 def constant_of(node: Node) -> Any:
-    """What a `get_attr` node reads."""
+    """The value that a `get_attr` node reads."""
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
@@ -160,7 +160,7 @@ def symbolic_sizes(nodes: Iterable[Node]) -> Iterator[torch.SymInt]:
 
 
 def unbacked_conditions(graph: Graph) -> list[str]:
-    """What is known of the sizes in a graph that only a run tells: their ranges, and what was asserted of them."""
+    """Known facts about sizes that only a run tells: their ranges, and the assertions on them."""
     ranges: dict[str, str] = {}
     asserted: dict[str, None] = {}
     for size in symbolic_sizes(graph.nodes):

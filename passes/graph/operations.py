@@ -1,4 +1,4 @@
-"""What an operation of a graph is called, and what it indexes."""
+"""Names of a graph's operations, and the arguments that they index by."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ COLLECTIVES_STAY = "; its collectives stay"
 
 
 def why_it_stopped(error: Exception) -> str:
-    """Why a block could not be run on sample numbers. What operators, allocators and dictionaries say is for nobody."""
+    """Why a block could not be run on sample numbers. Internal error texts are replaced by an explanation."""
     first = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or ("alloc" in first and "memory" in first):
         return "the numbers that it would be proved with need more memory than is free; capture it with fewer tokens"

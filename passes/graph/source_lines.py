@@ -39,7 +39,7 @@ def source_line(node: Node) -> str:
 
 
 def place_of(node: Node) -> str:
-    """Where in the model: the path of its module, or else the innermost `forward`; the node's own name without both."""
+    """Position in the model: the path of the module, else the innermost `forward`, else the node's own name."""
     frames = _frames_of(node)
     forwards = [frame for frame in frames if _function_name(frame[2]) == "forward"] or frames
     return module_path(node) or (line_of_frame(*forwards[-1][:3], "") if forwards else node.name)
@@ -50,7 +50,7 @@ def _frames_of(node: Node) -> list[tuple[str, int, str, str]]:
     own = _frames(str(node.meta.get("stack_trace") or ""))
     if own or node.op == "placeholder":
         return own
-    # What a pass wrote has no line of its own; what it reads has.
+    # A node that a pass wrote has no line of its own; its inputs have.
     given = (_frames(str(used.meta.get("stack_trace") or "")) for used in node.all_input_nodes)
     return next((frames for frames in given if frames), [])
 
@@ -78,7 +78,7 @@ def line_of_frame(file: str, line: int, function: str, code: str) -> str:
 
 
 def input_name(node: Node) -> str:
-    """What a graph's input is to the user: the path of a parameter, the name of an argument, or its kind and place."""
+    """The user's name for a graph input: the path of a parameter, the name of an argument, or its kind and place."""
     known = node.meta.get(INPUT_NAME_KEY)
     target = getattr(node.meta.get("desc"), "target", None)
     if known or isinstance(target, str):

@@ -12,7 +12,7 @@ from moepass.passes.graph.nodes import mutates, nodes_in, view_source
 
 
 def writes_to_inputs(graph: Graph) -> dict[Node, tuple[Node, ...]]:
-    """By input, the nodes that say what is written to it, in host order.
+    """For each input, the nodes that write to it, or hold the values written to it, in host order.
 
     Such a node writes by itself, as `copy_` does, or is an output of the graph that whoever runs it writes to the
     input: what AOTAutograd makes of writes that it cannot leave in the graph.
@@ -28,7 +28,7 @@ def writes_to_inputs(graph: Graph) -> dict[Node, tuple[Node, ...]]:
 
 
 def _written_by(node: Node) -> Iterator[Node]:
-    """What `node` writes to, views seen through."""
+    """The tensors that `node` writes to, views seen through."""
     if not mutates(node):
         return
     given = named_arguments(node)

@@ -1,8 +1,8 @@
-"""What a bank is in three places: at rest in its home, on the link, and in the slot, where kernels read it.
+"""A bank's bytes in three places: at rest in its home, on the link, and in the slot, where kernels read it.
 
     home    the first `link_bytes` of what rests travel; behind them may be what the home alone needs
-    link    without a decoder the bytes go straight into the slot; else into the ring's staging buffer
-    slot    what the decoder makes of the bytes in the staging buffer, on the side of the copies
+    link    without a decoder the bytes go straight into the slot; else into the ring's encoded buffer
+    slot    what the decoder makes of the bytes in the encoded buffer, on the side of the copies
 
 Sizes are those of a complete bank, in bytes, whatever the number of its shards.
 """

@@ -1,4 +1,4 @@
-"""What nodes of a graph cost together."""
+"""Sums of the costs of a graph's nodes."""
 
 from __future__ import annotations
 

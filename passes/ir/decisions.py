@@ -1,4 +1,4 @@
-"""What the planner decided for one model, and what it predicts of it: the record that every plan carries."""
+"""The planner's decisions for one model and its predictions: the record that every plan carries."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class Decisions:
 
     @property
     def tokens(self) -> int:
-        """Of one rank and step; 0 where the plan is for no particular number."""
+        """Tokens of one rank and step; 0 if the plan is for no particular number."""
         return self.batch * self.sequence
 
     def source(self, field: str) -> str:
-        """Where the value of `field` comes from. Raises KeyError for a field that has no source."""
+        """The source of the value of `field`. Raises KeyError for a field that has no source."""
         return dict(self.sources)[field]
 
     def exchanged_below(self, crossover_tokens: int | None) -> Decisions:

@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """Where one expert tensor lies in its bank. `shape` is [experts, ...]; `dtype` is torch's name without `torch.`."""
+    """Place of one expert tensor in its bank. `shape` is [experts, ...]; `dtype` is torch's name without `torch.`."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,12 +94,12 @@ class MoEBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """What was not taken, where, and why. It runs as it came.
+    """Something that was not rewritten: where, and why. It runs unchanged.
 
     `where` is the path of a module where that is known, `source_line` the line of the model that the node came from, as
     `moe.py:123, in forward: rows = exchange(...)`. `group` names the process group whose other ranks must leave the
-    block too, since it still talks to them; it is empty where nothing is at stake, or where all ranks refuse by what
-    they all know. What `crosses_ranks` goes on talking to other ranks.
+    block unchanged too, since it still communicates with them; it is empty if it does not, or if all ranks refuse the
+    block for a reason that they all know. `crosses_ranks`: it still communicates with other ranks.
     """
 
     node: str
@@ -115,12 +115,12 @@ class Refusal:
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalisedBlock:
-    """A block whose expert parallelism can be taken out, as far as this rank can tell.
+class LocalBlock:
+    """A block of expert parallelism that this rank can replace by its local form.
 
-    The other ranks must say the same of it: `experts` is a digest of everything between a row and its expert's output.
-    Where its tokens, ids and weights must be the same on all ranks, `tokens` is a digest of how they are computed, else
-    empty. `weights` are types and shapes of the expert weights of all ranks together.
+    All ranks compare these fields before any of them does. `experts` is a digest of everything between a row and its
+    expert's output. `tokens` is a digest of how tokens, ids and weights are computed, if they must be the same on all
+    ranks, else empty. `weights` are types and shapes of the expert weights of all ranks together.
     """
 
     name: str
@@ -181,7 +181,7 @@ class Dispatch:
 
 @dataclasses.dataclass(frozen=True)
 class GatherSignature:
-    """How often a run gathers, through how many slots, and a digest of when which bank comes into which of them."""
+    """Number of gathers and slots of a run, and a digest of which bank enters which slot in which order."""
 
     digest: int = 0
     gathers: int = 0
@@ -191,13 +191,13 @@ class GatherSignature:
         return f"{self.gathers} gathers through {self.slots} slots"
 
 
-# Of a rank that follows no plan, as in eager mode or in a gather-only step.
+# Signature of a rank without a plan, as in eager mode or in a gather-only step.
 NO_GATHER_SIGNATURE = GatherSignature()
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the compiler decided about one graph. Pure data: the single source of truth for every number in it.
+    """The compiler's decisions about one graph. Pure data: the single source of truth for every number in it.
 
     `cost` is that of the whole graph, in its sizes; `sizes` are these by name, with the values at capture. Operators
     in `uncosted` count with their memory traffic only, because nobody knows what they compute. Without `dispatch` every
@@ -211,7 +211,7 @@ class Plan:
     reason: str = "not planned yet"
     blocks: tuple[MoEBlock, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    localised: tuple[LocalisedBlock, ...] = ()
+    local_blocks: tuple[LocalBlock, ...] = ()
     replicated: tuple[str, ...] = ()
     banks: tuple[BankSpec, ...] = ()
     slots: int = 0
@@ -242,7 +242,7 @@ class Plan:
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
     def gathers(self) -> GatherSignature:
-        """What ranks that gather together compare of their plans.
+        """The part of a plan that ranks compare before they gather together.
 
         Banks count by their order alone, because layers that share code share a plan.
         """
@@ -264,15 +264,15 @@ class Plan:
         return len(self.segments)
 
     @property
-    def staging_bytes(self) -> int:
-        """Bytes of the ring's staging buffer: the largest encoded bank on its way; 0 where none is encoded."""
+    def encoded_buffer_bytes(self) -> int:
+        """Bytes of the ring's encoded buffer: the largest encoded bank on its way; 0 where none is encoded."""
         formats = [self.bank(stay.bank).format for stay in self.slot_stays]
         return max((found.link_bytes for found in formats if found.is_encoded), default=0)
 
     @property
     def device_bank_bytes(self) -> int:
         """Bytes that streamed banks occupy on the compute device: the ring, whatever the depth."""
-        return self.slots * self.slot_bytes + self.staging_bytes
+        return self.slots * self.slot_bytes + self.encoded_buffer_bytes
 
     @property
     def streamed_bytes(self) -> int:

@@ -29,7 +29,7 @@ class PassError(MoepassError):
 
 
 class PlanError(MoepassError):
-    """What was asked for cannot be scheduled; the text says what would make it possible."""
+    """The requested schedule is impossible; the text says what would make it possible."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class CaptureNotes:
-    """What is known of how a graph was captured.
+    """Known facts about how a graph was captured.
 
     `graph_break` says where and why Dynamo ended it early, in words; empty where it did not. `switches_off` are those
     of Dynamo's settings that would have let it go on, as `torch._dynamo.config.capture_scalar_outputs`.
@@ -70,7 +70,7 @@ NO_NOTES = CaptureNotes()
 
 @dataclasses.dataclass(frozen=True)
 class PassContext:
-    """What passes may know beside the graph.
+    """Everything beside the graph that passes may know.
 
     `slots` is the size of the ring that the banks stream through; `groups` are the process groups that the graph talks
     to, by name, as this rank sees them. Runs of fewer than `all_to_all_below` tokens per rank are to keep their

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from moepass.passes.ir.cost import Cost
 
 EMBEDDING, ATTENTION, ROUTER, EXPERTS, DENSE, HEAD = "embedding", "attention", "router", "experts", "dense", "head"
-# Of a segment with none of these parts: norms, sums, permutations, comparisons.
+# Role of a segment with none of these parts: norms, sums, permutations, comparisons.
 ELEMENTWISE = "elementwise"
-# Of a segment with several of the parts that most of its time may go to.
+# Role of a segment with several of the parts that most of its time may go to.
 MIXED = "mixed"
 # On a node of a segment: which of the parts it belongs to.
 PART_KEY = "moepass_part"

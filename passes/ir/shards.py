@@ -38,7 +38,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:
-    """Where each tensor's part lies in a shard of `nbytes`; the shapes are those of the parts."""
+    """Position of each tensor's part in a shard of `nbytes`; the shapes are those of the parts."""
 
     nbytes: int
     tensors: tuple[TensorSpec, ...]
@@ -85,7 +85,7 @@ def shard_layout(bank: BankSpec, rank: int) -> ShardLayout:
 
 
 def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
-    """What brings the shard of `rank` into a slot, one piece per tensor; nothing for a rank without experts.
+    """The pieces that bring the shard of `rank` into a slot, one per tensor; none for a rank without experts.
 
     `bank` must list all of its tensors. Raises InputError as `expert_range`.
     """
@@ -99,7 +99,7 @@ def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
 
 
 def clip_pieces(pieces: Iterable[Piece], start: int, stop: int) -> tuple[Piece, ...]:
-    """What of `pieces` falls into bytes [start, stop) of the slot, for a buffer that holds these bytes alone."""
+    """The part of `pieces` in bytes [start, stop) of the slot, for a buffer that holds only these bytes."""
     clipped = []
     for piece in pieces:
         first = max(start, piece.slot_offset_bytes)

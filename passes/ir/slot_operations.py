@@ -110,7 +110,7 @@ def gather(shards: Sequence[torch.Tensor], *, bank: int) -> tuple[torch.Tensor, 
 
 def prefetch(shards: Sequence[torch.Tensor], *, bank: int, slot: int, after: Any) -> Any:
     """Start to copy `bank` once the event `after` (a release, or None for a fresh slot) has happened: into `slot`, or,
-    where its format has a decoder, into the staging buffer.
+    where its format has a decoder, into the encoded buffer.
 
     Gives the event "the copy is done".
     """
@@ -118,9 +118,9 @@ def prefetch(shards: Sequence[torch.Tensor], *, bank: int, slot: int, after: Any
 
 
 def decode(copied: Any, *, bank: int, slot: int) -> Any:
-    """Fill `slot` with what the matching prefetch brought into the staging buffer, on the side of the copies.
+    """Fill `slot` with what the matching prefetch brought into the encoded buffer, on the side of the copies.
 
-    Stands right behind that prefetch: the staging buffer belongs to one bank at a time. Gives the event "the slot is
+    Stands right behind that prefetch: the encoded buffer belongs to one bank at a time. Gives the event "the slot is
     full".
     """
     _not_executable("decode")

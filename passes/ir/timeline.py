@@ -1,4 +1,4 @@
-"""What happened when, on which stream: one format for a simulated run and for a recorded one.
+"""Events by time and stream: one format for a simulated run and for a recorded one.
 
 A stream does one thing at a time, so its events never overlap. Streams are named by what they do:
 

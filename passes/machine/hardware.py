@@ -1,4 +1,4 @@
-"""What a machine can do: rates, sizes and tables of seconds, each with where it comes from. Pure data.
+"""A machine's rates, sizes and tables of seconds, each with its source. Pure data.
 
 A profile is a preset of datasheet figures, a user's file, or what `moepass calibrate` measured. `times.py` turns one
 into seconds.
@@ -94,7 +94,7 @@ EMPIRICAL_COLLECTIVE_LATENCY = Figure(10e-6, "empirical", "for each step of a co
 
 @dataclasses.dataclass(frozen=True)
 class TransferLink:
-    """What moves banks into slots: `bytes_per_s` in one direction, and a latency for each slice of a transfer.
+    """A link that moves banks into slots: `bytes_per_s` in one direction, and a latency for each slice of a transfer.
 
     `seconds`, where there is one, goes by the `bytes` of a whole transfer, which is cut into slices as the runtime does
     it, and is used in place of both. With `emulated_bytes_per_s` a transfer takes no less than its bytes at that rate,
@@ -198,7 +198,7 @@ class Hardware:
 
     @property
     def device_kind(self) -> str:
-        """What computes, as torch calls it: `cpu` or `cuda`. A profile that was not measured is one of GPUs."""
+        """torch's name of the computing device: `cpu` or `cuda`. A profile that was not measured is one of GPUs."""
         return "cpu" if self.conditions is not None and self.conditions.computes_on_host else "cuda"
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from moepass.passes.machine.times import attention_seconds, gemm_seconds, groupe
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """What a rank computes in a step: `count` sequences of `length` tokens, each after a prefix of `prefix` tokens.
+    """The work of a rank in a step: `count` sequences of `length` tokens, each after a prefix of `prefix` tokens.
 
     The prefix was computed before: its tokens cost nothing here, but attention sees them.
     """
@@ -67,7 +67,7 @@ class LayerSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Over how many devices one layer is split: attention by heads, MLPs and experts by width, experts one by one.
+    """Number of devices that share a layer's attention heads, MLP widths and experts.
 
     With `experts` a device has fewer experts, but computes the rows of all devices for them: as many rows as without.
     """
@@ -81,7 +81,7 @@ WHOLE = Split()
 
 
 def activation_dtype(dtype: str) -> str:
-    """What activations are computed in where weights are `dtype`: GEMMs in fp8 read and write bf16."""
+    """The dtype of activations if weights are `dtype`: GEMMs in fp8 read and write bf16."""
     return "bf16" if dtype == "fp8" else dtype
 
 

@@ -135,7 +135,7 @@ def without_dips(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[floa
             logs = np.apply_along_axis(_isotonic, axis, logs)
         if np.array_equal(logs, before):
             break
-    # What rounding, or the end of the sweeps, has left.
+    # The remainder after rounding, or after the last sweep.
     for axis in range(len(lengths)):
         logs = np.maximum.accumulate(logs, axis)
     return tuple(np.exp(logs).ravel().tolist())

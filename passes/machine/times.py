@@ -23,7 +23,8 @@ Work = Literal["gemm", "grouped_gemm", "attention", "masked_attention"]
 
 _ATTENTION: tuple[Work, ...] = ("attention", "masked_attention")
 
-# The runtime cuts transfers into slices of this size.
+# [Empirical] Size of the slices of a transfer: large enough that taking the interpreter lock once per
+# slice costs little; small enough that an abandoned copy ends within a millisecond or two.
 SLICE_BYTES = 4 << 20
 
 # Ranks tell each other numbers of rows in int64.
@@ -53,12 +54,14 @@ def transfer_seconds(
     return seconds
 
 
-def pull_seconds(hardware: Hardware, bank_bytes: float, *, copies_own_shard: bool | None = None) -> float:
-    """A bank from its shards on `hardware.ranks` devices: W (N - 1) / N over the peer link.
+def pull_seconds(
+    hardware: Hardware, bank_bytes: float, *, copies_own_shard: bool | None = None, link: LinkName = "peer"
+) -> float:
+    """A bank from its shards on `hardware.ranks` devices: W (N - 1) / N over `link`.
 
     `copies_own_shard`: this rank's part is copied into the slot too, inside the device's memory, on the same stream; by
-    default, unless ranks compute on the host, whose pages slots can show. Raises InputError where the machine has no
-    peer link.
+    default, unless ranks compute on the host, whose pages slots can show. Raises InputError if the machine has no such
+    link.
     """
     ranks = hardware.ranks
     if copies_own_shard is None:
@@ -67,17 +70,17 @@ def pull_seconds(hardware: Hardware, bank_bytes: float, *, copies_own_shard: boo
     local = _local_copy_seconds(hardware, own) if copies_own_shard else 0.0
     if ranks == 1:
         return local
-    peer = _link(hardware, "peer")
-    if peer.emulated_bytes_per_s is None:
-        return local + transfer_seconds(peer, bank_bytes - own, hardware.efficiency.bandwidth.value)
+    used = _link(hardware, link)
+    if used.emulated_bytes_per_s is None:
+        return local + transfer_seconds(used, bank_bytes - own, hardware.efficiency.bandwidth.value)
     # An emulated link counts from the start of the copy, own part included.
-    true_link = dataclasses.replace(peer, emulated_bytes_per_s=None)
+    true_link = dataclasses.replace(used, emulated_bytes_per_s=None)
     copies = local + transfer_seconds(true_link, bank_bytes - own, hardware.efficiency.bandwidth.value)
-    return max(copies, (bank_bytes - own) / peer.emulated_bytes_per_s.value)
+    return max(copies, (bank_bytes - own) / used.emulated_bytes_per_s.value)
 
 
 def link_seconds(hardware: Hardware, bank_bytes: float, home: str) -> tuple[float, ...]:
-    """What each link takes to bring its part of a bank from `home` into a slot; the links work at the same time.
+    """Seconds of each link for its part of a bank from `home` into a slot; the links work at the same time.
 
     Raises InputError for an unknown home, and where the machine lacks a link.
     """
@@ -97,8 +100,8 @@ def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: 
 
 
 def _use_seconds(hardware: Hardware, bank_bytes: float, use: LinkUse) -> float:
-    if use.link == "peer" and use.part == "others":
-        return pull_seconds(hardware, bank_bytes)
+    if use.part == "others":
+        return pull_seconds(hardware, bank_bytes, link=use.link)
     nbytes = part_bytes(use.part, bank_bytes, hardware.ranks)
     return transfer_seconds(_link(hardware, use.link), nbytes, hardware.efficiency.bandwidth.value)
 
@@ -265,7 +268,7 @@ def work_flops(work: Work, shape: Mapping[str, float]) -> float:
 
 
 def _floor_seconds(hardware: Hardware, moved_bytes: float) -> float:
-    """What memory takes at its full rate: caches and latencies, which a table of memory has, play no part."""
+    """Seconds of memory traffic at the full rate, without the caches and latencies that a table of memory includes."""
     return max(0.0, moved_bytes) / (hardware.memory_bytes_per_s.value * hardware.efficiency.bandwidth.value)
 
 

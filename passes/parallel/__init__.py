@@ -1,4 +1,4 @@
 """Expert parallelism becomes its proved local form, which all ranks compare.
 
-May import its own rooms, blocks, graph, ir.
+May import parallel/proof, parallel/ranges, parallel/rows, parallel/local_form, parallel/match, blocks, graph, ir.
 """

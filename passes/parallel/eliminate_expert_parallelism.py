@@ -6,7 +6,7 @@ Contract
     out   every block of expert parallelism that was found and proved is local: its collectives, its host syncs, its
           sizes that only a run would tell, and the assertions on them are gone; its complete bank is gathered
           a block that fits no form, or whose local form does not compute the same, stays as it came: a refusal says why
-          `plan.localised` is what the other ranks must say too before any of this may run (proposals.py)
+          `plan.local_blocks` is what the other ranks must say too before any of this may run (proposals.py)
 
 Pseudo-code
     for each block of expert parallelism that other ranks do not leave:
@@ -30,13 +30,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.models.homes import ADOPTED
 from moepass.passes.graph.collectives import collective_of, communications_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, map_nodes, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.bank_format import BankFormat
-from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan, dtype_name
+from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan, dtype_name
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import pack_layout
 from moepass.passes.ir.slot_operations import gather
@@ -65,7 +66,7 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
     blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)
-    localised: list[LocalisedBlock] = []
+    local_blocks: list[LocalBlock] = []
     replicated: dict[str, None] = dict.fromkeys(plan.replicated)
     proved: set[str] = set()
     replaced: dict[Node, Node] = {}
@@ -94,18 +95,18 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
         else:
             experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
             weights = _describe_weights(block)
-            localised.append(LocalisedBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
+            local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
     local.graph.lint()
     local.recompile()
     plan = dataclasses.replace(
         plan,
         banks=tuple(banks),
-        localised=tuple(localised),
+        local_blocks=tuple(local_blocks),
         replicated=tuple(replicated),
         refusals=plan.refusals + tuple(refusals),
     )
-    taken = tuple(f"{block.name} ({block.form})" for block in localised)
+    taken = tuple(f"{block.name} ({block.form})" for block in local_blocks)
     return PassResult(local, plan, matches=taken, refusals=tuple(refusals))
 
 
@@ -119,8 +120,8 @@ def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
     return ReplicatedValues(graph, block.group_name).origin(list(block.sources.values()))
 
 
-def texts_of(module: GraphModule, block: LocalisedBlock) -> tuple[Sequence[str], Sequence[str]]:
-    """What the digests `experts` and `tokens` of `block`, which this pass took in `module`, are made of."""
+def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Sequence[str]]:
+    """The texts behind the digests `experts` and `tokens` of `block`, which this pass took in `module`."""
     for node in module.graph.find_nodes(op="call_function", target=gather):
         if node.meta.get("moepass_block") == block.name:
             if not block.tokens:
@@ -199,7 +200,7 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
         tensors.append((role, (block.experts, *(int(size) for size in value.shape[1:])), value.dtype))
     layout = pack_layout(tensors)
     return BankSpec(
-        index, block.name, "peer", BankFormat.plain(layout.nbytes), layout.tensors, block.bounds, block.group_name
+        index, block.name, ADOPTED.name, BankFormat.plain(layout.nbytes), layout.tensors, block.bounds, block.group_name
     )
 
 
@@ -269,7 +270,7 @@ def _readers_outside(block: ParallelBlock, nodes: list[Node]) -> set[Node]:
 
 
 def _only_asserted(nodes: set[Node]) -> set[Node]:
-    """Those of `nodes` that end in assertions and nowhere else."""
+    """The nodes among `nodes` that end in assertions and nowhere else."""
     kept = set(nodes)
     while True:
         other = {

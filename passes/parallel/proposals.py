@@ -1,4 +1,4 @@
-"""What each rank proposes for a graph with expert parallelism, and what all ranks make of their proposals.
+"""Each rank's proposal for a graph with expert parallelism, and the decision that all ranks derive from them.
 
 Every rank proves its own graph. Blocks can be taken only where all ranks take them with the same experts, and, where
 tokens must be the same on all ranks, with tokens that are computed alike. The decision is a pure function of what all
@@ -17,7 +17,7 @@ from torch.fx import Graph
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import module_path
 from moepass.passes.graph.refusals import COLLECTIVES_STAY
-from moepass.passes.ir.plan import LocalisedBlock, Plan, Refusal
+from moepass.passes.ir.plan import LocalBlock, Plan, Refusal
 
 NO_CROSSOVER = "none"
 # Until the texts of all ranks tell what differs.
@@ -34,21 +34,21 @@ class RefusedBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """What one rank proposes for one graph and one process group.
+    """The proposal of one rank for one graph and one process group.
 
     `exchanges` are the collectives of that group in host order, as `all_to_all at layers.0.experts`. `crossover` says
     below how many tokens per rank runs are to be exchanged, in words.
     """
 
-    takes: tuple[LocalisedBlock, ...] = ()
+    takes: tuple[LocalBlock, ...] = ()
     leaves: tuple[RefusedBlock, ...] = ()
     exchanges: tuple[str, ...] = ()
     crossover: str = NO_CROSSOVER
 
     @staticmethod
     def of(plan: Plan, group: str, exchanges: Sequence[str], crossover: str) -> Proposal:
-        """That of the rank whose `plan` it is."""
-        takes = tuple(block for block in plan.localised if block.group == group)
+        """The proposal of the rank that made `plan`."""
+        takes = tuple(block for block in plan.local_blocks if block.group == group)
         leaves = tuple(RefusedBlock(item.where, _in_full(item)) for item in plan.refusals if item.group == group)
         return Proposal(takes, leaves, tuple(exchanges), crossover)
 

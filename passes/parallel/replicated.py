@@ -85,7 +85,7 @@ class ReplicatedValues:
         return Origin(digest, tuple(node.name for way in ways for node in way.nodes if node.op == "placeholder"))
 
     def lines(self, nodes: Sequence[Node]) -> list[str]:
-        """What `origin` is a digest of, one line for each operation in host order, for people to compare."""
+        """The lines that `origin` is a digest of, one for each operation in host order, for people to compare."""
         names: dict[Node, str] = {}
         lines = []
         for way in self._ways(nodes):

@@ -1,4 +1,4 @@
-"""From how many tokens on gathered weights are faster than exchanged tokens: for one graph, on a profiled machine.
+"""The number of tokens from which gathered weights are faster than exchanged tokens, for one graph and machine.
 
     gathered(n)   the slower of the computation and the transfers of all banks; over one slot, experts hide no transfer
     exchanged(n)  the computation, as much work on every rank, and what the blocks exchange; where all ranks have the
@@ -21,7 +21,7 @@ from moepass.passes.ir.plan import MoEBlock, Plan
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.times import collective_seconds, gather_seconds, token_exchange_seconds, work_seconds
 
-# Tokens per rank beyond which nobody asks where a crossover lies.
+# Upper limit of the search for the crossover, in tokens per rank.
 MOST_TOKENS = 1 << 24
 
 
@@ -57,8 +57,10 @@ class CrossoverEstimate:
         symbols = sorted(tokens.free_symbols, key=str)
         self.grows = next((one for one in symbols if tokens.diff(one).diff(one) == 0), None)
         self.captured_tokens = max(1.0, self._tokens_at(self.sizes))
-        banks = [plan.bank(block.bank).format.link_bytes for block in self.blocks if block.bank is not None]
-        self.transfer = sum(gather_seconds(self.hardware, nbytes, "peer", transport) for nbytes in banks)
+        banks = [plan.bank(block.bank) for block in self.blocks if block.bank is not None]
+        self.transfer = sum(
+            gather_seconds(self.hardware, bank.format.link_bytes, bank.home, transport) for bank in banks
+        )
 
     def seconds(self, tokens: float) -> FormSeconds:
         """Both forms with `tokens` tokens on every rank."""

@@ -1,4 +1,4 @@
-"""What moepass would do with a model on a machine, and what that takes: a plan in numbers, from sizes alone.
+"""Forecast of a model on a machine: a plan in numbers, from sizes alone.
 
 Pseudo-code
     phases: every layer's attention, then its experts with their bank, then the head
@@ -43,7 +43,7 @@ from moepass.passes.planner.strategies import (
 )
 from moepass.passes.planner.verdict import ranking, reason
 
-# Of a threshold curve.
+# Points of a threshold curve.
 _MOST_POINTS = 9
 
 

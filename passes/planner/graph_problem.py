@@ -179,7 +179,7 @@ def _timed_phases(
             if not reading:
                 phases.append(LayerPhase(step.name, step.name, work_seconds(hardware, dtype, flops, moved)))
                 continue
-            # What a segment computes beside the grouped GEMMs of its block, which are counted already.
+            # Computation beside the grouped GEMMs of the segment's block, which are counted already.
             block_flops, block_moved, _ = experts.pop(_block_of(plan, reading[-1]), (0.0, 0.0, 0.0))
             others = work_seconds(hardware, dtype, max(0.0, flops - block_flops), max(0.0, moved - block_moved))
             phases[-1] = dataclasses.replace(phases[-1], compute_seconds=phases[-1].compute_seconds + others)

@@ -24,7 +24,7 @@ from moepass.passes.planner.simulate import Machine, Simulation, simulate_phases
 
 DEFAULT_SLOTS = 2
 MOST_SLOTS = 4
-# Relative: what differs by less takes the same time. A bank less that stays may cost the memory its copy takes.
+# Relative differences below this count as equal. One resident bank less may cost the memory that its copy takes.
 ROUNDING = 1e-3
 
 NO_PROFILE = "no hardware profile"
@@ -43,7 +43,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class PlanningProblem:
-    """What a plan is made for.
+    """The input of the planner.
 
     phases        one step, in order; `LayerPhase.number` tells the layer of a bank. Without `profile` seconds are 0
     resting       bytes on the device whatever is decided: dense weights, shards, staging buffers, activations;

@@ -1,4 +1,4 @@
-"""What a simulator executes: the steps of a schedule, each with the seconds that it takes.
+"""Input of the simulator: the steps of a schedule, each with its seconds.
 
 They come from a `Plan` and the seconds of its segments and banks, or, where there is no graph, from a sequence of
 phases: what a model of that architecture computes, one after the other, and the bank that each phase reads.

@@ -30,7 +30,7 @@ _MOST_STEPS = 48
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What no schedule over this link and these slots can beat, in seconds of one step.
+    """Lower bounds of any schedule over this link and these slots, in seconds of one step.
 
     path   the longest chain of things that must follow each other; with slots filled ahead, all computation
     link   the busiest link's transfers

@@ -1,4 +1,4 @@
-"""What a step would take under each strategy, and the memory it would need: the comparison that explain shows.
+"""Seconds and memory of a step under each strategy: the comparison that explain shows.
 
 A step is `Setting.sequences` on each of N ranks. A strategy that splits every sequence over all ranks runs N such
 steps, one for each rank's sequences, so that all strategies do equal work. Routing is assumed to be even, and kernels
@@ -59,7 +59,7 @@ class StrategyCost:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is compared: one model on one machine. `budget_bytes` of memory may be used on each device.
+    """The subject of a comparison: one model on one machine. `budget_bytes` of memory may be used on each device.
 
     `dtype` is what GEMMs are computed in. With `stored` weights rest and travel as a checkpoint stores them, and
     every strategy computes from that; None: they rest in `dtype`.
@@ -249,7 +249,7 @@ def _pipeline(setting: Setting) -> float:
     seconds = []
     for part in parts:
         computing = _over_layers(setting, lambda layer, part=part: _layer(setting, layer, part).total)  # type: ignore[misc]
-        # What a layer gave and the residual stream are sent one after the other, as vLLM does it.
+        # The layer's output and the residual stream are sent one after the other, as in vLLM.
         seconds.append(share * computing + 2 * setting.collective("p2p", setting.row_bytes(part.tokens)))
     return setting.ranks * _rounds(setting, parts) * pipeline_seconds(seconds, setting.ranks) + _head(setting)
 

@@ -1,4 +1,4 @@
-"""Which strategy is the fastest that fits, which comes next, and why, in one sentence."""
+"""The fastest strategy that fits, the next one, and one sentence on why."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.planner.simulate import Simulation
 from moepass.passes.planner.strategies import StrategyCost
 
-# Of equally fast ones: that which moves nothing, then that which waits for nobody.
+# Order of equally fast strategies: first the one that moves nothing, then the one without rendezvous.
 _PREFERRED = {RESIDENT: 0, ASYNCEP: 1}
-# Parts of a step below which nobody speaks of waiting.
+# A smaller share of waiting is reported as none.
 _NOTHING = 0.0005
 # [Empirical] How far a predicted step may be off: benchmarks/prediction.py. A smaller gain is a tie.
 MODEL_ERROR = 0.10

@@ -1,1 +1,1 @@
-"""Decisions become proved slot operations. May import planner, parallel, blocks, graph, ir."""
+"""Decisions become proved slot operations. May import planner, parallel, parallel/match, blocks, graph, ir."""

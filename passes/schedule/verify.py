@@ -14,7 +14,7 @@ edge for
     an event          from a release to the copy of the prefetch that names it in `after`,
                       and from a copy, or the decode of an encoded bank, to the acquire that takes it
 
-and a rule holds only if a path proves it. The copy of an encoded bank goes into the staging buffer, of which there is
+and a rule holds only if a path proves it. The copy of an encoded bank goes into the encoded buffer, of which there is
 one, and its decode into the slot.
 """
 
@@ -71,11 +71,11 @@ class ScheduleFacts:
         return [node for node in self.decodes if node.args[0] is copied]
 
     def acquires_of(self, filled: Node) -> list[Node]:
-        """What takes the prefetch `filled`, or a decode of it."""
+        """The acquires of the prefetch `filled`, or of a decode of it."""
         return [node for node in self.acquires if node.args[0] in (filled, *self.decodes_of(filled))]
 
     def slot_writes(self, filled: Node) -> list[SideWork]:
-        """What writes into the slot of the prefetch `filled`."""
+        """The writes into the slot of the prefetch `filled`."""
         decodes = self.decodes_of(filled)
         return [side_work(node) for node in decodes] if decodes else [side_work(filled)]
 
@@ -126,7 +126,7 @@ def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
     )
 
 
-# What a prefetch or a decode starts on the copy stream.
+# Work that a prefetch or a decode starts on the copy stream.
 SideWork = tuple[str, Node]
 
 
@@ -198,7 +198,7 @@ def _decoded(facts: ScheduleFacts) -> Iterator[str]:
             yield f"{filled.name} has {len(decodes)} decodes, and bank {bank} {rests}"
         for decoded in decodes:
             if following.get(filled) is not decoded:
-                # Whatever stands between may bring another bank into the staging buffer.
+                # Whatever stands between may bring another bank into the encoded buffer.
                 yield f"{decoded.name} does not stand right behind {filled.name}, whose copy it decodes"
             for tensors in facts.acquires:
                 if tensors.args[0] is filled:

@@ -42,7 +42,7 @@ class BankedParameter(nn.Module):
         self.layout: tuple[Any, ...] = (
             index, tensor.name, tensor.offset_bytes, list(tensor.shape), tensor.torch_dtype, store.device,
         )  # fmt: skip
-        # Else they are the operator's defaults.
+        # Leave these out where the operator's defaults apply.
         if spec.home != "host" or spec.expert_bounds or spec.format.is_encoded:
             sizes = [spec.format.home_bytes, spec.format.link_bytes, spec.format.slot_bytes]
             self.layout += (spec.home, list(spec.expert_bounds), sizes, spec.format.decoder)
@@ -63,7 +63,7 @@ class BankedParameter(nn.Module):
 
     def forward(self, original: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            # The comparison is for its guard: the plan depends on the slots.
+            # Reading `slots` makes Dynamo guard on it: the plan depends on it.
             assert self.slots >= 1
             store, bank, name = self.moepass_bank()
             read: torch.Tensor = BANK_TENSOR(self.shard, store, bank, name, *self.layout)
@@ -160,7 +160,7 @@ class _OneBank(ParametrizationList):
 
 
 def adapter_refusal(name: str, what: str) -> str:
-    """What to do about `what`, which changes the expert parameter `name` in each forward."""
+    """The remedy for `what`, which changes the expert parameter `name` in each forward."""
     return (
         f"{what} changes the expert weights `{name}` while the model runs, but these rest in a bank, which stays as it "
         "is; merge adapters into the model before offload_experts (in peft: model = model.merge_and_unload())"
@@ -274,7 +274,7 @@ def _load_experts(
 
 
 class _WholeMoves:
-    """In place of `_apply` of a module with banks below it: a move that one of them refuses does not even begin.
+    """Replaces `_apply` of a module with banks below it: if one of them refuses a move, the move does not begin.
 
     `_apply` goes module by module, so without this whatever comes before the refusal would be converted.
     """

@@ -26,7 +26,7 @@ from moepass.runtime.transfer.ring import Ring
 
 logger = logging.getLogger("moepass")
 
-# Of each tensor that eager code reads; enough to see that all of it was changed.
+# Numbers sampled of each tensor that eager code reads: enough to see that all of it was changed.
 _SAMPLED_NUMBERS = 64
 
 
@@ -139,8 +139,8 @@ class BankStore(BankKeeper):
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes that the ring takes on the compute device: its slots times the largest bank, and a staging buffer."""
-        return self.ring_slots * self.slot_bytes + self.staging_bytes
+        """Bytes that the ring takes on the compute device: its slots times the largest bank, and an encoded buffer."""
+        return self.ring_slots * self.slot_bytes + self.encoded_buffer_bytes
 
     @property
     def device_bytes(self) -> int:

@@ -27,21 +27,21 @@ _Value = TypeVar("_Value")
 
 
 class MemoryTable(Generic[_Value]):
-    """Values by keys that name the memory of tensors; an entry goes with the first storage that does.
+    """A dictionary keyed by tensor memory. An entry expires when any of its storages is freed.
 
-    Weak references to the storages keep the keys unique: while there is an entry, no other storage has its place.
+    Weak references to the storages keep the keys unique: while an entry exists, no other storage gets its address.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, tuple[_Value, tuple[StorageWeakRef, ...]]] = {}
 
     def find(self, key: Hashable) -> _Value | None:
-        """Only for a key of tensors that exist."""
+        """The tensors behind `key` must be alive; otherwise the result may be stale."""
         found = self._entries.get(key)
         return None if found is None else found[0]
 
     def add(self, key: Hashable, tensors: Iterable[torch.Tensor], value: _Value) -> None:
-        """Also lets go of what is gone."""
+        """Add an entry and remove expired ones."""
         living = {known: entry for known, entry in self._entries.items() if not _is_gone(entry[1])}
         storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
         self._entries = {**living, key: (value, storages)}
@@ -51,7 +51,7 @@ class MemoryTable(Generic[_Value]):
         return None if found is None else found[0]
 
     def living(self) -> dict[Hashable, _Value]:
-        """What is not gone."""
+        """Entries whose storages are all alive."""
         return {key: value for key, (value, storages) in list(self._entries.items()) if not _is_gone(storages)}
 
 
@@ -60,11 +60,11 @@ def _is_gone(storages: Iterable[StorageWeakRef]) -> bool:
 
 
 class BankKeeper:
-    """Who keeps banks of one home for one device, and the ring that all of them stream through."""
+    """Owns the banks of one home for one device, and the ring they share."""
 
     home: Home
     link: Link
-    # As many as were asked for.
+    # Requested number of slots; `ring_slots` may be smaller.
     slots: int
 
     def __init__(self, device: torch.device) -> None:
@@ -88,18 +88,18 @@ class BankKeeper:
         return max((spec.format.slot_bytes for spec in self.specs()), default=0)
 
     @property
-    def staging_bytes(self) -> int:
-        """Bytes of the ring's staging buffer: the largest encoded bank on its way; 0 where none is encoded."""
+    def encoded_buffer_bytes(self) -> int:
+        """Bytes of the ring's encoded buffer: the largest encoded bank on its way; 0 where none is encoded."""
         return max((spec.format.link_bytes for spec in self.specs() if spec.format.is_encoded), default=0)
 
     def ring(self, debug: bool = False) -> Ring:
-        """The ring, for a compiled graph; the first one makes it."""
+        """The ring, for a compiled graph; the first call makes it."""
         self._owner.check()
         with self._ring_lock:
             if self._ring is None:
                 self._ring = make_ring(self.ring_slots, self.slot_bytes, self.device, self.link, home=self.home)
             # Banks may have come since it was made.
-            self._ring.reserve(self.ring_slots, self.slot_bytes, self.staging_bytes)
+            self._ring.reserve(self.ring_slots, self.slot_bytes, self.encoded_buffer_bytes)
             # Once asked for, poisoning stays on: graphs share the ring.
             self._ring.debug = self._ring.debug or debug
             return self._ring
@@ -129,7 +129,7 @@ class BankKeeper:
 
 @dataclasses.dataclass(frozen=True)
 class BankHandle:
-    """A bank: who keeps it, and what it is there, name and index included."""
+    """A bank and its owner. `spec` has the owner's name and index for it."""
 
     keeper: BankKeeper
     spec: BankSpec
@@ -140,15 +140,13 @@ _handles_lock = threading.Lock()
 
 
 def bank_key(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> Hashable:
-    """What tells a bank from others: the memory of `inputs`; and of parameters, how they lie there and what they are
-    parts of.
-    """
+    """Identity of a bank: the memory of its inputs. For parameters also their strides and the bank they are part of."""
     whole = (bank.tensors, bank.expert_bounds, bank.group, (*map(_steps, inputs),)) if bank.group else None
     return whole, memories_of(inputs)
 
 
 def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its strides, where they matter: a tensor and its transpose may begin at one place and have the same shape."""
+    """Strides of dimensions larger than 1. They distinguish a tensor from its transpose."""
     return tuple(step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
@@ -157,13 +155,13 @@ def memories_of(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
 
 
 def register_bank(keeper: BankKeeper, bank: BankSpec, inputs: Sequence[torch.Tensor]) -> None:
-    """From now on graphs that take `inputs` read this bank of `keeper`, which is not kept alive by that."""
+    """Let graphs that take `inputs` read this bank of `keeper`. The table does not keep `keeper` alive."""
     with _handles_lock:
         _handles.add(bank_key(bank, inputs), inputs, (weakref.ref(keeper), bank))
 
 
 def find_bank(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> BankHandle | None:
-    """The bank that a graph, which calls it `bank`, reads from `inputs`; None where nobody keeps it."""
+    """The bank that a graph reads from `inputs`; `bank` is the graph's own spec of it. None if it has no keeper."""
     found = _handles.find(bank_key(bank, inputs))
     keeper = None if found is None else found[0]()
     return None if found is None or keeper is None else BankHandle(keeper, found[1])

@@ -1,13 +1,12 @@
-"""Whether this rank's part of a bank is still what the ranks met with, told before every run.
+"""Check before every run that this rank's part of a bank is unchanged since the ranks agreed on it.
 
-By default torch's count of writes in place tells, which costs nothing. It does not see writes through `.data` or
-numpy, by `dist.recv` or `dist.broadcast` into a parameter, nor any to an inference tensor. Under `debug` all bytes are
-compared with the shard in every run. They are compared too where the count shows something: the same bits written
-again are no change.
+By default compare torch's version counters, which is free. They do not count writes through `.data` or numpy, by
+`dist.recv` or `dist.broadcast` into a parameter, nor any to an inference tensor. Under `debug` compare all bytes with
+the shard in every run. Compare them also if a counter changed: the same bits written again are no change.
 
-A parameter that is the shard itself, as on a GPU, has nothing to be compared with: whatever its count shows is a
-change. Under `debug` some numbers of every expert are compared with what they were (`any_is_written`), for all
-parameters at once, as the host waits for a GPU to tell.
+A parameter that is the shard itself, as on a GPU, has no second copy to compare with: any change of its counter is a
+change. Under `debug` some numbers of every expert are compared with their earlier values (`any_is_written`), for all
+parameters at once, since the host waits for the GPU.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Not numbers, among which NaN differs from itself."""
+    """The bits as integers: as numbers, NaN differs from itself."""
     return tensor.detach().view(_BITS[tensor.dtype.itemsize])
 
 

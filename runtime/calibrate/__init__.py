@@ -1,1 +1,4 @@
-"""Measures this machine: GEMMs, attention, copies, collectives. May import every room; none imports it."""
+"""Measures this machine: GEMMs, attention, copies, collectives.
+
+May import lowering, homes, homes/hybrid, homes/disk, banks, ranks, transfer, kernels, system, offload, execute.
+"""

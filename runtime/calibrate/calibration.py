@@ -46,7 +46,7 @@ from moepass.runtime.calibrate.stopwatch import Timing
 
 # A single point takes seconds; a rank that says nothing for so long has died or hangs.
 _SILENCE_SECONDS = 300.0
-# What the kernel and the clocks may take without a word of it.
+# Below this share the profile says that other programs ran; the rest is for the kernel and the clocks.
 _QUIET_CORE_SHARE = 0.95
 _REACHED = Figure(1.0, "calibrated", "the rates of this profile were reached")
 

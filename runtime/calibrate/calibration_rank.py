@@ -17,7 +17,6 @@ import msgspec
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from moepass.runtime.calibrate.experiments import Sizes
 from moepass.runtime.calibrate.measure_collectives import collective_experiments
@@ -26,6 +25,7 @@ from moepass.runtime.calibrate.measure_overlap import measure_overlap
 from moepass.runtime.calibrate.measure_transfers import open_lanes, transfer_experiments
 from moepass.runtime.calibrate.stopwatch import Timing
 from moepass.runtime.system.device_names import device_name
+from moepass.runtime.torch_private import default_group, store_of
 
 # Takes (points done, points in all, what comes next).
 Report = Callable[[int, int, str], object]
@@ -33,7 +33,7 @@ Report = Callable[[int, int, str], object]
 
 @dataclasses.dataclass(frozen=True)
 class RankTask:
-    """What one rank is to do. Ranks find each other through the file `store`; `cores` are those to stay on, if any."""
+    """The task of one rank. Ranks find each other through the file `store`; `cores` are those to stay on, if any."""
 
     rank: int
     ranks: int
@@ -85,11 +85,11 @@ def measure_rank(sizes: Sizes, device: torch.device, report: Report) -> RankMeas
     """
     grouped = dist.is_initialized() and dist.get_world_size() > 1
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-    store = c10d._get_process_group_store(c10d._get_default_group()) if grouped else None
+    store = store_of(default_group()) if grouped else None
     with torch.inference_mode(), open_lanes(sizes, device, store, rank, ranks) as lanes:
         experiments = [*transfer_experiments(sizes, device, lanes), *compute_experiments(sizes, device)]
         if grouped:
-            experiments += collective_experiments(sizes, device, c10d._get_default_group().group_name)
+            experiments += collective_experiments(sizes, device, default_group().group_name)
         total = sum(experiment.points for experiment in experiments) + 1
         tables: dict[str, Measured] = {}
         clock = _CoreClock()
@@ -134,7 +134,7 @@ class _CoreClock:
 
 
 def machine_memory_bytes() -> int:
-    """Of the host, all of it."""
+    """Bytes of the host's memory."""
     total: int = psutil.virtual_memory().total
     return total
 
@@ -171,7 +171,7 @@ def run_rank(task: RankTask, report: Report) -> RankMeasurements:
 
 
 def main() -> None:
-    # What libraries print must not come between the messages.
+    # Output of libraries must not mix with the messages.
     messages = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 

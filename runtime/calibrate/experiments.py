@@ -1,4 +1,4 @@
-"""What a calibration times: experiments over grids of sizes, and how large these are."""
+"""The experiments of a calibration: operations over grids of sizes."""
 
 from __future__ import annotations
 

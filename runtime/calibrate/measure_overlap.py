@@ -1,4 +1,4 @@
-"""How much copies slow down the computation beside them, and computation the copies."""
+"""Slowdown of computation beside copies, and of copies beside computation."""
 
 from __future__ import annotations
 

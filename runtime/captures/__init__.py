@@ -1,4 +1,4 @@
 """Stored captures: what capture, passes, cutting and compiling gave for a model, on disk for the next process.
 
-May import execute, lowering, banks, transfer, system.
+May import lowering, homes, homes/hybrid, homes/disk, banks, ranks, transfer, kernels, system, execute.
 """

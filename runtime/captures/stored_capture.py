@@ -259,7 +259,7 @@ def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
         raise NotStorableError(f"a call of {len(watch.runs)} runs of {len(watch.graphs)} new graphs; it must be one")
     graph = watch.graphs[0]
     plan, nodes = graph.executor.plan, graph.captured.graph.nodes
-    if plan.localised or plan.dispatch or any(bank.group for bank in plan.banks):
+    if plan.local_blocks or plan.dispatch or any(bank.group for bank in plan.banks):
         raise NotStorableError("expert parallelism, about which ranks agree in each process")
     if writes_to_inputs(graph.captured.graph):
         raise NotStorableError("a graph that writes to its inputs")

@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 from torch.fx import GraphModule
 
 from moepass.models.errors import InputError
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.source_lines import input_name
-from moepass.passes.ir.plan import BankSpec, LocalisedBlock, Plan
+from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan
 from moepass.passes.ir.protocol import Agree, Group
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
 from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_by_group
@@ -30,13 +29,13 @@ from moepass.runtime.ranks.agreement import RunCheck, taken_blocks
 from moepass.runtime.ranks.decisions import decisions_of, has_others
 from moepass.runtime.ranks.eager_watch import refuse_eager_stance
 from moepass.runtime.ranks.replicas import ReplicaCheck
-from moepass.runtime.torch_private import suppresses_errors
+from moepass.runtime.torch_private import process_groups_by_name, suppresses_errors
 from moepass.runtime.transfer.link import check_link_to
 
 
 def process_groups(names: Iterable[str]) -> dict[str, Group]:
     """This rank's place in each of the process groups with these names; those that do not exist here are left out."""
-    known = {str(group.group_name): group for group in c10d._world.pg_map}
+    known = process_groups_by_name()
     return {name: Group(known[name].rank(), known[name].size()) for name in names if name in known}
 
 
@@ -72,13 +71,13 @@ def agreement_on_blocks(
 def run_checks(
     plan: Plan, captured: GraphModule, groups: Collection[str], timeout_s: float
 ) -> list[Callable[[], None]]:
-    """What comes before each run of `captured`, of which ranks agreed on `plan`, and raises where it must not be.
+    """The checks before each run of `captured`, whose `plan` ranks agreed on. They raise if the run must not begin.
 
-    It compares the run with those of the other ranks, if need be; where there is a dispatch or a `replica_check`, ranks
-    agree anyway.
+    One of them compares the run with those of the other ranks, if need be (`BlockDecisions.must_agree`). It is left
+    out if the plan has a dispatch or a `replica_check`, by which the ranks agree on every run.
     """
     exchanges = _shared_exchanges(captured, groups)
-    checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.localised else []
+    checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.local_blocks else []
     if plan.dispatch is None:
         checks += [
             RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_CROSSOVER), timeout_s)
@@ -100,7 +99,7 @@ def _shared_exchanges(captured: GraphModule, groups: Collection[str]) -> dict[st
 def dispatching(
     plan: Plan, captured: GraphModule, lower: str, device: torch.device, options: AdoptionOptions
 ) -> Dispatcher | None:
-    """What chooses the form of each run; None where the plan has no dispatch.
+    """The dispatcher that chooses the form of each run; None if the plan has no dispatch.
 
     `captured` is the graph that the plan was made for, `lower` how it is compiled where it has to run.
     """
@@ -112,12 +111,12 @@ def dispatching(
     def register(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         adopted_banks(_group(name), device).register_agreed(banks, parts)
 
-    blocks = taken_blocks(plan.localised)
+    blocks = taken_blocks(plan.local_blocks)
     return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s, blocks)
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:
-    """What is done where the banks of `plan` come for the first time; None where they are no parameters of the graph.
+    """The function that adopts the banks of `plan` in the first run; None if they are not parameters of the graph.
 
     Raises InputError for a device that banks of other ranks cannot stream to, OptionError for a link that is none
     there.
@@ -139,7 +138,7 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adop
 
 
 def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, debug: bool) -> ReplicaCheck | None:
-    """What tells whether ranks hold the same tokens where the plan relies on it; None where it does not."""
+    """The check that ranks hold the same tokens, if the plan relies on it; else None."""
     relying = _relying(plan)
     if not relying:
         return None
@@ -148,24 +147,24 @@ def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, d
     places = {name: place for place, name in enumerate(nodes)}
     inputs = {places[name]: input_name(nodes[name]) for name in plan.replicated}
     signature = " ".join(block.signature for block in relying)
-    blocks = taken_blocks([block for block in plan.localised if block.group == group_name])
+    blocks = taken_blocks([block for block in plan.local_blocks if block.group == group_name])
     group = functools.partial(_group, group_name)
     return ReplicaCheck(group, inputs, signature, blocks, options.timeout_s, debug)
 
 
-def _relying(plan: Plan) -> list[LocalisedBlock]:
+def _relying(plan: Plan) -> list[LocalBlock]:
     """The blocks that need the same tokens on all ranks."""
-    return [block for block in plan.localised if block.tokens]
+    return [block for block in plan.local_blocks if block.tokens]
 
 
 def _group(name: str) -> ProcessGroup:
     """Raises InputError where there is none of that name any more."""
-    for group in c10d._world.pg_map:
-        if group.group_name == name:
-            return group
-    raise InputError(
-        f"process group {name!r}, over which the experts are spread, was destroyed; compile again", name=name
-    )
+    group = process_groups_by_name().get(name)
+    if group is None:
+        raise InputError(
+            f"process group {name!r}, over which the experts are spread, was destroyed; compile again", name=name
+        )
+    return group
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What Dynamo knows of a graph and the passes do not: why it ends where it does, and what its inputs are called."""
+"""Facts about a graph that only Dynamo knows: why it ends, and the names of its inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, INPUT_NAME_KEY, line_of_frame, name_of_source
 from moepass.passes.ir.protocol import CaptureNotes
 
-# What Dynamo asks before it captures a size that only a run tells; where it is off, it ends the graph.
+# Switches for sizes that only a run tells: if one is off, Dynamo ends the graph there.
 SWITCHES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 
 

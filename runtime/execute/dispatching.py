@@ -31,9 +31,9 @@ logger = logging.getLogger("moepass")
 
 @dataclasses.dataclass
 class FormStatistics:
-    """Runs of one graph by form, how often the exchanged one was compiled, and the distinct segments of the last time.
+    """Runs of one graph by form, how often the exchanged form was compiled, and the segments of the last compilation.
 
-    These are None where it runs operator by operator, and before it was compiled.
+    These are None if it runs operator by operator, and before it was compiled.
     """
 
     gathered_runs: int = 0
@@ -63,7 +63,7 @@ class ExchangedForm:
         return self.compile_for(sizes).run(*arguments)
 
     def compile_for(self, sizes: Mapping[str, int]) -> LateGraph:
-        """What is right for `sizes`, compiled if need be."""
+        """The compiled graph for `sizes`, compiled now if there is none."""
         with self._lock:
             for compiled in self._compiled:
                 if compiled.is_right_for(sizes):

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from moepass.models.errors import InputError, MoepassError
+from moepass.models.homes import home_named
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.input_sizes import read_sizes, size_sources
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call
@@ -136,7 +137,7 @@ _BINDINGS: dict[Any, type[RingOperation]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The graph, bound to a ring and to banks; None where nothing is streamed."""
+    """The graph, bound to a ring and to banks. `ring` is None if the graph streams nothing."""
 
     graph_module: GraphModule
     ring: weakref.ref[Ring] | None
@@ -194,7 +195,7 @@ class Executor:
         self._clock = RunClock()
         self._sizes = size_sources(top.graph)
         self._device: torch.device | None = None
-        # Of the inputs of the first run; None before it.
+        # Bytes of the first run's inputs; None before it.
         self.weight_bytes: int | None = None
         self._checks = tuple(checks)
         self._is_debug = debug or (ring is not None and ring.debug)
@@ -263,7 +264,7 @@ class Executor:
             return schedule.graph_module(*arguments)
 
     def measured(self) -> MeasuredRuns:
-        """What the last runs took. On CUDA this waits until they are over."""
+        """Measurements of the last runs. On CUDA this waits until they are over."""
         return self._clock.measured(self._device or torch.device("cpu"))
 
     def peak_bytes(self) -> int | None:
@@ -276,7 +277,7 @@ class Executor:
         at_rest = {
             place
             for bank, places in zip(self._banks, self._inputs, strict=True)
-            if bank.home != "peer"
+            if not home_named(bank.home).keeps_shards_on_device
             for place in places
         }
         held = {
@@ -287,8 +288,8 @@ class Executor:
         return sum(held.values())
 
     def _refuse_blocks(self, reason: str) -> None:
-        """Let the plan say that its blocks run as they came, because of `reason`."""
-        blocks = [block for block in self.plan.localised if block.tokens]
+        """Note in the plan that its blocks run unchanged, because of `reason`."""
+        blocks = [block for block in self.plan.local_blocks if block.tokens]
         refusals = [
             Refusal("the run", f"{reason}; the graph runs as it was captured", block.name, block.group)
             for block in blocks
@@ -306,7 +307,7 @@ class Executor:
         return found if found is not None and found.is_alive else self._bind_for(inputs)
 
     def _inputs_among(self, arguments: Sequence[Any]) -> list[list[torch.Tensor]]:
-        """What each bank is read from."""
+        """The inputs of each bank."""
         return [[arguments[place] for place in places] for places in self._inputs]
 
     def _bind_for(self, inputs: Sequence[Sequence[torch.Tensor]]) -> Schedule:
@@ -340,7 +341,7 @@ class Executor:
                 remark = names if self._own.ring is None else f"compiled for another layer; {names}"
                 others = {spec.index: spec for spec in self.plan.banks}
                 schedule = Schedule(bind(self._top, others | specs, ring, remark), weakref.ref(ring))
-            # Adopting may have moved the inputs.
+            # Adoption may have given the parameters new storage; compute the key again.
             self._schedules.add(_memories(inputs), (tensor for of_bank in inputs for tensor in of_bank), schedule)
             if not self._own.is_alive or self._own.ring is None:
                 self._own = schedule

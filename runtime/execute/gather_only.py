@@ -1,4 +1,4 @@
-"""What a rank does while others run a step and it has no work: transport `collective` needs its shards even so."""
+"""A step of a rank without work: with transport `collective`, other ranks need its shards even so."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def gather_only_step(model: nn.Module) -> None:
 
     Raises InputError where `model` has no banks; where all ranks agree on each of its runs, because it is compiled with
     all_to_all_below, or ranks add up the results of its experts (all_reduce); and where layers share a bank and the
-    order is not known: before this rank's first forward, and after one that ran in parts (graph breaks). That ends
-    nothing: the other ranks wait for this one, which can run a forward instead. Raises PeerError as a forward does.
+    order is not known: before this rank's first forward, and after one that ran in parts (graph breaks). After this
+    error the group is still usable: the others keep waiting, and this rank can run a forward instead. Raises PeerError
+    as a forward does.
     """
     parts = adopted_parts(model) + _offloaded_parts(model)
     if not parts:

@@ -1,7 +1,7 @@
 """How long the runs of one graph took, and how long they waited for banks: always on, and cheap.
 
-On a CPU that is two looks at the clock; on CUDA two events per run on the compute stream, which the host does not wait
-for. What a run waited for banks its ring tells, so that other graphs and models do not count.
+On a CPU it reads the clock twice per run; on CUDA it records two events on the compute stream, which the host does not
+wait for. The ring reports how long a run waited, so other models do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moepass.runtime.transfer.copier import Wait
 from moepass.runtime.transfer.recording import event_seconds, recorded_event
 from moepass.runtime.transfer.ring import Ring
 
-# Of the last runs the median is taken.
+# Number of last runs whose median is taken.
 _KEPT_RUNS = 32
 
 
@@ -50,7 +50,7 @@ class RunClock:
     def _start_again(self, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
         self._runs = 0
-        # Of each run what it took, and its waits.
+        # Seconds and waits of each run.
         self._spans: deque[tuple[Callable[[], float], Sequence[Wait]]] = deque(maxlen=_KEPT_RUNS)
         self._slot_bytes: int | None = None
 
@@ -81,7 +81,7 @@ class RunClock:
                 self._spans.append((seconds, () if ring is None else ring.waits))
 
     def measured(self, device: torch.device) -> MeasuredRuns:
-        """What was measured so far, once all of it is over."""
+        """Measurements so far, once all these runs are over."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         with self._lock:

@@ -24,7 +24,7 @@ class ReportedFigure:
 
     @property
     def off(self) -> float | None:
-        """How far the prediction is from what was measured, as a part of that."""
+        """Relative error of the prediction, as a fraction of the measured value."""
         return None if self.predicted is None or not self.measured else self.predicted / self.measured - 1
 
     def __str__(self) -> str:

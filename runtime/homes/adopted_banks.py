@@ -1,8 +1,8 @@
-"""The adopted banks of one process group: which there are, where their shards lie, and when they are gone.
+"""The adopted banks of one process group: their specs, their shards, and when they are freed.
 
-A bank is known by the memory of this rank's tensors, so the code that Dynamo shares between layers finds the experts of
-each, and eager code those that compiled code reads. It goes with that memory: where a model is gone, its shards are
-unmapped, and with the last one the ring.
+The memory of this rank's tensors identifies a bank. So code that Dynamo shares between layers finds the experts of each
+layer, and eager code finds the banks of compiled code. When a model is freed, its shards are unmapped; the ring is
+freed with the last shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moepass.models.errors import InputError, one_of
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import shard_layout
 from moepass.runtime.banks.identity import (
     BankKeeper,
     MemoryTable,
@@ -98,11 +97,6 @@ class AdoptedHome(Home):
     def held_twice_bytes(self) -> int:
         """Bytes of this rank's experts that lie in memory of their own and in the shards: see `share_parts`."""
         return sum(bank.held_twice_bytes for bank in self.banks())
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of this rank's shards."""
-        return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in self.banks())
 
     def check(self) -> None:
         """Raises PeerError where a rank is gone that a bank in use was brought together with, or failed for good; with
@@ -265,7 +259,7 @@ class ParameterBanks(BankKeeper):
         for number, tensors in enumerate(parts):
             shards.append(packer.pack_part(number, tensors))
             if not self.home.transport.is_one_sided:
-                # What ranks send to each other must not change under a write of one of them.
+                # A write of one rank must not change the bytes that it sends.
                 moved.append([False] * len(tensors))
                 continue
             # Bank by bank, so that no more than one is there twice.
@@ -379,7 +373,7 @@ _adopted_lock = threading.Lock()
 
 
 def adopted_banks(group: ProcessGroup, device: torch.device) -> ParameterBanks:
-    """Those of `group` on `device`, which live as long as the group."""
+    """The banks of `group` on `device`; they live as long as the group."""
     with _adopted_lock:
         of_group = _adopted.setdefault(group, {})
         if device not in of_group:

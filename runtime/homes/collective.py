@@ -101,12 +101,12 @@ class CollectiveTransport(Transport):
         self._copies = CopyThread(link)
         self._group: GatherGroup | None = None
         self._banks: dict[int, tuple[BankSpec, tuple[Source, ...]]] = {}
-        # What was gathered, run by run, by the first gather of the run; the last run stands last.
+        # Gathers of past runs, by the first gather of the run; the last run stands last.
         self._runs: dict[Request, list[Request]] = {}
         self._run: list[Request] | None = None
         # An eager forward of the whole model is under way: what runs within it is a part of that run.
         self._in_forward = False
-        # That of the compiled run that is under way.
+        # Plan of the present compiled run.
         self._plan = NO_GATHER_SIGNATURE
 
     def connect(self, rendezvous: Rendezvous) -> None:
@@ -140,7 +140,7 @@ class CollectiveTransport(Transport):
         self._run = []
 
     def end_forward(self) -> None:
-        """It ended, in whatever way."""
+        """The forward ended, with or without an error."""
         self._in_forward = False
         self._run = None
 
@@ -236,5 +236,5 @@ def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) ->
 
 
 def make_transport(name: str, link: Link) -> Transport:
-    """The transport of home `peer` with that name, one of `TRANSPORTS`."""
+    """The transport with that name, of a home that each rank reads from the others."""
     return CollectiveTransport(link) if name == COLLECTIVE else Transport(name)

@@ -20,7 +20,6 @@ from typing import Protocol
 
 import torch
 from torch.distributed import DistError, ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError
 from moepass.models.homes import PULL
@@ -31,6 +30,7 @@ from moepass.runtime.homes.peer_home import PeerPacker, packer_for
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, in_pages
+from moepass.runtime.torch_private import store_of
 from moepass.runtime.transfer.sources import MemorySource, Source
 from moepass.runtime.transfer.transports import Transport
 
@@ -143,7 +143,7 @@ class _Exported:
 @contextmanager
 def _waiting_at_most(group: ProcessGroup, timeout_s: float) -> Iterator[None]:
     """Torch's own wait is that of the group's store: 10 minutes, or 30."""
-    store = c10d._get_process_group_store(group)
+    store = store_of(group)
     before = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     try:
@@ -154,7 +154,9 @@ def _waiting_at_most(group: ProcessGroup, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Nothing here multicasts, and to prepare it blocks until all GPUs of a switch have joined. Read at each call."""
+    """Disable multicast: setting it up blocks until all GPUs behind the switch have joined. torch reads the variable on
+    each call.
+    """
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:

@@ -21,7 +21,7 @@ class Packer(Protocol):
         """Raise where these banks, given as name and tensors [experts, ...], cannot be packed. Changes nothing."""
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
-        """What stays of a bank in this process; its tensors are freed right after."""
+        """The part of a bank that stays in this process; its tensors are freed right after."""
 
     def connect(self, banks: Sequence[Bank]) -> None:
         """Make the packed banks readable from the packer's home."""

@@ -53,7 +53,7 @@ class PeerHome(Home):
         return self._spread[bank.index]
 
     def connect(self, spread: Mapping[int, tuple[Source, ...]]) -> None:
-        """From now on banks are complete: `spread` says by index where each of them lies."""
+        """Record that banks are complete: `spread` says by index where each of them lies."""
         self._spread = dict(spread)
 
 
@@ -61,7 +61,7 @@ class PeerPacker:
     """Spreads the banks of a model over the ranks of `group`: `agree`, then `pack` each bank, then `connect`."""
 
     home_name = "peer"
-    # Of home `hybrid`: how many staging buffers each rank has.
+    # Staging buffers of each rank; only home `hybrid` has any.
     staging_buffers = 0
     # Where shards lie.
     device_type = "cpu"
@@ -126,7 +126,7 @@ class PeerPacker:
         ]
 
     def layout(self, index: int) -> ShardLayout:
-        """That of this rank's shard of bank `index`."""
+        """The layout of this rank's shard of bank `index`."""
         return shard_layout(self._specs[index], self.group.rank)
 
     def connect(self, banks: Sequence[Bank]) -> None:
@@ -144,7 +144,7 @@ class PeerPacker:
         return self._segment.map(self._places(rank)[index], shard_layout(self._specs[index], rank).nbytes)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
-        """Where the shards of each bank lie, by its index, once every rank has mapped them. Raises as `connect`."""
+        """Positions of the shards of each bank, by its index, once every rank has mapped them. Raises as `connect`."""
         shards = {self.group.rank: [bank.shard for bank in banks]}
         for rank, segment in self.group.share().items():
             with self.group.rendezvous.telling_failures():

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from moepass.models.errors import InputError
@@ -36,10 +35,11 @@ from moepass.runtime.system.shared_memory import (
     create_segment,
     open_segment,
 )
+from moepass.runtime.torch_private import default_group, store_of
 
 DEFAULT_TIMEOUT_S = 60.0
 
-# What ranks publish, in this order.
+# Keys of the records that ranks publish, in this order.
 _BANKS, _SHARDS, _MAPPED = "list of banks", "segment of shards", "note that all is mapped"
 _PROCESS = "process"
 # The first byte of a segment, which is zero at first: whether its rank has said goodbye.
@@ -66,7 +66,7 @@ class PeerGroup:
         transport: str = PULL,
         watch: ProcessWatch | None = None,
     ) -> None:
-        """Waits for nobody. Every rank makes its groups on `store` in the same order; `title` says how.
+        """Does not block. Every rank makes its groups on `store` in the same order; `title` says how.
 
         Groups of the same ranks may share a `watch`.
 
@@ -103,12 +103,12 @@ class PeerGroup:
                 "torchrun and call torch.distributed.init_process_group(), or use home='host' on a single process"
             )
         if group is None:
-            group = c10d._get_default_group()
+            group = default_group()
         if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
             raise InputError(
                 f"group is {group!r}, which is no process group that this process belongs to", name="group", value=group
             )
-        store = c10d._get_process_group_store(group)
+        store = store_of(group)
         return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport, watch)
 
     def agree(
@@ -126,7 +126,7 @@ class PeerGroup:
             if rank != self.rank and votes[_PROCESS] is not None:
                 self._processes[rank] = msgspec.convert(votes[_PROCESS], ProcessIdentity)
                 self._watch.add(rank, self._processes[rank])
-        # What a rank left behind stays in the store when it is gone.
+        # A rank's records stay in the store when it is gone.
         self.check_alive()
 
     def _topics(
@@ -143,7 +143,7 @@ class PeerGroup:
         yield Topic("the number of ranks", self.size, remedy)
         yield Topic("the transport", self.transport, remedy)
         yield Topic("the machine", None if process is None else process.machine, remedy)
-        yield Topic("the number of staging buffers of home='hybrid'", staging_buffers, remedy)
+        yield Topic("the number of staging buffers", staging_buffers, remedy)
         yield Topic("the kind of device", device_type, remedy)
         yield Topic("the number of banks", len(banks), remedy)
         for bank, digest in zip(banks, digests, strict=True):

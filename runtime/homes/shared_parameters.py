@@ -1,4 +1,4 @@
-"""Let a model's parameters lie in the shard that they were copied into, so that their bytes are held once.
+"""Move a model's parameters into the shard that holds their copy, so that their bytes are held once.
 
 A parameter gets the shard as its storage. On a CPU that is mapped privately: what somebody writes to it later is seen
 by this rank alone, as before, and other ranks go on reading what was agreed on. It stays the same object with the same

@@ -1,1 +1,4 @@
-"""Other libraries meet moepass: expert parallelism of transformers. May import every room; none imports it."""
+"""Other libraries meet moepass: expert parallelism of transformers.
+
+May import lowering, homes, homes/hybrid, homes/disk, banks, ranks, transfer, kernels, system, offload, execute.
+"""

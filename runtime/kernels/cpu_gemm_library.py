@@ -1,4 +1,4 @@
-"""Which library multiplies matrices on this machine's CPU."""
+"""The library that multiplies matrices on this machine's CPU."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _codecs: dict[str, Codec] = {}
 
 
 def register_codec(name: str, codec: Codec) -> None:
-    """From now on banks may have this format, whose decoder is called so. Raises InputError where the name is taken."""
+    """Register the decoder of this format. Raises InputError if its name is taken."""
     if not name or _codecs.setdefault(name, codec) is not codec:
         raise InputError(f"a decoder cannot be called {name!r}: it must have a name, and one that no other has")
 

@@ -90,7 +90,7 @@ class RowsInAnyNumber:
 
 @dataclasses.dataclass
 class _Values:
-    """What one call works on: `outputs` and `row_inputs` with all rows, `fixed` with none.
+    """Values of one call: `outputs` and `row_inputs` with all rows, `fixed` with none.
 
     `tables` are the fixed values that row work reads, contiguous.
     """

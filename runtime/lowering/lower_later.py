@@ -40,7 +40,7 @@ _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 class LateGraph:
     """A compiled graph: `run` takes the graph's inputs, and is right where the `guards` hold.
 
-    Symbols are taken to be above 0, so that no guard tells sizes of 0 apart: the `empty` ones have to be the same.
+    Guards assume positive sizes, so the set of sizes that are 0 (`empty`) must match exactly.
     `segments` were compiled for it; None where it runs operator by operator.
     """
 
@@ -63,7 +63,7 @@ def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> La
     if how == "eager":
         return LateGraph(captured)
     private = copy_graph_module(captured)
-    # What tensors are made here belongs to no mode of the caller, which may be in the middle of a capture.
+    # Tensors made here belong to no mode of the caller, which may be in the middle of a capture.
     with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
         symbols, fake_mode = _describe_anew(private, sizes)
         cut = cut_into_segments(private)

@@ -31,7 +31,7 @@ Lowered = Callable[..., Any]
 
 
 def decompositions(how: str) -> dict[Any, Callable[..., Any]]:
-    """What AOT takes apart while it captures for the lowering `how`: nothing for `eager`, to stay bit-identical."""
+    """The operators that AOT decomposes for the lowering `how`: none for `eager`, which stays bit-identical."""
     if how != "inductor":
         return {}
     from torch._inductor.decomposition import select_decomp_table
@@ -66,7 +66,7 @@ class LoweredSegment(torch.nn.Module):
 
     @staticmethod
     def of(run: Lowered, segment: GraphModule, boxed: bool, lowering: Lowering) -> LoweredSegment:
-        """What `segment` became."""
+        """The lowered form of `segment`."""
         inputs, outputs = graph_inputs(segment.graph), segment.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
         tensors = [position for position, node in enumerate(inputs) if _is_strided(fake_value(node))]

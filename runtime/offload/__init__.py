@@ -1,4 +1,4 @@
 """A model's experts go to their home, from memory or from a checkpoint.
 
-May import homes, banks, transfer, ranks, kernels, system.
+May import profiles, homes/registry, homes, homes/hybrid, homes/disk, banks, ranks, transfer, kernels, system.
 """

@@ -58,7 +58,7 @@ from moepass.runtime.offload.offload import (
     resolve_device,
     split_layers,
 )
-from moepass.runtime.offload.placement import BankRoute, PlanWish
+from moepass.runtime.offload.placement import PlanWish
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.ranks.agree import Topic, agree
 
@@ -126,7 +126,7 @@ def load_pretrained(
             plan = _plan(path, dtype, experts_implementation, residents)
             if memory_budget is not None:
                 # As offload_experts will decide it: the weights that stay are read as dense ones are.
-                route = BankRoute.of(options, resolve_device(plan.model, device))
+                route = options.route(resolve_device(plan.model, device))
                 wish = PlanWish(memory_budget, hardware, tokens)
                 placement = place_experts(plan.model, wish, route, residents, slots)
                 plan = dataclasses.replace(plan, residents=placement.residents)
@@ -154,7 +154,7 @@ def load_pretrained(
 
 
 def offload_report(model: nn.Module) -> OffloadReport:
-    """What rests where of a model whose experts were offloaded. Raises InputError for any other model."""
+    """Homes and bytes of a model whose experts were offloaded. Raises InputError for any other model."""
     banked = [module for module in model.modules() if isinstance(module, BankedParameter)]
     if not banked:
         raise InputError(f"{type(model).__name__} has no offloaded experts; call offload_experts or load_pretrained")
@@ -311,7 +311,7 @@ def _cause(error: Exception) -> str:
 
 
 def _name_after(model: PreTrainedModel, folder: Path) -> None:
-    """What from_pretrained takes from a folder besides weights."""
+    """Give `model` its name and generation configuration, as from_pretrained does."""
     from transformers import GenerationConfig
 
     model.name_or_path = model.config.name_or_path = str(folder)

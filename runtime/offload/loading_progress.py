@@ -1,4 +1,4 @@
-"""How far the reading of a checkpoint is: a bar on a terminal, or whatever a caller does with two numbers."""
+"""Progress of reading a checkpoint: a bar on a terminal, or a caller's function of two numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Progress = Callable[[int, int], object]
 
 @contextmanager
 def shown_progress(hook: Progress | None, is_first: bool, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
-    """What to call with the number of bytes that were read just now; None where nobody wants to know.
+    """The function to call with the number of bytes that were read just now; None if no progress is wanted.
 
     `hook` is told the sum. Without one there is a progress bar, where `is_first` and stderr is a terminal.
     """

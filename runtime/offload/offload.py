@@ -16,9 +16,9 @@ from moepass.runtime.banks.banked_modules import BankedParameter, bank_parameter
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.host_home import Packer
-from moepass.runtime.homes.registry.home_options import HomeOptions
+from moepass.runtime.homes.registry.home_options import BankRoute, HomeOptions
 from moepass.runtime.homes.registry.packers import make_packer, options_of
-from moepass.runtime.offload.placement import BankRoute, Placement, PlanWish, place
+from moepass.runtime.offload.placement import Placement, PlanWish, place
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.transfer.link import parse_link
 
@@ -41,7 +41,7 @@ class OffloadReport:
 
     @property
     def transport(self) -> str:
-        """What moves bytes from the home into a slot: `host`, `pull` or `collective`."""
+        """The transport that moves bytes from the home into a slot: `host`, `pull` or `collective`."""
         return self.store.home.transport.name
 
 
@@ -70,7 +70,7 @@ def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list[nn.Module]], tuple[str, ...]]:
-    """What moves and what stays: the modules of each bank by path, and the paths of those that are `residents`.
+    """Layers that move and layers that stay: the modules of each bank by path, and the paths of the `residents`.
 
     Raises InputError where a resident layer has no bank.
     """
@@ -85,7 +85,7 @@ def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list
 def place_experts(
     model: nn.Module, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
 ) -> Placement:
-    """What stays of `model` and how many slots there are. Raises as `place`."""
+    """Choose the layers of `model` that stay, and the number of slots. Raises as `place`."""
     banks = _in_banks(find_expert_modules(model))
     return place(
         model, {path: expert_parameters(modules[0]) for path, modules in banks.items()}, wish, route, residents, slots
@@ -164,7 +164,7 @@ def offload_experts(
         )
     given = Residents(resident_bytes, resident_layers)
     compute_device = resolve_device(model, device)
-    route = BankRoute.of(options, compute_device)
+    route = options.route(compute_device)
     placement = place_experts(model, PlanWish(memory_budget, hardware, tokens), route, given, slots)
     banks, resident = split_layers(model, placement.residents)
     if resident and not banks and given.is_given:
@@ -208,14 +208,14 @@ def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequ
 
 
 def _gather_anew(module: nn.Module, arguments: object) -> None:
-    """Let an eager call of `module` gather once, whatever was called before: the other ranks count on it."""
+    """Make an eager call of `module` gather once, whatever was called before: the other ranks count on it."""
     if not torch.compiler.is_compiling():
         for _, banked in banked_parameters(module):
             banked.store.forget_gathered()
 
 
 def _mark_forwards(model: nn.Module, transport: CollectiveTransport) -> None:
-    """Let `transport` know where an eager forward of `model` begins and ends."""
+    """Tell `transport` when an eager forward of `model` begins and ends."""
 
     # Compiled, neither does anything: there a run is what a graph runs.
     def begin(module: nn.Module, arguments: object) -> None:

@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.memory import bank_bytes
-from moepass.models.homes import PULL, LinkName, home_named
+from moepass.models.homes import home_named
 from moepass.models.limits import MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
 from moepass.models.sizes.families import from_config
@@ -33,7 +32,7 @@ from moepass.passes.planner.make_plan import DEFAULT_SLOTS, NO_PROFILE, MadePlan
 from moepass.passes.planner.model_problem import model_problem
 from moepass.passes.planner.schedule_search import BudgetError
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
-from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptions
+from moepass.runtime.homes.registry.home_options import BankRoute
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.profiles.stored_profiles import calibrate_command, stored_profile
@@ -95,37 +94,6 @@ class PlanWish:
             return load_hardware(self.hardware)
         expected = "a preset such as 8xh100-80g, the file of a profile, or None"
         raise OptionError.wrong("hardware", self.hardware, expected)
-
-
-@dataclasses.dataclass(frozen=True)
-class BankRoute:
-    """How banks of a model travel: from which home, between how many ranks, by which transport.
-
-    `links` has the bytes per second of those that are emulated, by their names in a hardware profile.
-    `staging_buffers` is 0 for homes that have none.
-    """
-
-    home: str
-    device: torch.device
-    ranks: int = 1
-    transport: str = PULL
-    links: Mapping[LinkName, float] = dataclasses.field(default_factory=dict)
-    staging_buffers: int = 0
-
-    @staticmethod
-    def of(options: HomeOptions, device: torch.device) -> BankRoute:
-        """The way from the home with these options to `device`."""
-        links = {name: link.bytes_per_s for name, link in options.links().items() if link.bytes_per_s is not None}
-        is_spread = isinstance(options, SpreadOptions) and dist.is_available() and dist.is_initialized()
-        return BankRoute(
-            options.home,
-            device,
-            # -1 where this process is not in the group, which the home refuses.
-            max(1, dist.get_world_size(getattr(options, "group", None))) if is_spread else 1,
-            getattr(options, "transport", PULL),
-            links,
-            getattr(options, "staging_buffers", 0),
-        )
 
 
 @dataclasses.dataclass(frozen=True)

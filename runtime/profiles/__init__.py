@@ -1,1 +1,1 @@
-"""Where hardware profiles come from: presets, files, and what `moepass calibrate` has stored. May import system."""
+"""Sources of hardware profiles: presets, files, and what `moepass calibrate` has stored. May import system."""

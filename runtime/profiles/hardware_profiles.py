@@ -1,4 +1,4 @@
-"""Where a hardware profile comes from: a preset such as `8xh100-80g`, or a file of the user's own.
+"""Loading a hardware profile: a preset such as `8xh100-80g`, or a file of the user's own.
 
 A file is JSON: what `moepass calibrate` wrote, or a few figures on top of another profile:
 

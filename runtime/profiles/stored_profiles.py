@@ -18,7 +18,7 @@ from moepass.runtime.system.device_names import device_name
 
 
 def profiles_folder() -> Path:
-    """Where profiles are stored; it need not be there."""
+    """The folder of stored profiles; it may not exist yet."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data, "moepass", "profiles")
 

@@ -1,1 +1,1 @@
-"""How ranks meet, agree, and notice that one is lost. May import system."""
+"""Ranks meet, agree, and notice that one is lost. May import system."""

@@ -26,7 +26,7 @@ LARGEST_EXACT = 2**53
 
 @dataclasses.dataclass(frozen=True)
 class Topic:
-    """What ranks compare, in words, and this rank's value; `remedy` is what to do where values differ.
+    """A value that ranks compare, with its name; `remedy` is what to do if values differ.
 
     Before a run a vote is a number, and a rank whose value is None has no part in the comparison.
     """
@@ -38,7 +38,7 @@ class Topic:
 
     @functools.cached_property
     def number(self) -> float:
-        """What stands for the value before a run; NaN where there is none."""
+        """A number that represents the value before a run; NaN if there is none."""
         if self.is_vote:
             return float(self.value)
         if self.value is None:
@@ -108,7 +108,7 @@ def agree_on_run(
                     values = {rank: f"{words[rank]} (digest {int(number):012x})" for rank, number in numbers.items()}
                 raise DisagreementError(topic.name, values, topic.remedy)
     except BaseException as error:
-        # What is on its way now would be taken for that of a later run.
+        # A later run would take messages that are still on their way for its own.
         if not isinstance(error, PeerError):
             reason = f"rank {connections.rank} was interrupted while {lost}: {type(error).__name__}"
             connections.fail(PeerError(reason, rank=connections.rank))

@@ -22,10 +22,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError
-from moepass.passes.ir.plan import Dispatch, LocalisedBlock
+from moepass.passes.ir.plan import Dispatch, LocalBlock
 from moepass.passes.parallel.proposals import Proposal
 from moepass.passes.schedule.dispatch import choose_form
 from moepass.runtime.ranks.agree import Topic, agree_on_run
@@ -33,26 +32,25 @@ from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.decisions import MEETING, decisions_of
 from moepass.runtime.ranks.of_group import OfGroup
 from moepass.runtime.ranks.rendezvous import Rendezvous
+from moepass.runtime.torch_private import store_of
 
 logger = logging.getLogger("moepass")
 
-# Of a digest: as many as are compared, and short enough for people to compare them too.
+# Hex digits of a digest that are compared and shown.
 _DIGITS = 12
-
-
-# In the place of the tokens below which runs are exchanged, where none are.
+# Crossover of a graph that never exchanges.
 _NO_CROSSOVER = -1
-# In the place of a meeting, where none tells whether the inputs of a run are those of the other ranks.
+# Meeting number of a rank whose inputs were not compared yet.
 NEVER_COMPARED = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class RunVote:
-    """What a rank comes with: its tokens in a block, the crossover of its graph, and the blocks that are about to run.
+    """A rank's vote on a run: its tokens in a block, the crossover of its graph, and the blocks that are about to run.
 
-    `blocks` are these in words that ranks which run the same have in common. Where the crossover `is_estimated`, both
-    are in units of it, so that it is 1. `compared_in` is the number of the meeting in which the inputs of the run, as
-    they are, were compared with those of the other ranks; 0 where nobody needs to know.
+    `blocks` describe the blocks; equal blocks have equal descriptions on all ranks. If the crossover `is_estimated`,
+    tokens and crossover are in units of it, so that it is 1. `compared_in` is the number of the meeting in which the
+    present inputs of the run were compared with those of the other ranks; 0 if no comparison is needed.
     """
 
     tokens: float
@@ -101,14 +99,14 @@ class Agreement:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self._store = c10d._get_process_group_store(group)
+        self._store = store_of(group)
         self._connections: Connections | None = None
         # The last form, by crossover and hysteresis: graphs with another crossover have their own.
         self._last: dict[tuple[int, float], str] = {}
         self._lock = threading.Lock()
 
     def compare(self, blocks: tuple[str, ...], timeout_s: float, compared_in: int = 0) -> bool:
-        """Let ranks see that all of them are about to run the same blocks. Raises PeerError as `agree` does.
+        """Check that all ranks are about to run the same blocks. Raises PeerError as `agree` does.
 
         True where also all come with the same `compared_in`, and none with NEVER_COMPARED.
         """
@@ -160,7 +158,7 @@ class Agreement:
                     "eliminate_expert_parallelism where ranks add up the results of their experts (all_reduce)"
                 )
             rendezvous = Rendezvous(self._store, self.rank, self.size, timeout_s, MEETING)
-            # Who is missing, gloo would not tell.
+            # Exchange once through the store first: gloo does not name a missing rank.
             deque(rendezvous.exchange("first word on a run", self.rank, int), maxlen=0)
             self._connections = Connections(rendezvous, "agreements", "agreements on runs")
         return self._connections
@@ -189,13 +187,13 @@ class RunCheck:
         agreement_of(group).compare(self._blocks, self._timeout_s)
 
 
-def taken_blocks(blocks: Sequence[LocalisedBlock]) -> tuple[str, ...]:
-    """Them with what their experts compute, in words that are the same on all ranks."""
+def taken_blocks(blocks: Sequence[LocalBlock]) -> tuple[str, ...]:
+    """Names of `blocks` with a digest of their experts; the same text on all ranks."""
     return tuple(
         f"{block.name} ({block.form} {hashlib.sha256(block.signature.encode()).hexdigest()[:_DIGITS]})"
         for block in blocks
     )
 
 
-# That of a group.
+# One Agreement per process group.
 agreement_of = OfGroup(Agreement)

@@ -65,7 +65,7 @@ def _mix(words: torch.Tensor, shifted: torch.Tensor) -> None:
 
 
 def _mixed(word: int) -> int:
-    """What `_mix` makes of one number below 2^64."""
+    """The result of `_mix` for one number below 2^64."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         word = (word ^ (word >> shift)) * factor & _ALL_BITS
     return word

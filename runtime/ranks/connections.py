@@ -72,7 +72,7 @@ class Connections:
             raise PeerError.from_store(self._failure)
 
     def share(self, own: torch.Tensor, deadline: float, late: str, lost: str) -> list[torch.Tensor]:
-        """What each rank has in the place of `own`, by rank; of one size on all. The rest is as in `exchange`."""
+        """Each rank's `own`, by rank; all have one size. The rest is as in `exchange`."""
         found = [torch.empty_like(own) if rank != self.rank else own for rank in range(self.size)]
         self.exchange(
             {rank: [found[rank]] for rank in self.others}, {rank: [own] for rank in self.others}, deadline, late, lost

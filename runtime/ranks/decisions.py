@@ -5,8 +5,8 @@ block that two ranks take with different experts would be wrong. So every rank t
 comes here before anything is compiled, whatever it found in it, and all come out with the same decision.
 
 A decision holds for the life of the group. A rank that captures the same block again, for another shape, keeps it and
-waits for nobody. Where nobody took a block it stays as it came in every graph to come, even in one in which it could be
-taken, as for another branch of the model: ranks that run their old graphs exchange, and would not hear of it.
+does not wait. A block that no rank rewrote stays unchanged in all later graphs of the group, even where it could be
+rewritten, such as in another branch of the model: ranks that run their old graphs exchange, and would not notice.
 
 Several layers can have one name, where they are compiled one by one, and one layer can be captured in several ways,
 where a Python flag chooses what its experts compute. Once ranks took such a name in two ways, or left some exchanges
@@ -22,14 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
-from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, blocks_to_leave, explain_difference
 from moepass.runtime.ranks.agree import check_equal
 from moepass.runtime.ranks.of_group import OfGroup
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, skip_abandoned
 from moepass.runtime.system.forking import OwnerProcess
+from moepass.runtime.torch_private import store_of
 
 logger = logging.getLogger("moepass")
 
@@ -38,14 +38,14 @@ MEETING = (
     "order: a rank that runs a model or a part of it uncompiled stays behind"
 )
 
-_STAYS = "all ranks left it as it came in a graph that they compiled before, and leave it in all graphs since: "
+_STAYS = "all ranks left it unchanged in a graph that they compiled before, and leave it in all graphs since: "
 
-# What the digests `experts` and `tokens` of a block are made of.
+# The texts behind the digests `experts` and `tokens` of a block.
 Texts = tuple[Sequence[str], Sequence[str]]
 
 
 class BlockDecisions:
-    """What the ranks of one group decided so far, as one of them knows it."""
+    """The decisions of one group's ranks so far, as one of them knows them."""
 
     def __init__(self) -> None:
         # By name and signature of a block, which is empty for one that a rank cannot take: why it is left, or None.
@@ -58,9 +58,10 @@ class BlockDecisions:
         self._owner = OwnerProcess()
 
     def decide(
-        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
+        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalBlock], Texts], timeout_s: float
     ) -> dict[str, str]:
-        """Which blocks that `own` takes are left on all ranks, by name, and why: the same on every rank.
+        """The blocks among those that `own` takes which all ranks leave unchanged, by name, with the reason: equal on
+        every rank.
 
         Waits for the other ranks where something of `own` was not decided yet. Raises PeerError naming ranks that do
         not come within `timeout_s`, and where ranks differ in the number of tokens below which they exchange.
@@ -96,20 +97,20 @@ class BlockDecisions:
         return signature in taken and sum(weights == taken[signature] for weights in taken.values()) > 1
 
     def _meet(
-        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalisedBlock], Texts], timeout_s: float
+        self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalBlock], Texts], timeout_s: float
     ) -> None:
-        rank, size, store = group.rank(), group.size(), c10d._get_process_group_store(group)
+        rank, size, store = group.rank(), group.size(), store_of(group)
         if skip_abandoned(store, rank) and not own.takes:
             self._go_alone(own, "they came before this rank, and left")
             return
         changed = self._change(own)
-        is_dispensable = not own.takes and changed is None
+        is_optional = not own.takes and changed is None
         title = MEETING if changed is None else f"{MEETING}. On rank {rank} {changed}"
         try:
-            rendezvous = Rendezvous(store, rank, size, timeout_s, title, is_dispensable)
+            rendezvous = Rendezvous(store, rank, size, timeout_s, title, is_optional)
             proposals = [proposal for _, proposal in rendezvous.exchange("list of blocks", own, Proposal)]
         except PeerError as error:
-            if not is_dispensable:
+            if not is_optional:
                 raise
             self._go_alone(own, str(error))
             return
@@ -130,9 +131,9 @@ class BlockDecisions:
         rendezvous: Rendezvous,
         own: Proposal,
         names: Sequence[str],
-        texts_of: Callable[[LocalisedBlock], Texts],
+        texts_of: Callable[[LocalBlock], Texts],
     ) -> dict[str, str]:
-        """Where the blocks with these names differ between ranks: every rank takes all of them."""
+        """Where the blocks with these names differ between ranks; every rank takes all of them."""
         texts = {block.name: texts_of(block) for block in own.takes if block.name in names}
         by_rank = [found for _, found in rendezvous.exchange("description of blocks", texts, dict[str, Texts])]
         reasons = {}
@@ -172,11 +173,11 @@ class BlockDecisions:
         return self._decided.get((name, signature))
 
     def _change(self, own: Proposal) -> str | None:
-        """What of `own` is not as all ranks had it before, in words; None where nothing is."""
+        """The first difference between `own` and what all ranks had before, in words; None if there is none."""
         for block in own.leaves:
             if block.name in self._taken:
                 return (
-                    f"block {block.name}, which all ranks took before, stays as it came in this graph, because "
+                    f"block {block.name}, which all ranks took before, stays unchanged in this graph, because "
                     f"{block.reason}"
                 )
         for name in dict.fromkeys(block.name for block in own.takes):
@@ -185,9 +186,9 @@ class BlockDecisions:
         return None
 
     def _go_alone(self, own: Proposal, reason: str) -> None:
-        """Nothing that this rank does depends on the others: its graphs stay as they came."""
+        """Leave this rank's graphs unchanged; then nothing that it does depends on other ranks."""
         self._is_alone = True
-        logger.warning("blocks that run as they came could not be compared with the other ranks: %s", reason)
+        logger.warning("blocks that run unchanged could not be compared with the other ranks: %s", reason)
 
 
 def _why_nobody_takes(name: str, proposals: Sequence[Proposal]) -> str:
@@ -201,7 +202,7 @@ def _why_nobody_takes(name: str, proposals: Sequence[Proposal]) -> str:
 
 
 def _keys(proposal: Proposal) -> list[tuple[str, str]]:
-    """What of a proposal has to be decided, whatever shapes the graph was captured for."""
+    """The keys of a proposal that need a decision, for all shapes that the graph is captured for."""
     names = dict.fromkeys(block.name for block in proposal.takes)
     keys = [(name, " ".join(proposal.signatures(name))) for name in names]
     keys += [(block.name, "") for block in proposal.leaves if block.name not in names]
@@ -209,7 +210,7 @@ def _keys(proposal: Proposal) -> list[tuple[str, str]]:
     return keys or [("\n".join(proposal.exchanges), "")]
 
 
-# Those of a group.
+# One BlockDecisions per process group.
 decisions_of = OfGroup(lambda group: BlockDecisions())
 
 

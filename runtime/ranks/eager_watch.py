@@ -1,13 +1,13 @@
-"""A rank that Dynamo sends to eager mode is an error at once, on all ranks; so is one that met nobody.
+"""Raise on all ranks if Dynamo falls back to eager on one of them, or if ranks missed each other.
 
-Where a graph's exchanges were taken out, no rank joins them any more. A rank whose model Dynamo stops compiling, since
-it was compiled too often, would run them again, uncompiled, and wait for nobody. It gets an error in their place; the
-others find it in the store of the group before a later run. (A function that Dynamo cannot capture for another shape
-still has its parts compiled, which come to `decisions.py`.) Where `torch.compiler.set_stance` sends new shapes
-to eager mode, no code of ours runs when that happens, so a run before is refused.
+In a rewritten graph no rank joins the exchanges any more. If Dynamo stops compiling a rank's model (recompile limit),
+that rank would run the exchanges uncompiled, and wait for ranks that never come. It raises an error instead; the others
+find the error in the store of the group before a later run. (If Dynamo cannot capture a function for another shape, it
+still compiles the function's parts, and these reach `decisions.py`.) If `torch.compiler.set_stance` sends new shapes to
+eager mode, no code of ours runs at that moment, so an earlier run refuses that setting.
 
-A rank that waited for others in vain, because of something that it alone compiled or brought, was computing with them
-until then: what they made of its experts may be wrong. They find that out in the same way.
+A rank may wait in vain for a meeting that it alone began. The others were computing with its experts until then, and
+their results may be wrong. They find the error in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from types import CodeType
 
 from torch.distributed import DistError, ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from moepass.models.errors import InputError
@@ -28,6 +27,8 @@ from moepass.runtime.torch_private import (
     eager_stance,
     exceeded_recompile_limit,
     on_recompilation,
+    process_groups_by_name,
+    store_of,
 )
 
 _FAILED = "moepass/failed"
@@ -64,7 +65,7 @@ class EagerWatch:
         limit = exceeded_recompile_limit() if groups else None
         if limit is None:
             return
-        known = {str(group.group_name): group for group in c10d._world.pg_map}
+        known = process_groups_by_name()
         for group in [known[name] for name in sorted(groups & known.keys())]:
             failure = PeerError(
                 f"torch.compile gave up compiling the model for this shape on rank {group.rank()}, after as many "
@@ -76,8 +77,9 @@ class EagerWatch:
 
 
 def tell_failure(group: ProcessGroup, failure: PeerError) -> PeerError:
-    """Let `failure` be an error of all ranks of `group`, unless there was one before; gives the one that is."""
-    told: bytes = c10d._get_process_group_store(group).compare_set(_FAILED, "", failure.to_store())
+    """Raise `failure` on all ranks of `group` from now on, unless there is an earlier error; return the one that
+    holds."""
+    told: bytes = store_of(group).compare_set(_FAILED, "", failure.to_store())
     return PeerError.from_store(told)
 
 
@@ -85,7 +87,7 @@ class FailureLook:
     """Tells a rank whether another one of its group failed for good. Costs next to nothing between two looks."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._store: Store = c10d._get_process_group_store(group)
+        self._store: Store = store_of(group)
         self._next_look = 0.0
 
     def check(self) -> None:

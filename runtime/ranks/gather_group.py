@@ -23,7 +23,7 @@ from moepass.runtime.ranks.agree import Topic, agree_on_run
 from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.rendezvous import Rendezvous
 
-# Of one thing that is gathered: the index of its bank, and the range of bytes in it.
+# Key of a gather: the index of its bank, and the range of bytes in it.
 Request = tuple[int, int, int]
 
 

@@ -1,4 +1,4 @@
-"""What a process group has one of."""
+"""One value for each process group."""
 
 from __future__ import annotations
 

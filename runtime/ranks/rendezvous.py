@@ -1,12 +1,12 @@
-"""How ranks exchange small records through a store of torch.distributed: every wait ends, with a reason.
+"""Exchange small records through a store of torch.distributed: every wait ends, with a reason.
 
-Ranks that exchange a record all come out of it with it, or all with the same error: whether the exchange succeeded is
-one word in the store, which the first says who knows. So a rank that comes late finds out that the others gave up, and
-does not take what they left behind for an agreement.
+Either all ranks get each other's records, or all raise the same error. The first rank that knows the outcome writes it
+to the store. So a rank that comes late learns that the others gave up, and does not take their records for an
+agreement.
 
-What one rank did not come to in time, another may have tried twice: the ranks cannot know any more which of their
-meetings belong together. So that is the end for their group, and every later meeting says at once why. Ranks that only
-run what they compiled before look for it too (`eager_watch.py`).
+After a failed meeting the ranks no longer know which of their meetings belong together: a rank may have tried twice
+what another missed. So the group ends, and every later meeting raises at once and says why. Ranks that only run what
+they compiled before check for it too (`eager_watch.py`).
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ class Rendezvous:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout_s: float, title: str, is_dispensable: bool = False
+        self, store: Store, rank: int, size: int, timeout_s: float, title: str, is_optional: bool = False
     ) -> None:
-        """`title` is what ranks must do to come here, as it stands in the error of those that waited in vain.
+        """`title` says what ranks must do to come here; the error of a failed meeting quotes it.
 
-        Where a meeting that all who came call dispensable is in vain, it is as if it had not been. Raises PeerError
-        where ranks of this store missed each other before.
+        If all ranks that came marked the meeting as optional and it fails, it is ignored. Raises PeerError if ranks of
+        this store missed each other before.
         """
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
         self.title = title
-        self._is_dispensable = is_dispensable
+        self._is_optional = is_optional
         # A forked child has the same connection to the store as its parent.
         _owners.setdefault(store, OwnerProcess()).check()
         with _store_errors():
@@ -96,7 +96,7 @@ class Rendezvous:
         self._store = PrefixStore(_meeting(self.number), store)
 
     def publish(self, what: str, record: object) -> None:
-        """Let the other ranks read `record` as this rank's `what`."""
+        """Publish `record` as this rank's `what` for the other ranks."""
         with _store_errors():
             self._store.set(_key(what, self.rank), msgspec.json.encode(record).decode())
 
@@ -135,7 +135,7 @@ class Rendezvous:
             raise PeerError.from_store(told)
 
     def end(self, reason: PeerError) -> None:
-        """Let no meeting of this group's ranks be any more, because of `reason` unless there was one before.
+        """End all meetings of this group's ranks because of `reason`, unless they ended before.
 
         Before every meeting ranks look for it, and now and then before a run; in a meeting they do not.
         """
@@ -155,7 +155,7 @@ class Rendezvous:
             raise
 
     def tell_first(self, what: str, text: str) -> str:
-        """Let `text` stand as the `what` of all ranks, unless one has told another; gives what stands."""
+        """Set the `what` of all ranks to `text`, unless another rank has set it; return the text that holds."""
         with _store_errors():
             told: bytes = self._store.compare_set(what, "", text)
             return told.decode()
@@ -189,7 +189,7 @@ class Rendezvous:
         if told == _ALL_CAME:
             return
         first = PeerError.from_store(told)
-        if self._is_dispensable:
+        if self._is_optional:
             with _store_errors():
                 self._store.set(_ABANDONED, told)
         else:
@@ -213,7 +213,7 @@ def _outcome(what: str) -> str:
 
 
 def _counter(rank: int) -> str:
-    """Where the store counts the meetings of a rank."""
+    """The store's key for the number of a rank's meetings."""
     return f"moepass/meetings/{rank}"
 
 
@@ -227,9 +227,9 @@ def why_ended(store: Store) -> PeerError | None:
 
 
 def skip_abandoned(store: Store, rank: int) -> bool:
-    """Count the meetings that were in vain while this rank did not come to them, and give whether there were such.
+    """Skip optional meetings that failed without this rank; return whether there were any.
 
-    Raises PeerError where the store is gone.
+    Raises PeerError if the store is gone.
     """
     is_behind = False
     with _store_errors():

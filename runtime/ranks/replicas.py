@@ -5,11 +5,11 @@ ranks compared how these are computed when they compiled. What they are computed
 they compare here, by checksums: in the first run of a graph, in the next one after parameters changed on any rank, and
 in every run while any rank has `debug` on.
 
-What happens on one rank the others cannot know, so ranks tell each other in every run: a few bytes, which name the
-comparison that the rank's parameters are known from. Where these are not the same on all ranks, all compare. All ranks
-run such a graph equally often, since its tokens are everybody's.
+A rank cannot see changes on another rank. So in every run each rank sends the number of the comparison that covers its
+parameters. If the numbers differ, all ranks compare again. All ranks run such a graph equally often, since all have the
+same tokens.
 
-What tells that a parameter changed:
+How a rank notices that a parameter changed:
 
 memory    where it lies
 version   torch counts writes in place; not those through `.data` or numpy, by `dist.recv` or `dist.broadcast`, nor any
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.passes.parallel.proposals import explain_difference
@@ -35,6 +34,7 @@ from moepass.runtime.ranks.checksum import checksum
 from moepass.runtime.ranks.of_group import OfGroup
 from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.system.tensor_memory import memory_of, sampled_bytes
+from moepass.runtime.torch_private import store_of
 
 _COMPARISON = (
     "all ranks had come to a run whose inputs are compared, since parameters changed on some rank or it has debug on: "
@@ -51,7 +51,7 @@ class _State(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """What ranks found in the meeting `number`, for parameters with these `contents`: what differed, or None."""
+    """The result of the meeting `number` for parameters with these `contents`: what differed, or None."""
 
     number: int
     difference: str | None
@@ -64,14 +64,14 @@ class _Compared(NamedTuple):
 
 
 class Comparisons:
-    """Those of the ranks of one group, as one of them knows them: the last for each graph and its parameters."""
+    """The last comparison for each graph and its parameters, of the ranks of one group, as one of them knows them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._last: dict[object, _Compared] = {}
 
     def find(self, state: _State) -> _Compared | None:
-        """That of these parameters, unless one of them changed since."""
+        """The comparison of these parameters, unless one of them changed since."""
         found = self._last.get(state.key)
         return found if found is not None and found.is_alive and found.contents == state.contents else None
 
@@ -108,7 +108,7 @@ class ReplicaCheck:
         self._debug = debug
 
     def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> str | None:
-        """What differs between ranks, in the same words on all; None where nothing does.
+        """The difference between ranks, in the same words on all; None if there is none.
 
         `experts` are this rank's tensors of the banks. Waits for the other ranks to come to the same run, and for their
         checksums where these are needed. Raises PeerError where ranks are about to run different blocks, are gone, or
@@ -131,7 +131,7 @@ class ReplicaCheck:
     def _state(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> _State:
         values = (arguments[place] for place in self._inputs)
         parameters = [value for value in values if isinstance(value, torch.nn.Parameter)]
-        # What is written into experts is not looked for here: see MutationGuard.
+        # Writes into experts are not checked here: see MutationGuard.
         tensors = (*experts, *parameters)
         key = self._signature, tuple(self._inputs.items()), *map(memory_of, tensors)
         versions = [0 if parameter.is_inference() else parameter._version for parameter in parameters]
@@ -141,19 +141,17 @@ class ReplicaCheck:
     def _compare(self, group: ProcessGroup, arguments: Sequence[Any]) -> tuple[int, str | None]:
         """The number of the meeting, and what differs."""
         own = [self._signature] + [f"{words}: {describe(arguments[place])}" for place, words in self._inputs.items()]
-        rendezvous = Rendezvous(
-            c10d._get_process_group_store(group), group.rank(), group.size(), self._timeout_s, _COMPARISON
-        )
+        rendezvous = Rendezvous(store_of(group), group.rank(), group.size(), self._timeout_s, _COMPARISON)
         by_rank = [found for _, found in rendezvous.exchange("list of checksums", own, list[str])]
         return rendezvous.number, explain_difference(by_rank, "the inputs that it is computed from")
 
 
-# Those of a group.
+# One Comparisons per process group.
 comparisons_of = OfGroup(lambda group: Comparisons())
 
 
 def describe(value: Any) -> str:
-    """What is equal for equal inputs of a graph: type, shape and checksum of a tensor, or the number itself."""
+    """A text that is equal for equal inputs: type, shape and checksum of a tensor, or the number itself."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     return f"{value.dtype} {tuple(value.shape)}, checksum {checksum(value):016x}"

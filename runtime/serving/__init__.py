@@ -1,1 +1,1 @@
-"""Requests become answers: texts are scored against labels. May import execute, offload, ranks; none imports it."""
+"""Requests become answers: texts are scored against labels. May import execute, offload, ranks."""

@@ -315,7 +315,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, where: str, *, spec
 
 
 class _States(BaseModelOutput):  # type: ignore[misc]  # transformers has no types
-    """What a backbone gives: its last states, and nothing else that a model may look for."""
+    """The output of a backbone: its last states, and nothing else that a model may look for."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -324,7 +324,7 @@ class _States(BaseModelOutput):  # type: ignore[misc]  # transformers has no typ
 
 
 class _GivenStates(nn.Module):
-    """In the place of a backbone: gives `states` for any input, and otherwise has what the backbone has."""
+    """Stands in for a backbone: returns `states` for any input, and otherwise has the backbone's attributes."""
 
     def __init__(self, backbone: nn.Module, states: torch.Tensor) -> None:
         super().__init__()

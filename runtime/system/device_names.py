@@ -1,4 +1,4 @@
-"""What the processors of this machine are called."""
+"""Names of this machine's processors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def cpu_info(field: str) -> str | None:
-    """What the kernel says of this machine's first CPU, "model name" for example; None where it says nothing."""
+    """A field of the kernel's description of the first CPU, "model name" for example; None if it has none."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), None)
     return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from moepass.runtime.system.libc import libc
 
 
 def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -41,7 +42,7 @@ def advise(address: int, nbytes: int, advice: int) -> None:
 
     Advice that the kernel does not know changes nothing.
     """
-    _libc().madvise(address, nbytes, advice)
+    libc().madvise(address, nbytes, advice)
 
 
 @functools.cache
@@ -50,10 +51,3 @@ def _huge_page_bytes() -> int | None:
         return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    library = ctypes.CDLL(None)
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return library

@@ -33,7 +33,7 @@ class NonReentrantLock:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Between two turns of other threads, or inside a turn of this one."""
+        """Hold the lock without starting a turn."""
         with self._lock:
             yield
 

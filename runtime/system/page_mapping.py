@@ -11,15 +11,16 @@ import sys
 import torch
 
 from moepass.runtime.system.huge_pages import advise
+from moepass.runtime.system.libc import libc
 
 _READ_WRITE = getattr(mmap, "PROT_READ", 0) | getattr(mmap, "PROT_WRITE", 0)
-# Of Linux, which the mmap module has no names for.
+# Linux constants that module mmap lacks.
 _MAP_FIXED, _MAP_FIXED_NOREPLACE, _PROT_NONE = 0x10, 0x100000, 0
 _MADV_POPULATE_READ = 22
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 # (void *) -1
 _FAILED = ctypes.c_void_p(-1).value
-# What one page table covers, on x86-64 and on ARM with pages of 4 KiB.
+# Bytes that one page table covers, on x86-64 and on ARM with pages of 4 KiB.
 TABLE_BYTES = 2 << 20
 # Bits of an entry in /proc/PID/pagemap: in memory, or in swap space; and whether the page belongs to a file.
 _PRESENT_OR_SWAPPED, _OF_FILE = 0b110, 0b001
@@ -43,7 +44,7 @@ def private_memory(nbytes: int) -> torch.Tensor:
 
 
 def lay_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
-    """Let bytes [address, address + nbytes) of this process be those from `offset` of a segment on, by whole pages.
+    """Map bytes [address, address + nbytes) of this process to a segment from `offset` on, by whole pages.
 
     What is written there later is seen by this process alone and takes memory of its own; the next call puts the
     segment's pages back. Raises OSError where the kernel does not, which leaves that memory unusable.
@@ -54,7 +55,7 @@ def lay_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
 
 
 def move_pages(address: int, nbytes: int, target: int) -> bool:
-    """Let the whole pages of a segment that `lay_pages` laid at `address` lie at `target`, in another private memory.
+    """Move the whole pages of a segment that `lay_pages` mapped at `address` to `target`, in another private memory.
 
     Takes microseconds, because page tables move as they are. What is left behind are pages of the same segment, to be
     replaced. False where the kernel does not do it: before 5.13, and after it failed once. Raises OSError where it
@@ -64,7 +65,7 @@ def move_pages(address: int, nbytes: int, target: int) -> bool:
     if _has_failed_to_move or not _moves_pages():
         return False
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-    if _libc().mremap(address, nbytes, nbytes, flags, target) == target:
+    if libc().mremap(address, nbytes, nbytes, flags, target) == target:
         return True
     # The kernel gives up a target before it fails (as limits of memory are lowered below what is in use): it must be
     # ours again before another thread maps something there.
@@ -74,7 +75,7 @@ def move_pages(address: int, nbytes: int, target: int) -> bool:
 
 
 def _map_at(address: int, nbytes: int, protection: int, flags: int, descriptor: int, offset: int) -> None:
-    if _libc().mmap(address, nbytes, protection, flags, descriptor, offset) != address:
+    if libc().mmap(address, nbytes, protection, flags, descriptor, offset) != address:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
@@ -86,10 +87,10 @@ def _moves_pages() -> bool:
         return False
     memory = _two_pages()
     flags = _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP
-    moved = _libc().mremap(memory.data_ptr(), memory.numel(), memory.numel(), flags, None)
+    moved = libc().mremap(memory.data_ptr(), memory.numel(), memory.numel(), flags, None)
     if moved == _FAILED:
         return False
-    _libc().munmap(moved, memory.numel())
+    libc().munmap(moved, memory.numel())
     return True
 
 
@@ -139,14 +140,3 @@ def _two_pages() -> torch.Tensor:
         )
     finally:
         os.close(descriptor)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.mremap.restype = ctypes.c_void_p
-    library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    return library

@@ -33,7 +33,7 @@ class SharedMemoryError(MoepassError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class SegmentAddress:
-    """Where a segment is found: a descriptor of a process, and how to tell that it is the right one."""
+    """The address of a segment: a descriptor of a process, and a check that it is the right one."""
 
     process: ProcessIdentity
     descriptor: int
@@ -55,7 +55,7 @@ class SharedSegment:
         self._close = weakref.finalize(self, os.close, descriptor)
 
     def address(self) -> SegmentAddress:
-        """What another process needs to open this segment, for as long as this object lives in this process."""
+        """The address by which another process opens this segment, while this object lives in this process."""
         return SegmentAddress(this_process(), self._descriptor, os.fstat(self._descriptor).st_ino, self.nbytes)
 
     def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""Which pages of segments lie in a slot, and keeping them mapped while those of another bank lie there.
+"""The pages of segments that lie in a slot; they stay mapped while pages of another bank lie there.
 
 To map pages anew takes a third of the time of copying them, one entry of the page tables after the other. So what has
 to leave a slot moves aside, page tables and all, and moves in again when its bank comes back. Pages that somebody wrote

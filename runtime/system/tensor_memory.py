@@ -1,4 +1,4 @@
-"""Where a tensor lies: what tells one parameter from another, whatever object stands for it. And what lies there."""
+"""Identity of a tensor's memory, and samples of its bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sampled_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """From the first element of a tensor to the last, in memory."""
+    """Bytes from the first element of a tensor to the end of the last, in memory."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)

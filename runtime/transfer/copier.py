@@ -1,4 +1,6 @@
-"""What differs by device in a ring: how bytes come into a slot beside the computation, and how one waits for them."""
+"""The device-specific part of a ring: how bytes are copied into a slot beside the computation, and how to wait for
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import torch
 
 from moepass.runtime.transfer.learned_order import Fetch
 
-# What writes the bytes of a slot, of the bytes of the link; both flat uint8.
+# Writes the bytes of the slot from the bytes of the link; both flat uint8.
 Decoder = Callable[[torch.Tensor, torch.Tensor], None]
-# Gives the seconds of one wait for a bank; on CUDA once it is over.
+# Seconds of one wait for a bank; on CUDA known only once it is over.
 Wait = Callable[[], float]
 
 
@@ -20,7 +22,7 @@ class RingStatistics:
     """What a ring did since it was made. `waited_seconds` is the exposed time: how long the computation waited for
     banks, on a CPU by the host's clock, on CUDA by events of the compute stream.
 
-    `copied_bytes` went into slots or the staging buffer; `link_bytes` of them came over the link, the others from this
+    `copied_bytes` went into slots or the encoded buffer; `link_bytes` of them came over the link, the others from this
     rank's own shards. `decodes` counts the banks that were decoded.
     With home `hybrid`, `staged_bytes` of what runs have used came from staging buffers, `unstaged_bytes` from host
     memory.
@@ -49,31 +51,31 @@ class Copier:
     def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> object:
         """Bring `fetch` into `target`, flat uint8, once the event `after` has happened; gives `filled`.
 
-        The target is a slot, or the staging buffer, from which `decode` goes on.
+        The target is a slot, or the encoded buffer, from which `decode` goes on.
         """
         raise NotImplementedError
 
     def decode(self, copied: object, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> object:
-        """Fill `slot` by `decoder` with what `copied`, the last copy that was submitted, brings into `link`; gives
-        `filled`, which is in the place of `copied` from now on.
+        """Fill `slot` by `decoder` from `link`, once `copied`, the last copy that was submitted, has filled that. Gives
+        `filled`, which replaces `copied` from now on.
         """
         raise NotImplementedError
 
     def wait(self, filled: object, statistics: RingStatistics) -> Wait:
-        """Let nothing that is issued from now on run before `filled`. Raises CopyError where the copy failed."""
+        """Make all work issued from now on wait for `filled`. Raises CopyError if the copy failed."""
         raise NotImplementedError
 
     def event(self) -> object:
-        """ "Everything issued so far has been done." """
+        """An event that fires when all work issued so far is done."""
         raise NotImplementedError
 
     def abandon(self, filled: object) -> None:
-        """Nobody will wait for this copy."""
+        """Let go of a copy that no run will wait for."""
         raise NotImplementedError
 
     def quiesce(self) -> None:
-        """Return when no copy is under way any more, and nothing that was issued reads a slot."""
+        """Return once all copies have ended, and no work issued so far reads a slot."""
         raise NotImplementedError
 
     def settle(self, statistics: RingStatistics) -> None:
-        """Add to `statistics` what is known of waits only now."""
+        """Add the waits that have ended since the last call to `statistics`."""

@@ -12,15 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from moepass.models.errors import MoepassError
+from moepass.passes.machine.times import SLICE_BYTES as SLICE_BYTES
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.copier import Decoder
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import Source, whole
-
-# [Empirical] Large enough that the interpreter lock, taken once per slice, does not show; small enough that an
-# abandoned copy ends within a millisecond or two.
-SLICE_BYTES = 4 << 20
 
 
 class CopyError(MoepassError, RuntimeError):
@@ -82,7 +79,9 @@ class PendingCopy:
         self.wait_for_link(link, started)
 
     def wait_for_link(self, link: Link, started: float) -> None:
-        """Let a transfer that began at `started` (of `time.perf_counter`) take the time that an emulated link takes."""
+        """Wait until the transfer that began at `started` (of `time.perf_counter`) has taken the time of an emulated
+        link.
+        """
         over_link = sum(source.nbytes for source in self.sources if source.over_link)
         remaining = started + link.seconds(over_link) - time.perf_counter()
         if remaining > 0:
@@ -126,7 +125,7 @@ class CopyThread:
 
 
 class _CopyWork:
-    """What the thread works on."""
+    """The state of the copy thread."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -171,7 +170,7 @@ Slice = tuple[Source, int, int, int]
 
 
 def slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
-    """What a copy from `source` into `slot` moves, one transfer each, after what need not be copied."""
+    """The transfers of a copy from `source` into `slot`, slice by slice, after parts that need no copy."""
     for piece in source.lay(slot):
         for start in range(0, piece.nbytes, SLICE_BYTES):
             size = min(SLICE_BYTES, piece.nbytes - start)

@@ -1,4 +1,4 @@
-"""What a ring must know of the place where banks rest."""
+"""The interface of homes for a ring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moepass.runtime.transfer.transports import Transport
 
 
 class Home:
-    """Where the banks of a model rest between two stays in a slot.
+    """The place where a model's banks rest between two stays in a slot.
 
     This one is home `host`: complete banks in memory of this process, which nobody can take away.
     """
@@ -29,5 +29,5 @@ class Home:
         """A copy of `bank` starts now: time to get ready what usually comes next. Must return at once."""
 
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
-        """Where `bank` is copied from, in the order in which a copy takes slices; `shards` came with the graph."""
+        """The sources of `bank`, in the order in which a copy takes slices; `shards` came with the graph."""
         return tuple(MemorySource(shard, (Piece(0, 0, bank.format.link_bytes),)) for shard in shards)

@@ -1,5 +1,5 @@
-"""What comes next, learned from what came before: which banks follow each other, and which a run begins with, so that
-slots fill across the boundary of two runs.
+"""Learned order of banks: which bank follows which, and which bank a run begins with. With it slots fill across the
+boundary of two runs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Fetch:
 
 
 class LearnedOrder(Generic[_Key, _Value]):
-    """What came after each key the last time.
+    """The last follower of each key.
 
-    Of a ring, a key names a graph and the bank that it begins with, so a graph that serves several layers has one key
-    for each; the value is what the run fetches into slots that it finds free. Of homes, both are banks.
+    In a ring, a key names a graph and the bank that it begins with, so a graph that serves several layers has one key
+    for each; the value lists the fetches into slots that the run finds free. In homes, keys and values are banks.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,19 @@ class LearnedOrder(Generic[_Key, _Value]):
         self._last: _Key | None = None
 
     def learn(self, key: _Key, value: _Value) -> None:
-        """`key` comes now, with `value`, after what came last."""
+        """Record that `key` (with `value`) followed the previous key."""
         if self._last is not None:
             self._followers[self._last] = value
         self._last = key
 
     def next(self) -> _Value | None:
-        """What comes after the last key, if the past repeats itself; None where that has no past."""
+        """Predicted next value: what followed this key last time; None if unknown."""
         return None if self._last is None else self._followers.get(self._last)
 
     def after(self, key: _Key, default: _Value) -> _Value:
-        """What comes after `key`; `default` where that has no past."""
+        """The value that followed `key` last time; `default` if unknown."""
         return self._followers.get(key, default)
 
     def forget_last(self) -> None:
-        """What came last did not end, so what comes now does not follow it."""
+        """Forget the previous key: its run was aborted."""
         self._last = None

@@ -60,7 +60,7 @@ class BusyLink:
             self._seconds_per_byte += _NEWEST * (newest - self._seconds_per_byte)
 
     def expected_seconds(self, nbytes: int) -> float:
-        """What moving `nbytes` would take now, as far as the last transfers tell."""
+        """Seconds that `nbytes` would take now, estimated from the last transfers."""
         return max(self.link.seconds(nbytes), nbytes * self._seconds_per_byte)
 
 

@@ -68,7 +68,7 @@ class DeviceClock:
 
 
 class TimelineRecording:
-    """What happens inside a block of `record_timeline`; `timeline` is there once the block has been left."""
+    """The recording of a `record_timeline` block; `timeline` exists once the block has ended."""
 
     def __init__(self) -> None:
         self._zero = time.perf_counter()
@@ -136,7 +136,7 @@ class TimelineRecording:
         """Since the beginning of the block."""
         if isinstance(moment, float):
             return moment - self._zero
-        assert self._clock is not None, "who records an event of a device has asked for its time before"
+        assert self._clock is not None, "begin_run must precede recording on a CUDA device"
         return self._clock.seconds(moment) - self._zero
 
     def forget(self) -> None:

@@ -1,8 +1,8 @@
 """The ring: a fixed set of slots on the compute device, and the operations that a schedule uses on them.
 
-`prefetch`, `decode`, `acquire` and `release` mean what `passes/ir/plan.py` says. A ring serves one run at a time: `run`
-holds its lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already must not
-wait for itself, nor may it overwrite the slots of its own run; it gets an error.
+`passes/ir/slot_operations.py` defines `prefetch`, `decode`, `acquire` and `release`. A ring serves one run at a time:
+`run` holds its lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already
+must not wait for itself, nor may it overwrite the slots of its own run; it gets an error.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _REENTERED = (
 
 
 @dataclasses.dataclass
-class Staged:
-    """An encoded bank on its way into the staging buffer; None once its decode was issued."""
+class EncodedCopy:
+    """An encoded bank on its way into the encoded buffer; None once its decode was issued."""
 
     copied: object | None
 
@@ -76,18 +76,18 @@ class Ring:
         slot_bytes: int,
         device: torch.device,
         copier: Copier,
-        debug: bool = False,
         home: Home = _THIS_PROCESS,
     ) -> None:
         self.device = device
         self.home = home
-        self.debug = debug
+        # Whether released slots are filled with NaN.
+        self.debug = False
         self._lock = NonReentrantLock(_REENTERED)
         self._is_quiet = True
         self._statistics = RingStatistics()
         self._buffers = _buffers(slots, slot_bytes, device)
         # Where encoded banks wait for their decode.
-        self._staging = _buffers(1, 0, device)[0]
+        self._encoded_buffer = _buffers(1, 0, device)[0]
         self._copier = copier
         self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
         self._order: LearnedOrder[Hashable, dict[int, Fetch]] = LearnedOrder()
@@ -107,37 +107,37 @@ class Ring:
 
     @property
     def waits(self) -> Sequence[Wait]:
-        """Those of the run under way, or of the last one."""
+        """The waits of the present run, or of the last one."""
         return self._waits
 
     @property
     def device_bytes(self) -> int:
         """Bytes that the ring occupies on the compute device."""
-        return sum(buffer.numel() for buffer in [*self._buffers, self._staging])
+        return sum(buffer.numel() for buffer in [*self._buffers, self._encoded_buffer])
 
-    def reserve(self, slots: int, slot_bytes: int, staging_bytes: int = 0) -> None:
+    def reserve(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int = 0) -> None:
         """Make the ring larger where it is smaller than that: between two runs, which then begin with empty slots.
 
         Raises InputError inside a run of the same thread.
         """
         with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
-            staging_bytes = max(staging_bytes, self._staging.numel())
-            if slots <= self.slots and slot_bytes <= largest and staging_bytes == self._staging.numel():
+            encoded_buffer_bytes = max(encoded_buffer_bytes, self._encoded_buffer.numel())
+            if slots <= self.slots and slot_bytes <= largest and encoded_buffer_bytes == self._encoded_buffer.numel():
                 return
             self._lock.check()
             slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
             self.reset()
-            self._renew_buffers(slots, slot_bytes, staging_bytes)
+            self._renew_buffers(slots, slot_bytes, encoded_buffer_bytes)
             self._forget_runs()
 
-    def _renew_buffers(self, slots: int, slot_bytes: int, staging_bytes: int) -> None:
+    def _renew_buffers(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int) -> None:
         # The old ones go first: for a moment both would be too much.
         self._views.clear()
         self._buffers.clear()
-        del self._staging
+        del self._encoded_buffer
         self._buffers = _buffers(slots, slot_bytes, self.device)
-        (self._staging,) = _buffers(1, staging_bytes, self.device)
+        (self._encoded_buffer,) = _buffers(1, encoded_buffer_bytes, self.device)
 
     @contextlib.contextmanager
     def run(self, graph: Hashable, plan: GatherSignature) -> Iterator[None]:
@@ -148,7 +148,7 @@ class Ring:
         """
         with self._lock.take():
             try:
-                # Not quiet: after a second interrupt.
+                # A second interrupt may have stopped the previous cleanup.
                 if not self._is_quiet:
                     self._give_up("a run was interrupted")
                 self._is_quiet = False
@@ -178,7 +178,7 @@ class Ring:
             return self._begin_copy(fetch, buffer, after)
         filled = self._take_ahead(buffer, fetch) or self._begin_copy(fetch, buffer, self._freed.get(buffer))
         self._beginning[slot] = fetch
-        if not isinstance(filled, Staged):
+        if not isinstance(filled, EncodedCopy):
             self._fill_free_ahead()
         return filled
 
@@ -187,7 +187,7 @@ class Ring:
 
         Raises InputError where that was decoded already.
         """
-        if not isinstance(copied, Staged):
+        if not isinstance(copied, EncodedCopy):
             return copied  # it was brought and decoded before this run began
         if copied.copied is None:
             raise InputError(
@@ -248,7 +248,7 @@ class Ring:
             self._drop_ahead(buffer)
         self._copier.quiesce()
         self._order = LearnedOrder()
-        self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers), self._staging.numel())
+        self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers), self._encoded_buffer.numel())
 
     def _forget_runs(self) -> None:
         self._buffer_of = list(range(self.slots))
@@ -269,7 +269,7 @@ class Ring:
             return
         self._drop_ahead(buffer)
         filled = self._begin_copy(fetch, buffer, self._freed.get(buffer))
-        if isinstance(filled, Staged):
+        if isinstance(filled, EncodedCopy):
             filled = self._decode(filled.copied, fetch.bank, buffer)
         self._ahead[buffer] = Ahead(contents, filled)
 
@@ -288,7 +288,7 @@ class Ring:
             self._copier.abandon(ahead.filled)
 
     def _begin_copy(self, fetch: Fetch, buffer: int, after: object) -> object:
-        """What `prefetch` gives. The decode of an encoded bank must come before any other copy."""
+        """Start the copy of a prefetch. The decode of an encoded bank must come before any other copy."""
         self.home.copying(fetch.bank)
         self._statistics.copies += 1
         self._statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
@@ -296,12 +296,12 @@ class Ring:
         found = fetch.bank.format
         if not found.is_encoded:
             return self._copier.submit(fetch, self._buffers[buffer], after)
-        return Staged(self._copier.submit(fetch, self._staging[: found.link_bytes], after))
+        return EncodedCopy(self._copier.submit(fetch, self._encoded_buffer[: found.link_bytes], after))
 
     def _decode(self, copied: object, bank: BankSpec, buffer: int) -> object:
         found = bank.format
         self._statistics.decodes += 1
-        link, slot = self._staging[: found.link_bytes], self._buffers[buffer][: found.slot_bytes]
+        link, slot = self._encoded_buffer[: found.link_bytes], self._buffers[buffer][: found.slot_bytes]
         return self._copier.decode(copied, codec_of(found.decoder).decode, link, slot)
 
 
@@ -312,18 +312,16 @@ def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Te
         return [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
 
-def make_ring(
-    slots: int, slot_bytes: int, device: torch.device, link: Link, debug: bool = False, home: Home = _THIS_PROCESS
-) -> Ring:
+def make_ring(slots: int, slot_bytes: int, device: torch.device, link: Link, home: Home = _THIS_PROCESS) -> Ring:
     """The ring for `device`, filled from banks that rest in `home`.
 
     Raises InputError where the device is not there or no ring exists for its kind.
     """
-    return Ring(slots, slot_bytes, device, make_copier(device, link, home), debug, home)
+    return Ring(slots, slot_bytes, device, make_copier(device, link, home), home)
 
 
 def make_copier(device: torch.device, link: Link, home: Home) -> Copier:
-    """What copies banks of `home` to `device`. Raises InputError and OptionError where nothing does."""
+    """The copier that copies banks of `home` to `device`. Raises InputError and OptionError if none can."""
     check_link_to(device, link)
     if device.type == "cpu":
         return ThreadCopier(home.transport, link)

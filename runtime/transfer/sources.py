@@ -1,4 +1,4 @@
-"""Where the bytes of a bank lie, and reading them without a ring."""
+"""Positions of the bytes of a bank, and reading them without a ring."""
 
 from __future__ import annotations
 

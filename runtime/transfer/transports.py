@@ -1,4 +1,4 @@
-"""What moves the bytes of a bank from its home into a slot, and how often ranks must meet for it."""
+"""Transports move the bytes of a bank from its home into a slot; they differ in how often ranks must meet for it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from moepass.models.errors import OptionError, one_of
-from moepass.models.homes import HOMES
+from moepass.models.homes import HomeRecord
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.runtime.transfer.copying import CopyThread, PendingCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import Source, read_range
-
-TRANSPORTS = HOMES["peer"].transports
 
 
 class Transport:
@@ -25,11 +23,11 @@ class Transport:
     is_one_sided = True
 
     def __init__(self, name: str) -> None:
-        """`name` is `host` or one of `TRANSPORTS`, for reports."""
+        """`name` is `host` or one of those of a home's record, for reports."""
         self.name = name
 
     def copy_thread(self, link: Link) -> CopyThread:
-        """What works on the copies of a ring with that link."""
+        """The thread that performs the copies of a ring with that link."""
         return CopyThread(link)
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingCopy:
@@ -55,7 +53,7 @@ class Transport:
         """A run ended in the middle. On return no copy waits for another rank."""
 
 
-def check_transport(transport: object) -> None:
-    """Raises OptionError where `transport` is none of `TRANSPORTS`."""
-    if not isinstance(transport, str) or transport not in TRANSPORTS:
-        raise OptionError.wrong("transport", transport, f"one of {one_of(TRANSPORTS)}")
+def check_transport(transport: object, home: HomeRecord) -> None:
+    """Raises OptionError if `home` has no such transport."""
+    if not isinstance(transport, str) or transport not in home.transports:
+        raise OptionError.wrong("transport", transport, f"one of {one_of(home.transports)}")

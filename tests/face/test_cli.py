@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from moepass.cli.arguments import parse_labels
 from moepass.cli.main import app
 from moepass.explaining.capture_model import capture_plans, explain_model
-from moepass.explaining.compiler_view import Moment, abbreviate
 from moepass.models.byte_counts import parse_bytes
 from moepass.passes.ir.plan import Plan
 from moepass.runtime.offload.offload import offload_experts
@@ -349,20 +348,6 @@ def test_explain_writes_files(checkpoint: Path, tmp_path: Path) -> None:
         result = _run("explain", checkpoint, "--format", form, "--output", file)
         assert (result.exit_code, result.stdout) == (0, ""), result.output
         assert file.read_text().startswith(begin)
-
-
-def test_long_schedules_are_abbreviated_by_rhythm() -> None:
-    middle = [
-        Moment(f"s{part}", f"layer {layer}", (f"fills: layer {layer}" if part else f"in use: layer {layer}",))
-        for layer in range(40)
-        for part in (0, 1)
-    ]
-    rows = [Moment("s8", "embed", ("",)), *middle, Moment("s9", "head", ("",))]
-    kept, left_out = abbreviate(rows)
-    assert len(kept) + left_out == len(rows)
-    assert len(kept) < 10
-    assert {0, len(rows) - 1} <= set(kept)
-    assert abbreviate(rows[:6]) == (list(range(6)), 0)
 
 
 # ---- The process -----------------------------------------------------------------------------------------------------

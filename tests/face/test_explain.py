@@ -101,6 +101,14 @@ def test_numbers_agree_with_each_other(olmoe: Report) -> None:
     assert any("no peer link" in one.note for one in olmoe.strategy.homes_tried)
 
 
+def test_a_machine_without_links_is_told_why_of_every_home() -> None:
+    machine = dataclasses.replace(load_hardware("8xh100-80g"), peer=None, host=None)
+    with pytest.raises(moepass.InputError) as failed:
+        moepass.explain("olmoe-1b-7b", hardware=machine)
+    reasons = str(failed.value)
+    assert all(words in reasons for words in ("peer: profile", "hybrid: profile", "host: profile", "no host link"))
+
+
 def test_the_trace_holds_the_timeline(olmoe: Report) -> None:
     assert olmoe.schedule is not None
     slices = [event for event in json.loads(olmoe.trace())["traceEvents"] if event["ph"] == "X"]
@@ -175,7 +183,7 @@ def test_advice_below_the_threshold() -> None:
     first, second, third = advice(made, 9000, ("model.layers.0: shared",))
     assert first.startswith(f"from {made.saturation.tokens} tokens per rank and step on")
     assert second == "against AllToAll (dp_ep) asyncep pays from 9000 tokens per rank and step on"
-    assert third.startswith("1 refused block(s)")
+    assert third == "the numbers assume that all blocks are rewritten; 1 were refused, and run unchanged"
 
 
 def test_options_change_what_they_say() -> None:

@@ -16,7 +16,7 @@ from moepass.models.homes import COLLECTIVE
 from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
-from moepass.passes.graph.collectives import collectives_of
+from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Group, PassContext, PassResult
@@ -57,14 +57,14 @@ def _with_parallel_experts(form: str, lower: str) -> tuple[GraphModule, PassResu
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_expert_parallelism_leaves_the_graph(form: str, lower: str) -> None:
     captured, result = _with_parallel_experts(form, lower)
-    assert len(list(collectives_of(captured.graph))) >= CONFIG.layers
+    assert len(list(communications_of(captured.graph))) >= CONFIG.layers
     assert result.plan.refusals == ()
     assert [block.parallel for block in result.plan.blocks] == [form] * CONFIG.layers
     targets = [node.target for node in result.module.graph.nodes]
     for operation in (prefetch, acquire, release):
         assert targets.count(operation) == CONFIG.layers
     graphs = _graphs(result.module)
-    assert not any(True for graph in graphs for _ in collectives_of(graph))
+    assert not any(True for graph in graphs for _ in communications_of(graph))
     assert _devices(graphs) == {DEVICE}
 
 

@@ -43,7 +43,7 @@ def test_the_call_names_home_slots_and_layers_of_the_schedule() -> None:
 def test_each_rank_loads_its_part_of_a_checkpoint() -> None:
     report = explain("qwen3-235b-a22b", hardware="8xh100-80g")
     assert report.schedule is not None
-    call, _ = how_to_run(report.strategy, report.schedule, "./my checkpoint", True, "bf16", "cuda").split("; ")
+    call, _ = how_to_run(report.strategy, report.schedule, "./my checkpoint", "", "bf16", "cuda").split("; ")
     assert call.startswith('model = moepass.load_pretrained("./my checkpoint", home=')
     ast.parse(call)
 
@@ -54,12 +54,12 @@ def test_a_call_that_cannot_run_yet_says_so() -> None:
         "  # home hybrid works on cpu only so far, not on cuda: --home host or --home peer plans what runs there"
     )
     ast.parse(report.how_to_run)
-    assert "#" not in how_to_run(report.strategy, report.schedule, None, True, "bf16", "cpu")
+    assert "#" not in how_to_run(report.strategy, report.schedule, None, "", "bf16", "cpu")
 
 
 def test_a_quantised_checkpoint_is_loaded_dequantised() -> None:
     report, stored = explain("qwen3-235b-a22b", hardware="8xh100-80g"), preset("gpt-oss-120b").stored
-    call, offload, _ = how_to_run(report.strategy, report.schedule, "./c", True, "bf16", "cuda", stored).split("; ")
+    call, offload, _ = how_to_run(report.strategy, report.schedule, "./c", "", "bf16", "cuda", stored).split("; ")
     assert call.endswith('from_pretrained("./c", quantization_config=transformers.Mxfp4Config(dequantize=True))')
     assert offload.startswith("moepass.offload_experts(model, home=")
     ast.parse(call)
@@ -73,12 +73,16 @@ def test_where_all_experts_fit_there_is_nothing_to_offload() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "fits", "dtype", "words"),
-    [
-        ("dp_ep", True, "bf16", "moepass does not run dp_ep"),
-        ("asyncep", False, "bf16", "nothing fits this machine"),
-        ("asyncep", True, "fp8", "moepass runs no fp8 experts yet"),
-    ],
+    ("chosen", "dtype", "words"),
+    [("dp_ep", "bf16", "moepass does not run dp_ep"), ("asyncep", "fp8", "moepass runs no fp8 experts yet")],
 )
-def test_where_there_is_nothing_to_call(chosen: str, fits: bool, dtype: str, words: str) -> None:
-    assert how_to_run(_strategy(chosen), None, None, fits, dtype, "cuda").startswith(words)
+def test_where_there_is_nothing_to_call(chosen: str, dtype: str, words: str) -> None:
+    assert how_to_run(_strategy(chosen), None, None, "", dtype, "cuda").startswith(words)
+
+
+def test_where_nothing_fits_the_numbers_say_why() -> None:
+    report = explain("qwen3-235b-a22b", hardware="8xh100-80g", memory_budget_bytes=1e9)
+    needed = min(row.memory_bytes for row in report.comparison) / 1e9
+    assert report.how_to_run == (
+        f"no strategy fits: the smallest needs {needed:.1f} GB per device, the budget is 1.0 GB; see the advice"
+    )

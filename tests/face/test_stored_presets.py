@@ -11,7 +11,7 @@ import pytest
 import store_presets
 
 from moepass.explaining import compiler_part
-from moepass.explaining.compiler_part import STORED_LOWERING, captured_part, is_stored, stored_part
+from moepass.explaining.compiler_part import STORED_LOWERING, captured_part, is_stored, preset_part
 from moepass.explaining.explained_models import explained_model
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.sizes.families import from_config
@@ -41,11 +41,11 @@ def test_stored_captures_are_what_capture_gives(name: str) -> None:
     found = explained_model(name)
     assert is_stored(name, STORED_LOWERING), f"stored for other versions: {AGAIN}"
     for slots in (1, 2, 4) if name == SEVERAL_SLOTS else (2,):
-        assert stored_part(name, slots) == captured_part(found, slots, STORED_LOWERING), AGAIN
+        assert preset_part(name, slots) == captured_part(found, slots, STORED_LOWERING), AGAIN
 
 
 def test_other_versions_and_lowerings_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, captured = explained_model(SEVERAL_SLOTS), stored_part(SEVERAL_SLOTS, 2)
+    found, captured = explained_model(SEVERAL_SLOTS), preset_part(SEVERAL_SLOTS, 2)
     asked: list[str] = []
 
     def capture(found: object, slots: int, lower: str) -> object:

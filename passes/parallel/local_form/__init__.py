@@ -1,1 +1,4 @@
-"""What a rank runs in place of a parallel block: its own tokens through all experts. May import match, graph."""
+"""What a rank runs in place of a parallel block: its own tokens through all experts.
+
+May import parallel/match, graph, ir.
+"""

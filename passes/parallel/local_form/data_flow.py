@@ -1,4 +1,4 @@
-"""What a parallel block does with rows and outputs beside its experts: move them, weigh them, add them up.
+"""Operations on rows and outputs beside the experts of a parallel block: move, weigh, add up.
 
 Contract
     in    a block, and the local form that was written for it, which tells what of the experts it copied

@@ -44,7 +44,7 @@ class LocalForm(BlockWriter):
         # Of each copy, also of those with other arguments: what it is a copy of. Of each of `left_out`: what it masks.
         self.copies: dict[Node, Node] = {}
         self.kept: dict[Node, Node] = {}
-        # Of each number of rows that the activation function computes with: what stands for it.
+        # Replacement of each number of rows that the activation function computes with.
         self.sizes: dict[Node, int | Node] = {}
         # The results of the block's GEMMs, biases included, and what stands for them: there the copies start.
         self.starts: dict[Node, Node] = {}
@@ -195,7 +195,7 @@ class LocalForm(BlockWriter):
 
     def _translate(self, node: Node, values: dict[Node, Node]) -> Node:
         """`node`, a value between the GEMMs, for the rows of the local form; `values` maps what is known."""
-        # Of each node that was met: the operand that takes its place, where it only masks that.
+        # For each visited node that only masks an operand: that operand, which replaces it.
         unmasked: dict[Node, Node | None] = {}
 
         def known(used: Node) -> Any:

@@ -1,4 +1,4 @@
-"""Where the rows of the experts lie in the dimensions of a tensor.
+"""Position of the experts' rows in the dimensions of a tensor.
 
 Every dimension is a product of parts, outermost first: all rows, an exact share of them (rows of experts times slots,
 say), or features. A view may join parts and take them apart again; as long as the rows can be followed, one row stays

@@ -95,7 +95,7 @@ def _holds_all_experts(match: BlockMatch) -> bool:
 
 
 def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
-    """What talks to other ranks so that they know how many rows come with `exchanges`."""
+    """The communication that tells the ranks how many rows come with `exchanges`."""
     counts: set[Node] = set()
     pending = [
         used for node in exchanges for used in node.all_input_nodes if isinstance(fake_value(used), torch.SymInt)

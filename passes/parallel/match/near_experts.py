@@ -1,4 +1,4 @@
-"""What talks to other ranks within reach of an expert GEMM: what brings its rows, and what takes its results.
+"""Communication within reach of an expert GEMM: the one that brings its rows, and the one that takes its results.
 
 A model with tensor or data parallelism holds collectives too. Those that serve experts touch rows: between them and a
 GEMM rows are moved, masked, weighed and added, and nothing mixes their features or normalises them.

@@ -12,7 +12,7 @@ from moepass.passes.parallel.match.region_walk import ancestors
 
 aten = torch.ops.aten
 
-# Written on the gather of a block that was localised: its tokens, or why they are unknown.
+# Meta key of the gather of a local block: its tokens, or why they are unknown.
 TOKENS_KEY = "moepass_tokens"
 
 

@@ -1,4 +1,4 @@
-"""Where the rows, expert ids and weights of a block come from, before they were moved, masked, padded or gathered."""
+"""Origin of the rows, expert ids and weights of a block, before they were moved, masked, padded or gathered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
-    """Where a value comes from, before it was moved, masked, padded and gathered for this block.
+    """Origin of a value, before it was moved, masked, padded and gathered for this block.
 
     A block takes rows [tokens, .]; the model may have brought them into that form right in front of it.
     """
@@ -81,7 +81,7 @@ def _node(argument: object) -> Node | None:
 
 
 def sort_key(match: BlockMatch) -> Node:
-    """What the rows were sorted by: the ids behind the places of the rows, or behind the offsets of the GEMMs."""
+    """The sort key of the rows: the ids behind the places of the rows, or behind the offsets of the GEMMs."""
     first = match.gemms[0]
     for start in (*_row_places(first.activations), first.key):
         for node in _places_before(start):
@@ -130,7 +130,7 @@ def _is_float(node: object) -> bool:
 
 
 def row_weights(match: BlockMatch) -> Node:
-    """What the expert outputs are multiplied by, row by row."""
+    """The weights by which the expert outputs are multiplied, row by row."""
     pending, seen = deque([match.gemms[-1].node]), set[Node]()
     while pending and len(seen) < MOST_NODES:
         node = pending.popleft()

@@ -175,11 +175,11 @@ class MockRun:
         }
 
     def run_block(self, sources: Mapping[Node, Any], answer: Answer) -> Any:
-        """What the block gives for this rank's own `sources`, where `answer` plays the other ranks."""
+        """The block's result for this rank's own `sources`; `answer` plays the other ranks."""
         return self._evaluate(self.mock.region, sources, answer)
 
     def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
-        """What the local form gives for this rank's own `sources`."""
+        """The local form's result for this rank's own `sources`."""
         return self._evaluate(self.mock.local_form, sources, _no_collectives)
 
     def experts(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

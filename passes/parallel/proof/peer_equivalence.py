@@ -60,7 +60,7 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _check_exchange(run: MockRun) -> None:
-    """What this rank sends, and what it sends back for the rows of others, must follow the contract."""
+    """Check that what this rank sends, and what it sends back for the rows of others, follows the contract."""
     block = run.block
     rows_node, counts_node = block.sources["rows"], block.sources["counts"]
     slots = run.mock.shape(rows_node)[0]
@@ -155,7 +155,7 @@ def _expert_outputs(run: MockRun, parts: Sequence[_Rows]) -> torch.Tensor:
 
 
 def _check_partial_sums(run: MockRun) -> None:
-    """What this rank adds must be its own experts' part, for its own tokens and for those of others."""
+    """Check that this rank adds the part of its own experts, for its own tokens and for those of others."""
     block = run.block
     tokens, top_k = run.mock.shape(block.sources["ids"])
     ranks, own_rank = block.group.ranks, block.group.rank

@@ -26,7 +26,7 @@ from moepass.passes.parallel.proof.small_sizes import Reading, Scale, Use
 
 aten = torch.ops.aten
 
-# What numbers are for, by the name of the argument.
+# Use of a number, by the name of its argument.
 _SHAPES = {
     "size", "sizes", "shape", "split_size", "split_sizes", "length", "output_size", "repeats", "input_split_sizes",
     "output_split_sizes",
@@ -38,7 +38,7 @@ _USES = {
     **dict.fromkeys(_CUTS, Use.CUT),
     **dict.fromkeys(_VALUES, Use.VALUE),
 }
-# Of these, lists in which equal numbers mean the same.
+# Arguments among these that are lists in which equal numbers mean the same.
 _SPLITS = {"split_sizes", "input_split_sizes", "output_split_sizes", "repeats"}
 _CREATIONS = {
     aten.zeros.default, aten.ones.default, aten.full.default, aten.new_zeros.default, aten.new_ones.default,
@@ -175,7 +175,7 @@ class _GuessingRun(MockRun):
         super().__init__(mock, torch.Generator().manual_seed(0), SCENARIOS[0], None)
         self._chosen = chosen
         self.guess = Guess()
-        # Of each node where there was a choice: which was taken, of how many.
+        # For each node with a choice: the choice taken, and the number of choices.
         self.choices: list[tuple[Node, int, int]] = []
         self._compares_shapes = False
 

@@ -138,7 +138,7 @@ def scales(block: ParallelBlock, *, features_alike: bool) -> Iterator[Scale]:
 
 
 def run_bytes(mock: MockBlock, scale: Scale | None = None) -> int:
-    """What a mock run of the block takes: as it was captured, or in small."""
+    """Bytes of a mock run of the block: as captured, or in small."""
     block = mock.block
     if scale is None:
         scale = Scale(None, {}, (1, 1), frozenset())

@@ -17,7 +17,7 @@ is asked for both ways anyhow (value_ranges.py). Places and rows carry the truth
 
 Where some of a fixed number of truths are taken, or counted, each of them must have come both ways.
 
-Truths about one expert id are one: each id is tried, so they are asked for together as they came.
+Comparisons of one expert id count as one condition: every id is tried, so only combinations that occur are required.
 
 Numbers that constants and ids give are no truths, and yet gate, shift and select as truths do: `(place >= t * n) + t`
 less 1 is 0 until an expert with t = 1 has a place beyond n. So each of them is a dependence with as many outcomes as it
@@ -109,7 +109,7 @@ class JointTruths:
         self._numbers: set[Node] = set()
         # What is computed, element by element, from truths and single constants alone.
         self._of_truths: set[Node] = set()
-        # What must be remembered of a run.
+        # Values of a run that must be kept.
         self._watched: set[Node] = set()
         self._values: dict[Node, torch.Tensor] = {}
         self._outcomes: dict[Node, set[int]] = {}
@@ -134,7 +134,7 @@ class JointTruths:
         given = [self._of(each) for each in used if not (by_row and found is None and each.op == "get_attr")]
         after = [frozenset(self._moved(node, each, found is None, by_row) for each in part) for part in given]
         together = frozenset().union(*after)
-        # Of what one id gives, every value was tried.
+        # Every value that one id gives was tried.
         meets = found is None or found.kind > Kind.CHOSEN
         if meets and together and not any(together == part for part in after):
             self._add_meeting(node, together)

@@ -173,7 +173,7 @@ class RangeArithmetic:
         """What `node` bounds, from below and from above; None where it does not."""
         if base_operation(node).startswith("clamp"):
             return node.args[0], arguments.get("min"), arguments.get("max")
-        # What is not known when the graph is compiled is bounded by what is.
+        # Bound a value that is unknown at compile time by a known one.
         value, other = sorted(node.args[:2], key=lambda argument: -self.range_of(argument).kind)
         return (value, other, None) if "max" in base_operation(node) else (value, None, other)
 

@@ -19,7 +19,7 @@ from torch.fx import Node
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 
-# What mock runs fill memory with that is made empty.
+# Mock runs fill empty memory with this value.
 UNWRITTEN = {dtype: torch.iinfo(dtype).max for dtype in (torch.int32, torch.int64)}
 
 

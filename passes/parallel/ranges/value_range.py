@@ -97,7 +97,7 @@ def kind_of(*parts: Range) -> Kind:
     """What a value depends on that is computed from `parts`, element by element."""
     kind = max(part.kind for part in parts)
     lanes = {part.lane for part in parts if part.kind is Kind.CHOSEN}
-    # Of two ids not every pair is tried.
+    # Not every pair of two ids is tried.
     return Kind.BOUND if kind is Kind.CHOSEN and len(lanes) > 1 else kind
 
 

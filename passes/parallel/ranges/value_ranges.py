@@ -71,7 +71,7 @@ _ELEMENT_BY_ELEMENT = {
     "clone", "contiguous", "alias", "detach", "wait_tensor", "_local_scalar_dense", "lift_fresh_copy", "_to_copy",
     "convert_element_type",
 }  # fmt: skip
-# What comes from one of several operands, and what says from which.
+# Operators that take each element from one of several operands, with the names of these.
 _JOINS = {
     "cat": ("tensors",), "stack": ("tensors",), "copy": ("src",), "constant_pad_nd": ("self", "value"),
     "where.self": ("self", "other"), "where.ScalarSelf": ("self", "other"), "where.ScalarOther": ("self", "other"),
@@ -197,7 +197,7 @@ class ValueRanges(RangeSums):
             given = self.range_of(node.args[0])
             if given.kind is Kind.CHOSEN:
                 self.tried.require_all(node, self.block.experts)
-            # What other ranks bring was computed from their tokens.
+            # Values from other ranks were computed from their tokens.
             return given.moved(node) if given.kind in (Kind.CHOSEN, Kind.BOUND) else growing(given)
         if base == "repeat_interleave":
             return self._repeated(node)

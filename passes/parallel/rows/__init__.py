@@ -1,1 +1,4 @@
-"""Every row goes through the activation function alone: followed node by node. May import local_form, graph."""
+"""Every row goes through the activation function alone: followed node by node.
+
+May import parallel/local_form, graph, ir.
+"""

@@ -1,4 +1,4 @@
-"""Where the rows of the experts lie in what an operation gives: the rules of `row_flow.py`."""
+"""Position of the experts' rows in the result of an operation: the rules of `row_flow.py`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CHANGE = (
 )
 # Where a number of rows stands in a node's arguments: the argument's name and the place in a list.
 Place = tuple[str, int]
-# Of a node that gives several values: the layout of each; None where it cannot be told.
+# Layouts of a node's values, if it has several; None if unknown.
 Layouts = Layout | tuple[Layout | None, ...] | None
 
 

@@ -1,1 +1,1 @@
-"""Experts that stay in files, and are read into slots. May import homes and what homes may."""
+"""Experts that stay in files, and are read into slots. May import homes, banks, ranks, transfer, kernels, system."""

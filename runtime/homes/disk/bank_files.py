@@ -1,11 +1,11 @@
 """Banks written to a folder: one safetensors file for each, whose metadata says what it was made of.
 
-A file is complete or not there: it is written under another name, brought to the disk, and renamed. One that was made
-in the same way, of files that did not change since, is used again; what it holds is never looked at, so nobody else may
-write into the folder. Processes that come with the same folder take turns, and the first one writes.
+A file is complete or absent: it is written under a temporary name, flushed to the disk, and renamed. A file is reused
+if it was made in the same way from unchanged files. Its contents are not checked, so only trusted users may write to
+the folder. Processes that use the same folder take turns, and the first one writes.
 
-Files did not change if they lie where they lay, with the same inode, size and time of the last write. A copy of a
-checkpoint is another one, and so is one that got another name: then banks are written again.
+A file is unchanged if it has the same path, inode, size and time of the last write. A copied or renamed checkpoint
+counts as another one: its banks are written again.
 """
 
 from __future__ import annotations

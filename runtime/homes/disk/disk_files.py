@@ -33,10 +33,10 @@ _ASKED_AT_ONCE_BYTES = 4 << 20
 
 
 class DiskFile:
-    """A safetensors file, open for as long as this object lives: who deletes or replaces it does no harm.
+    """A safetensors file, open for as long as this object lives.
 
-    Whoever changes it in place does; then everything here raises CheckpointError, which names it. A new name, owner or
-    mode is no such change.
+    Deleting or replacing the file is harmless. Changing it in place raises CheckpointError. A new name, owner or mode
+    does not count as a change.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class DiskFile:
         self.header = read_header(self.descriptor, path)
 
     def offset_bytes(self, tensor: StoredTensor) -> int:
-        """Where `tensor` begins. Raises CheckpointError where the file is not the one whose header described it."""
+        """Offset of `tensor`. Raises CheckpointError if the file is not the one whose header described it."""
         found = self.header.tensors.get(tensor.key)
         is_same = tensor.stamp == self._stamp
         if not is_same or found is None or (DTYPES.get(found.dtype), found.shape) != (tensor.dtype, tensor.shape):
@@ -62,7 +62,7 @@ class DiskFile:
 
     def check(self) -> None:
         """Raises CheckpointError where somebody has changed the file. One system call."""
-        # Of the open file, not of what is under its name by now.
+        # Stamp of the open file; another file may have its name by now.
         now = FileStamp.of(self.descriptor)
         if now != self._stamp:
             raise CheckpointError(

@@ -1,1 +1,4 @@
-"""Shards in host memory, staged on the compute side for all ranks. May import homes and what homes may."""
+"""Shards in host memory, staged on the compute side for all ranks.
+
+May import homes, banks, ranks, transfer, kernels, system.
+"""

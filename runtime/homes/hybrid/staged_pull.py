@@ -79,7 +79,7 @@ class StagedPull(Transport):
         self._stalled: dict[Hashable, int] = {}
 
     def connect(self, stager: Stager) -> None:
-        """From now on this rank fills its staging buffers."""
+        """Start to fill this rank's staging buffers."""
         self._stager = stager
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingCopy:
@@ -106,7 +106,7 @@ class StagedPull(Transport):
             self._stager.learn(bank.index)
 
     def patience(self, nbytes: int) -> Patience:
-        """That of a copy of `nbytes`."""
+        """The patience for a copy of `nbytes`."""
         slice_seconds = self.host_link.expected_seconds(min(nbytes, copying.SLICE_BYTES))
         stalled_seconds = max(_STALLED_S, _STALLED_SLICES * slice_seconds)
         whole_seconds = max(2 * stalled_seconds, _PATIENCE * self.host_link.expected_seconds(nbytes))

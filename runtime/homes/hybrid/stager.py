@@ -57,7 +57,7 @@ class StagingBuffers:
         self.slice_bytes = slice_bytes
 
     def slices(self, nbytes: int) -> int:
-        """How many slices `nbytes` are."""
+        """Number of slices in `nbytes`."""
         return -(-nbytes // self.slice_bytes)
 
     def copy(self, bank: int, offset_bytes: int, nbytes: int, address: int) -> Found:
@@ -112,7 +112,7 @@ class Stager:
         self._show([bank, *self._following(bank)])
 
     def has_read(self, bank: int) -> None:
-        """That copy is over."""
+        """Show what this rank needs next: the copy of `bank` is over."""
         self._show(self._following(bank))
 
     def show_running(self, is_running: bool) -> None:
@@ -134,7 +134,7 @@ class Stager:
 
 
 class _StagerWork:
-    """What the thread works on."""
+    """The state of the thread."""
 
     def __init__(
         self, own: StagingBuffers, others: Sequence[StagingBoard], shards: Sequence[Source], link: BusyLink

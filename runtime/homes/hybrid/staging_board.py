@@ -70,7 +70,7 @@ class StagingBoard:
         self._words = (ctypes.c_uint64 * (_FIRST_WANT + 2 * buffers)).from_address(memory.data_ptr())
 
     def wants(self) -> Wants:
-        """What the rank will read next. Only a hint: some of its words may be older than others."""
+        """The banks that the rank will read next. Only a hint: some of its words may be older than others."""
         words = self._words[_FIRST_WANT : _FIRST_WANT + self.buffers]
         return Wants(tuple(word - 1 for word in words if word), bool(self._words[_IS_RUNNING]))
 

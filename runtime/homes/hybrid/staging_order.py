@@ -32,7 +32,7 @@ def choose_banks(wants: Sequence[Wants], buffers: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class StagingState:
-    """What a buffer holds: the first `filled_slices` of a rank's shard of `bank`, or nothing.
+    """Contents of a buffer: the first `filled_slices` of a rank's shard of `bank`, or nothing.
 
     `generation` counts how often the buffer was given to a bank. While it stays the same, no byte is overwritten.
     """
@@ -52,7 +52,7 @@ class Fill:
 
 
 class StagingPlan:
-    """What each of a rank's buffers holds, and which slice goes into which buffer next."""
+    """Contents of a rank's buffers, and which slice goes into which buffer next."""
 
     def __init__(self, buffers: int, slices: Sequence[int]) -> None:
         """`slices` says for each bank of how many slices this rank's shard consists."""
@@ -79,7 +79,7 @@ class StagingPlan:
         return taken
 
     def next_fill(self) -> Fill | None:
-        """What to copy next: of the most urgent bank that is not complete; None where all are."""
+        """The next slice to copy: of the most urgent bank that is not complete; None if all are."""
         buffer_of = {state.bank: buffer for buffer, state in enumerate(self.states)}
         for bank in self._chosen:
             state = self.states[buffer_of[bank]]

@@ -1,4 +1,4 @@
 """The homes that can run: their options, and what packs the banks of a model for them.
 
-May import homes, homes/hybrid, homes/disk, banks, transfer, ranks, system.
+May import homes, homes/hybrid, homes/disk, banks, ranks, transfer, kernels, system.
 """

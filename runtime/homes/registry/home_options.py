@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moepass.models.errors import OptionError, one_of
@@ -18,9 +21,25 @@ from moepass.runtime.transfer.transports import check_transport
 PAGE_CACHES = ("keep", "drop")
 
 
+@dataclasses.dataclass(frozen=True)
+class BankRoute:
+    """How banks of a model travel: from which home, between how many ranks, by which transport.
+
+    `links` has the bytes per second of those that are emulated, by their names in a hardware profile.
+    `staging_buffers` is 0 for homes that have none.
+    """
+
+    home: str
+    device: torch.device
+    ranks: int = 1
+    transport: str = PULL
+    links: Mapping[LinkName, float] = dataclasses.field(default_factory=dict)
+    staging_buffers: int = 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HomeOptions:
-    """What all homes have in common.
+    """The options that all homes have.
 
     Args:
         link: how fast bytes come into the slots: `"real"`, or `"emulate:BYTES_PER_S"` to see what a slower link would
@@ -40,6 +59,11 @@ class HomeOptions:
     def links(self) -> dict[LinkName, Link]:
         """The links that banks travel over, by their names in a hardware profile."""
         return {use.link: parse_link(self.link) for use in HOMES[self.home].travel}
+
+    def route(self, device: torch.device) -> BankRoute:
+        """How its banks travel to `device` with these options."""
+        rates = {name: link.bytes_per_s for name, link in self.links().items() if link.bytes_per_s is not None}
+        return BankRoute(self.home, device, links=rates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +85,7 @@ class SpreadOptions(HomeOptions):
         group: the ranks; by default all of torch.distributed, which must be initialised.
         timeout_s: seconds that ranks wait for each other while the model is offloaded.
 
-    Raises OptionError for a timeout that is no time to wait.
+    Raises OptionError for a timeout that is not a positive number.
     """
 
     group: ProcessGroup | None = None
@@ -70,6 +94,11 @@ class SpreadOptions(HomeOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wait("timeout_s", self.timeout_s)
+
+    def route(self, device: torch.device) -> BankRoute:
+        # -1 if this process is not in the group, which the home refuses.
+        ranks = dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+        return dataclasses.replace(super().route(device), ranks=max(1, ranks))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +120,10 @@ class Peer(SpreadOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_transport(self.transport)
+        check_transport(self.transport, HOMES[self.home])
+
+    def route(self, device: torch.device) -> BankRoute:
+        return dataclasses.replace(super().route(device), transport=self.transport)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +153,9 @@ class Hybrid(SpreadOptions):
 
     def links(self) -> dict[LinkName, Link]:
         return {**super().links(), "host": parse_link(self.host_link)}
+
+    def route(self, device: torch.device) -> BankRoute:
+        return dataclasses.replace(super().route(device), staging_buffers=self.staging_buffers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What packs banks for each home. A new home is one entry here, and one record in `moepass.models.homes`."""
+"""The packer of each home. A new home is one entry here, and one record in `moepass.models.homes`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d as c10d
 
 from moepass.models.errors import InputError, OptionError, one_of
 from moepass.models.homes import home_named
@@ -19,6 +18,7 @@ from moepass.runtime.homes.hybrid.hybrid_home import HybridPacker
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.homes.registry.home_options import Disk, HomeOptions, Host, Hybrid, Peer
+from moepass.runtime.torch_private import default_group
 from moepass.runtime.transfer.link import parse_link
 
 
@@ -38,7 +38,7 @@ def _peer(options: Peer, device: torch.device) -> Packer:
     check_transport_to(device, options.transport)
     peers = PeerGroup.of(options.group, options.timeout_s, transport=options.transport)
     transport = make_transport(options.transport, parse_link(options.link))
-    return packer_on(device, options.group or c10d._get_default_group(), peers, transport)
+    return packer_on(device, options.group or default_group(), peers, transport)
 
 
 def _hybrid(options: Hybrid, device: torch.device) -> Packer:
@@ -73,7 +73,7 @@ def options_of(home: str | HomeOptions) -> HomeOptions:
 
 
 def make_packer(options: HomeOptions, device: torch.device) -> Packer:
-    """What brings banks to that home, for a model that computes on `device`.
+    """The packer that brings banks to that home, for a model that computes on `device`.
 
     Raises InputError where `device` cannot compute from that home yet, and what the home raises: InputError where this
     machine or process cannot have it, PeerError where the group of ranks cannot meet any more.

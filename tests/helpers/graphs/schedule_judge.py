@@ -4,7 +4,7 @@ Two parts, which know nothing of the verifier. The host executes runs of graphs 
 Python, with the slot operations of the ring (buffers, what is filled ahead of the next run, poison), and issues work to
 a compute stream and a copy stream. Then an adversary decides what happens next on these streams, within what the events
 allow: a buffer holds what was copied into it, or nothing while a copy is under way or after a release. What encoded
-banks bring into the staging buffer is nothing that could be read; their decode makes the bank of it.
+banks bring into the encoded buffer is nothing that could be read; their decode makes the bank of it.
 
 A graph is wrong where the host raises, where something is left undone, or where under some timing a read sees anything
 but the bank that the canonical graph gathers for it.
@@ -88,12 +88,12 @@ def program(name: str, graph: Graph, plan: Plan, expected: dict[str, list[Conten
 
 
 # The buffer that encoded banks are copied into.
-STAGING = -1
+ENCODED_BUFFER = -1
 
 
 @dataclasses.dataclass(eq=False)
 class Copy:
-    """A copy of `contents` into `buffer`; or their decode from the staging buffer, where they must be by then."""
+    """A copy of `contents` into `buffer`; or their decode from the encoded buffer, where they must be by then."""
 
     buffer: int
     contents: Contents | None
@@ -143,7 +143,7 @@ class Host:
                 copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
                 if not isinstance(copy, Copy) or copy.taken:
                     raise WrongRunError(f"{node.name} decodes what is no copy, or was decoded or waited for")
-                if copy.buffer == STAGING:
+                if copy.buffer == ENCODED_BUFFER:
                     copy.taken = True
                     banks[node.kwargs["bank"]]  # type: ignore[index]
                     # Decoded as another bank, of other sizes, it is nothing.
@@ -155,7 +155,7 @@ class Host:
                 values[node] = copy
             elif is_call(node, acquire):
                 copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
-                if not isinstance(copy, Copy) or copy.taken or copy.buffer == STAGING:
+                if not isinstance(copy, Copy) or copy.taken or copy.buffer == ENCODED_BUFFER:
                     raise WrongRunError(f"{node.name} waits for what is no copy, or was waited for or not decoded")
                 copy.taken = True
                 self.compute.append(("wait", copy, None))
@@ -191,7 +191,7 @@ class Host:
             else self._begin_copy(buffer, contents, self.freed.get(buffer), node.kwargs["bank"])
         )
         self.beginning[node.kwargs["slot"]] = contents  # type: ignore[index, assignment]
-        if copy.buffer != STAGING:
+        if copy.buffer != ENCODED_BUFFER:
             self._fill_free_ahead()
         return copy
 
@@ -223,10 +223,10 @@ class Host:
         if ahead is not None and ahead.contents == contents:
             return
         copy = self._begin_copy(buffer, contents, self.freed.get(buffer), contents[1])
-        self.ahead[buffer] = self._decode(buffer, contents) if copy.buffer == STAGING else copy
+        self.ahead[buffer] = self._decode(buffer, contents) if copy.buffer == ENCODED_BUFFER else copy
 
     def _begin_copy(self, buffer: int, contents: Contents | None, after: object, bank: object) -> Copy:
-        return self._copy(STAGING if bank in self.encoded else buffer, contents, after)
+        return self._copy(ENCODED_BUFFER if bank in self.encoded else buffer, contents, after)
 
     def _decode(self, buffer: int, contents: Contents | None) -> Copy:
         copy = self._copy(buffer, contents, None)
@@ -295,7 +295,7 @@ def play(host: Host, choose: Callable[[list[int]], int]) -> None:
         elif action == END:
             copy, under_way = copies[following], False
             # Bytes of another bank, decoded, are nothing.
-            is_there = not copy.decodes or buffers.get(STAGING) == copy.contents
+            is_there = not copy.decodes or buffers.get(ENCODED_BUFFER) == copy.contents
             buffers[copy.buffer] = copy.contents if is_there else None
             following += 1
         else:

@@ -456,7 +456,7 @@ def _move_legally(module: GraphModule, generator: random.Random) -> None:
     if spots:
         generator.choice(spots).append(node)
     for decoded in find(module, decode):
-        decoded.args[0].append(decoded)  # the staging buffer belongs to one bank at a time
+        decoded.args[0].append(decoded)  # the encoded buffer belongs to one bank at a time
 
 
 __all__ = ["CASES", "KINDS", "Case", "Mutation", "case", "correct_schedule", "mutant"]

@@ -12,7 +12,9 @@ from torch.fx import GraphModule
 import moepass
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ir.shards import shard_layout
 from moepass.runtime.execute.executor import Executor
+from moepass.runtime.homes.adopted_banks import AdoptedHome
 
 FORBIDDEN = ("_c10d_functional", "aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
 SMALL = StackConfig(layers=2, max_tokens=32)
@@ -26,6 +28,11 @@ def compile_whole(model: torch.nn.Module, **options: Any) -> Callable[..., Any]:
         model, backend="asyncep", options=chosen, fullgraph=True, dynamic=dynamic
     )
     return compiled
+
+
+def shard_bytes(home: AdoptedHome) -> int:
+    """Bytes of this rank's shards."""
+    return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in home.banks())
 
 
 def hidden_rows(config: StackConfig, tokens: int, seed: int) -> torch.Tensor:

@@ -280,7 +280,7 @@ def _digests_of_experts(factor_of: Callable[[int], int], monkeypatch: pytest.Mon
     for rank in range(2):
         one = capture(StackConfig(layers=1, hidden=16, width=16, experts=4), "all_to_all", rank, 2, 9, moe_alone=True)
         result = run_passes((eliminate_expert_parallelism,), one.module, Plan(), PassContext(groups=one.groups))
-        found.append([block.experts for block in result.plan.localised])
+        found.append([block.experts for block in result.plan.local_blocks])
     return found
 
 

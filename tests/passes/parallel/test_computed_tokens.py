@@ -76,7 +76,7 @@ def _captured(kind: str, form: str, rank: int, monkeypatch: pytest.MonkeyPatch, 
     return capture(CONFIG, form, rank, 2, TOKENS, moe_alone=True, dynamic=dynamic)
 
 
-def _localised(captured: Captured) -> PassResult:
+def _eliminated(captured: Captured) -> PassResult:
     return run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
 
 
@@ -97,7 +97,7 @@ def test_they_are_taken_and_right(form: str, kind: str, monkeypatch: pytest.Monk
     complete = {"experts": [experts.gate_up_proj, experts.down_proj]}
     for dynamic in (False, True):
         captured = [_captured(kind, form, rank, monkeypatch, dynamic) for rank in range(2)]
-        results = [_localised(one) for one in captured]
+        results = [_eliminated(one) for one in captured]
         assert [result.refusals for result in results] == [(), ()]
         for counts in ((TOKENS, TOKENS), (19, 40), (7, 33)) if dynamic else ((TOKENS, TOKENS),):
             if form == "all_reduce":
@@ -165,8 +165,8 @@ def test_what_is_wrong_for_any_token_is_refused(
 ) -> None:
     """A sixteenth of the few tokens that mock runs bring are none, and with none nothing is wrong."""
     monkeypatch.setitem(EP_FORMS, form, experts)
-    result = _localised(_captured(kind, form, 0, monkeypatch, dynamic))
-    assert not result.plan.localised
+    result = _eliminated(_captured(kind, form, 0, monkeypatch, dynamic))
+    assert not result.plan.local_blocks
     assert result.refusals
 
 
@@ -191,8 +191,8 @@ def _padded_and_cut(layer: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
 def test_a_block_that_also_knows_the_other_size_is_refused(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_reduce", _Forgetful)
     monkeypatch.setitem(LAYERS, "padded and cut", _padded_and_cut)
-    result = _localised(_captured("padded and cut", "all_reduce", 0, monkeypatch, dynamic))
-    assert not result.plan.localised
+    result = _eliminated(_captured("padded and cut", "all_reduce", 0, monkeypatch, dynamic))
+    assert not result.plan.local_blocks
     (refusal,) = result.refusals
     if dynamic:
         assert "computes with a size that they are computed from" in refusal.reason

@@ -24,7 +24,7 @@ from moepass.models.reference.collectives import exchange_rows, sum_over_ranks
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
 from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
-from moepass.passes.graph.collectives import collectives_of
+from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
@@ -34,7 +34,7 @@ from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_exper
 HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
 
 
-def _localised(captured: Captured) -> PassResult:
+def _eliminated(captured: Captured) -> PassResult:
     result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
     check_readable(result.refusals)
     return result
@@ -49,7 +49,7 @@ def _complete(config: StackConfig) -> dict[str, list[torch.Tensor]]:
 
 
 def _remains(module: GraphModule) -> list[str]:
-    found = [collective.kind for collective in collectives_of(module.graph)]
+    found = [communication.kind for communication in communications_of(module.graph)]
     for node in module.graph.nodes:
         value = fake_value(node)
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -100,7 +100,7 @@ def test_every_form_becomes_local_and_stays_right(
         inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
         expected = run_ranks([one.module for one in captured], inputs)
         for rank, one in enumerate(captured):
-            result = _localised(one)
+            result = _eliminated(one)
             assert not result.refusals
             assert len(result.plan.banks) == config.layers
             assert _remains(result.module) == []
@@ -137,7 +137,7 @@ def test_ranks_that_read_their_own_sizes_before_the_exchange_become_local(monkey
     inputs = [with_tokens(one, hidden_states(config, 12, rank)) for rank, one in enumerate(captured)]
     expected = run_ranks([one.module for one in captured], inputs)
     for rank, one in enumerate(captured):
-        result = _localised(one)
+        result = _eliminated(one)
         assert not result.refusals
         assert _remains(result.module) == []
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
@@ -167,7 +167,7 @@ def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.Mo
     inputs = [with_tokens(one, hidden_states(config, 12, 0)) for one in captured]
     expected = run_ranks([one.module for one in captured], inputs)
     for rank, one in enumerate(captured):
-        result = _localised(one)
+        result = _eliminated(one)
         assert not result.refusals
         assert _remains(result.module) == []
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
@@ -180,7 +180,7 @@ def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.Mo
 def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype: torch.dtype) -> None:
     config = StackConfig(layers=3, experts=6, top_k=2, dtype=dtype, max_tokens=12)
     one = capture(config, form, 1, 2, 12)
-    result = _localised(one)
+    result = _eliminated(one)
     for tokens, seed in ((12, 1), (7, 2), (2, 3)):
         hidden = hidden_states(config, tokens, 1, seed)
         (output,) = run_local(result.module, with_tokens(one, hidden), result.plan.banks, _complete(config))
@@ -199,7 +199,7 @@ def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
     with torch.no_grad():
         assert not torch.equal(expected[0][0], build_stack(config)(hidden[0])), "nothing was dropped"
     for rank, one in enumerate(captured):
-        result = _localised(one)
+        result = _eliminated(one)
         assert not result.refusals
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
@@ -211,7 +211,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
     """Whether a row is for that expert is a place and a truth in one."""
     for dynamic in (True, False):
         config = StackConfig(layers=1, experts=3, top_k=2, max_tokens=12)
-        result = _localised(capture(config, form, 1, 3, 12, dynamic=dynamic))
+        result = _eliminated(capture(config, form, 1, 3, 12, dynamic=dynamic))
         assert not result.refusals
         assert len(result.plan.banks) == 1
 
@@ -221,7 +221,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
 def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -> None:
     config = StackConfig(layers=1, experts=3, top_k=1, max_tokens=12)
     for rank in range(4):
-        result = _localised(capture(config, form, rank, 4, 12))
+        result = _eliminated(capture(config, form, rank, 4, 12))
         assert not result.plan.banks
         if shard_bounds(3, 4)[rank] != shard_bounds(3, 4)[rank + 1]:
             (refusal,) = result.refusals
@@ -231,7 +231,7 @@ def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_an_unknown_group_is_a_reason_to_refuse(form: str) -> None:
     one = capture(StackConfig(layers=1, max_tokens=12), form, 0, 2, 12)
-    result = _localised(dataclasses.replace(one, groups={}))
+    result = _eliminated(dataclasses.replace(one, groups={}))
     (refusal,) = result.refusals
     assert "process group" in refusal.reason
     assert [node.name for node in result.module.graph.nodes] == [node.name for node in one.module.graph.nodes]
@@ -239,7 +239,7 @@ def test_an_unknown_group_is_a_reason_to_refuse(form: str) -> None:
 
 def test_a_graph_without_collectives_is_left_alone() -> None:
     one = capture(StackConfig(layers=1), "local", 0, 2, 12)
-    result = _localised(one)
+    result = _eliminated(one)
     assert result.module is one.module
     assert not result.refusals
 
@@ -373,7 +373,7 @@ def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
     form = "all_to_all" if issubclass(experts, AllToAllExperts) else "all_reduce"
     monkeypatch.setitem(EP_FORMS, form, experts)
     for rank in range(2):
-        result = _localised(capture(StackConfig(layers=1, max_tokens=12), form, rank, 2, 12, dynamic=dynamic))
+        result = _eliminated(capture(StackConfig(layers=1, max_tokens=12), form, rank, 2, 12, dynamic=dynamic))
         assert not result.plan.banks
         (refusal,) = result.refusals
         assert ACTS_LATER[experts] in refusal.reason
@@ -384,7 +384,7 @@ def test_a_single_token_is_taken(rank: int) -> None:
     """In a graph of one token torch writes what holds for no other number; a larger copy of it may pass by chance."""
     config = StackConfig(layers=1, hidden=16, width=16, experts=3, top_k=1, max_tokens=16)
     captured = capture(config, "all_reduce", rank, 2, 1, dynamic=False)
-    assert [block.form for block in _localised(captured).plan.localised] == ["all_reduce"]
+    assert [block.form for block in _eliminated(captured).plan.local_blocks] == ["all_reduce"]
 
 
 @pytest.mark.parametrize("form", ["all_reduce", "all_gather"])
@@ -394,7 +394,7 @@ def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
     assert config.experts == 2 * 4
     for rank in range(2):
         one = capture(config, form, rank, 2, 4, dynamic=False, moe_alone=True)
-        result = _localised(one)
+        result = _eliminated(one)
         assert not result.refusals
         (bank,) = result.plan.banks
         assert [tensor.name for tensor in bank.tensors] == ["weight_0", "weight_1"]
@@ -420,7 +420,7 @@ def test_a_block_may_begin_with_what_another_gave(form: str, monkeypatch: pytest
     captured = [capture(config, form, rank, 2, 12) for rank in range(2)]
     hidden = [hidden_states(config, 12, 0 if form == "all_reduce" else rank) for rank in range(2)]
     inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-    results = [_localised(one) for one in captured]
+    results = [_eliminated(one) for one in captured]
     # An AllGather right behind a ReduceScatter has as many rows as the blocks have together, which is another symbol
     # than that of the ids; such a block stays as it came.
     assert len(results[0].plan.banks) == (1 if form == "all_gather" else 3)
@@ -458,7 +458,7 @@ def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
     if any(mutant is None for mutant in mutants):
         return "no mutant"
     outcomes = [
-        _localised(dataclasses.replace(one, module=mutant)) for one, mutant in zip(captured, mutants, strict=True)
+        _eliminated(dataclasses.replace(one, module=mutant)) for one, mutant in zip(captured, mutants, strict=True)
     ]
     if not all(outcome.plan.banks for outcome in outcomes):
         return "refused"
@@ -511,7 +511,7 @@ def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
     weighed.replace_input_with(masked, wide)
     weighed.meta["val"] = fake_value(weighed).to(torch.float32)
     changed.recompile()
-    result = _localised(dataclasses.replace(one, module=changed))
+    result = _eliminated(dataclasses.replace(one, module=changed))
     assert not result.plan.banks
     assert "it computes in torch.float32 between" in result.refusals[0].reason
 
@@ -523,7 +523,7 @@ def test_a_cut_along_a_dimension_that_is_not_there_is_no_form() -> None:
     for node in cuts:
         node.update_arg(1, 7)
     assert cuts
-    (refusal,) = _localised(dataclasses.replace(one, module=changed)).refusals
+    (refusal,) = _eliminated(dataclasses.replace(one, module=changed)).refusals
     assert "cuts dimension 7 of" in refusal.reason
 
 
@@ -533,7 +533,7 @@ def test_what_a_local_form_cannot_repeat_is_named() -> None:
     for node in changed.graph.nodes:
         if node.target is operator.getitem and node.args[0].target is torch.ops.aten.split.Tensor and node.args[1] == 1:
             node.update_arg(1, 2)
-    (refusal,) = _localised(dataclasses.replace(one, module=changed)).refusals
+    (refusal,) = _eliminated(dataclasses.replace(one, module=changed)).refusals
     check_readable([refusal])
     assert re.search(
         r"its local form cannot repeat `aten.split.Tensor`: getitem does not take float32 \[\*, \d+\], float32 "

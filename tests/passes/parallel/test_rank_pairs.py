@@ -108,12 +108,12 @@ def _run(modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], banks:
 def _outcome(form: str, ranks: Sequence[Captured], spoil: int | None = None) -> str:
     """What became of it. Input number `spoil` of rank 1 is another one than the model's."""
     results = _decide(form, ranks)
-    taken = [len(result.plan.localised) for result in results]
+    taken = [len(result.plan.local_blocks) for result in results]
     if taken[0] != taken[1]:
         return "hung: a rank takes what another leaves"
     if not taken[0]:
         return "refused"
-    names = [[block.name for block in result.plan.localised] for result in results]
+    names = [[block.name for block in result.plan.local_blocks] for result in results]
     if names[0] != names[1]:
         return "hung: a rank takes another block than the other"
     for seed in range(2):

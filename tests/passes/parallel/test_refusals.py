@@ -24,7 +24,7 @@ from moepass.models.reference.collectives import exchange_rows, gather_rows, sum
 from moepass.models.reference.expert_parallel import EP_FORMS, AllGatherExperts, AllReduceExperts, AllToAllExperts
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, weighted_sum
 from moepass.models.testing.moe_stack import StackConfig, build_stack
-from moepass.passes.graph.collectives import collectives_of, communications_of, group_names
+from moepass.passes.graph.collectives import communications_of, group_names
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_node, input_name, name_of_source, place_of, source_line
@@ -179,7 +179,7 @@ def _with_other_way_back(target: Any, arguments: Callable[..., tuple[Any, ...]])
     """An AllToAll block whose results go into another operator than the one that brought its rows."""
     one = capture(CONFIG, "all_to_all", 0, 2, 12)
     changed = copy_graph_module(one.module)
-    combine = [found.node for found in collectives_of(changed.graph)][-1]
+    combine = [found.node for found in communications_of(changed.graph)][-1]
     combine.target, combine.args = target, arguments(*combine.args)
     changed.recompile()
     return Captured(changed, one.inputs, one.groups)

@@ -184,9 +184,9 @@ def test_a_bias_that_all_ranks_write_alike_is_taken() -> None:
 def test_what_a_graph_writes_to_its_buffers_is_part_of_how_tokens_are_computed(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    localised = [_take_balanced(what, rank, monkeypatch).plan.localised for rank in range(2)]
-    assert all(len(blocks) == 1 for blocks in localised)
-    (first,), (second,) = localised
+    local_blocks = [_take_balanced(what, rank, monkeypatch).plan.local_blocks for rank in range(2)]
+    assert all(len(blocks) == 1 for blocks in local_blocks)
+    (first,), (second,) = local_blocks
     assert first.experts == second.experts
     assert (first.tokens == second.tokens) == (what.startswith("alike") or what == "summed")
 
@@ -196,7 +196,7 @@ def test_a_buffer_that_no_rank_can_write_alike_keeps_its_all_reduce(
     what: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = _take_balanced(what, 0, monkeypatch)
-    assert not result.plan.localised
+    assert not result.plan.local_blocks
     (refusal,) = result.refusals
     assert why in refusal.reason
     assert "by what is written to input `" in refusal.reason
@@ -454,8 +454,8 @@ def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypa
         result = run_passes(
             (eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups)
         )
-        assert len(result.plan.localised) == is_taken
-        signatures.append([block.signature for block in result.plan.localised])
+        assert len(result.plan.local_blocks) == is_taken
+        signatures.append([block.signature for block in result.plan.local_blocks])
         assert all("results differ by rank" in refusal.reason for refusal in result.refusals)
         # Only the router's parameters are left to compare: the tokens are equal whatever they were made of.
         assert len(result.plan.replicated) == (2 if is_taken else 0)

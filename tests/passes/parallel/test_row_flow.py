@@ -53,7 +53,7 @@ def _largest_difference(
     None where that is refused."""
     ranks = [_captured(form, activation, rank, tokens, dynamic) for rank in range(2)]
     results = [_eliminate(one, {}) for one in ranks]
-    if not all(result.plan.localised for result in results):
+    if not all(result.plan.local_blocks for result in results):
         return None
     hidden = [times * hidden_states(CONFIG, tokens, 0 if form == "all_reduce" else rank) for rank in range(2)]
     inputs = [with_tokens(one, values) for one, values in zip(ranks, hidden, strict=True)]
@@ -182,7 +182,7 @@ def test_what_only_some_features_read_is_proved_too() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, "all_to_all", Experts)
         captured = capture(config, "all_to_all", 1, 2, 9)
-    assert not _eliminate(captured, {}).plan.localised
+    assert not _eliminate(captured, {}).plan.local_blocks
 
 
 def _features_first(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _low_rank(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_summed_places, _own_number])
 def test_ranks_with_other_constants_tell_them_apart(form: str, activation: Activation) -> None:
-    digests = {_plan(form, activation, rank).localised[0].experts for rank in range(2)}
+    digests = {_plan(form, activation, rank).local_blocks[0].experts for rank in range(2)}
     assert len(digests) == 2
 
 
@@ -306,7 +306,7 @@ SIZED = (_in_fours, _with_ones, _stretched, _by_einsum, _by_groups)
 @pytest.mark.parametrize("form", ["all_to_all", "all_to_all_capacity", "all_reduce"])
 def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: str, activation: Activation) -> None:
     digests = {
-        _plan(form, activation, 1, tokens, dynamic).localised[0].experts
+        _plan(form, activation, 1, tokens, dynamic).local_blocks[0].experts
         for tokens, dynamic in ((9, False), (8, False), (9, True))
     }
     assert len(digests) == 1
@@ -356,7 +356,7 @@ def test_a_constant_mask_of_rows_is_refused(form: str, dynamic: bool) -> None:
         return inner.masked_fill((torch.arange(inner.shape[0]) >= 5).unsqueeze(-1), 0.0)
 
     plan = _plan(form, masked, dynamic=dynamic)
-    assert not plan.localised
+    assert not plan.local_blocks
 
 
 @pytest.mark.sampled(every=3)

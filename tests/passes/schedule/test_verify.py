@@ -237,13 +237,13 @@ def _decode_twice(graph: Graph) -> None:
 
 
 def _decode_behind_the_next_copy(graph: Graph) -> None:
-    """The staging buffer holds another bank by then."""
+    """The encoded buffer holds another bank by then."""
     decoded, following = _ops(graph, decode)[0], _ops(graph, prefetch)[1]
     following.append(decoded)
 
 
 def _decode_behind_a_release(graph: Graph) -> None:
-    """A release may begin to fill its slot for the next run, through the staging buffer."""
+    """A release may begin to fill its slot for the next run, through the encoded buffer."""
     filled = next(node for node in _ops(graph, prefetch) if node.kwargs["after"] is not None and _decode_of(node))
     own, later = filled.kwargs["after"], _ops(graph, release)[-1]
     assert own is not later

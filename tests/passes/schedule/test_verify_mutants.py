@@ -125,8 +125,9 @@ def test_no_correct_schedule_of_thousands_is_rejected() -> None:
 
 def _run_for_real(found: Case, graph: Graph, plan: Plan, link: Link, runs: int = 3) -> list[tuple[torch.Tensor, ...]]:
     """The outputs of several runs on a ring that poisons what is released. Raises what they raise."""
-    ring = make_ring(plan.slots, plan.slot_bytes, torch.device("cpu"), link, debug=True)
-    ring.reserve(plan.slots, plan.slot_bytes, plan.staging_bytes)
+    ring = make_ring(plan.slots, plan.slot_bytes, torch.device("cpu"), link)
+    ring.debug = True
+    ring.reserve(plan.slots, plan.slot_bytes, plan.encoded_buffer_bytes)
     try:
         bound = bind(GraphModule(found.canonical, graph), {spec.index: spec for spec in plan.banks}, ring)
         outputs = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from moepass.explaining.hardware_report import print_hardware
 from moepass.models.errors import InputError, MoepassError, OptionError
 from moepass.passes.machine import times
 from moepass.passes.machine.hardware import COLLECTIVES, Conditions
-from moepass.runtime.calibrate import calibration
+from moepass.runtime.calibrate import calibration, stopwatch
 from moepass.runtime.calibrate.calibration import CalibrationError, calibrate, profile_of
 from moepass.runtime.calibrate.calibration_rank import Measured, RankMeasurements, measure_rank
 from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, Sizes, quick
@@ -58,19 +57,36 @@ def test_a_timing_is_the_median_and_how_wide_the_middle_half_is() -> None:
         timing_of([])
 
 
-def test_calls_are_as_many_as_asked_for_or_as_fill_a_sample() -> None:
-    calls: list[int] = []
-    time_calls(lambda: calls.append(1), CPU, TimingEffort(samples=3), calls=5)
-    assert len(calls) == 1 + 3 * 5
-    calls.clear()
-    timing = time_calls(
-        lambda: (calls.append(1), time.sleep(0.002)), CPU, TimingEffort(samples=2, sample_seconds=0.008)
-    )
-    assert len(calls) > 6
-    assert 0.002 <= timing.seconds < 0.1
-    calls.clear()
-    time_calls(lambda: (calls.append(1), time.sleep(0.02)), CPU, TimingEffort(samples=9, long_seconds=0.01))
-    assert len(calls) == 1 + 2
+class _Clock:
+    """Stands for module `time`: only calls of `run` take time, `call_seconds` each."""
+
+    def __init__(self, call_seconds: float) -> None:
+        self.call_seconds = call_seconds
+        self.calls = 0
+
+    def run(self) -> None:
+        self.calls += 1
+
+    def perf_counter(self) -> float:
+        return self.calls * self.call_seconds
+
+
+@pytest.mark.parametrize(
+    ("call_seconds", "effort", "asked", "calls"),
+    [
+        (1 / 512, TimingEffort(samples=3), 5, 1 + 3 * 5),
+        # The first call, a trial sample, and two samples of four calls.
+        (1 / 512, TimingEffort(samples=2, sample_seconds=1 / 128), None, 1 + 4 + 2 * 4),
+        (1 / 64, TimingEffort(samples=9, long_seconds=1 / 128), None, 1 + 2),
+    ],
+)
+def test_calls_are_as_many_as_asked_for_or_as_fill_a_sample(
+    call_seconds: float, effort: TimingEffort, asked: int | None, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = _Clock(call_seconds)
+    monkeypatch.setattr(stopwatch, "time", clock)
+    assert time_calls(clock.run, CPU, effort, asked) == Timing(call_seconds, 0.0)
+    assert clock.calls == calls
 
 
 # ---- Transfers -------------------------------------------------------------------------------------------------------
@@ -114,7 +130,7 @@ def _check(measurements: RankMeasurements, names: set[str]) -> None:
     for measured in measurements.tables.values():
         points = list(itertools.product(*measured.axes.values()))
         assert len(measured.timings) == len(points)
-        assert all(0 < timing.seconds < 1 for timing in measured.timings)
+        assert all(timing.seconds > 0 for timing in measured.timings)
     assert set(measurements.overlap) == {"gemm", "memory", "copy"}
     assert all(ratio.seconds >= 1 for ratio in measurements.overlap.values())
     assert measurements.local_is_host
@@ -141,7 +157,10 @@ def test_two_ranks_also_measure_what_lies_between_them() -> None:
         _check(measurements, ALONE | {"peer"} | {f"collective.{kind}" for kind in COLLECTIVES})
     hardware = profile_of(of_ranks, CONDITIONS, "cpu")
     assert times.gather_seconds(hardware, 1 << 16, "peer", "collective") > 0
-    assert times.pull_seconds(hardware, 1 << 16) > times.gather_seconds(hardware, 1 << 15, "host")
+    assert hardware.peer is not None
+    half = times.transfer_seconds(hardware.peer, 1 << 15, hardware.efficiency.bandwidth.value)
+    assert times.pull_seconds(hardware, 1 << 16, copies_own_shard=False) == half
+    assert times.pull_seconds(hardware, 1 << 16, copies_own_shard=True) > half
 
 
 # ---- The profile -----------------------------------------------------------------------------------------------------

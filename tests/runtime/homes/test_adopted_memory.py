@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, compile_whole, hidden_rows
+from adopted_stacks import SMALL, compile_whole, hidden_rows, shard_bytes
 from ranks import run_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -66,7 +66,7 @@ def _moves() -> None:
         assert any(start <= parameter.data_ptr() < stop for start, stop in _shared_ranges())
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
     assert _home().held_twice_bytes == 0
-    assert _home().shard_bytes == sum(parameter.nbytes for parameter in _experts(model))
+    assert shard_bytes(_home()) == sum(parameter.nbytes for parameter in _experts(model))
 
 
 def test_experts_move_into_the_shards_and_no_guard_notices() -> None:

@@ -197,7 +197,7 @@ def _differs() -> str:
 
 def test_ranks_with_different_numbers_of_stages_get_one_error() -> None:
     (text,) = set(run_ranks(2, _differs))
-    assert text.startswith("ranks disagree on the number of staging buffers of home='hybrid': 2 on rank 0, 3 on rank 1")
+    assert text.startswith("ranks disagree on the number of staging buffers: 2 on rank 0, 3 on rank 1")
 
 
 def _states_are_refused() -> None:

@@ -217,7 +217,7 @@ def test_after_the_same_error_on_all_ranks_they_can_try_again() -> None:
 def test_a_meeting_that_was_dispensable_and_in_vain_leaves_no_trace() -> None:
     store = HashStore()
     for _ in range(2):
-        alone = Rendezvous(store, 0, 2, 0.05, "come", is_dispensable=True)
+        alone = Rendezvous(store, 0, 2, 0.05, "come", is_optional=True)
         with refused(PeerError, rank=1):
             list(alone.exchange("word", "from 0", str))
 

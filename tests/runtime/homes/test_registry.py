@@ -21,12 +21,13 @@ from moepass.models.limits import MOST_WAIT_SECONDS
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.machine.times import gather_seconds
 from moepass.runtime.banks.banks import Bank, pack_bank
+from moepass.runtime.homes.collective import make_transport
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.homes.registry.packers import RUNNING_HOMES, RunningHome
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import Source, whole
-from moepass.runtime.transfer.transports import TRANSPORTS
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -43,7 +44,7 @@ def test_every_home_can_run_but_the_one_that_offloads_nothing() -> None:
 def test_homes_that_are_spread_and_no_others_have_transports() -> None:
     for home in HOMES.values():
         assert bool(home.transports) == home.is_spread, home.name
-        assert set(home.transports) <= set(TRANSPORTS)
+        assert [make_transport(name, Link()).name for name in home.transports] == list(home.transports)
         assert home.is_spread == hasattr(RUNNING_HOMES[home.name].options(), "group") if home.travel else True
 
 

@@ -19,7 +19,7 @@ import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
 from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import build_stack
-from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel import eliminate_expert_parallelism as eliminate_expert_parallelism
 from moepass.passes.parallel.proof.mock_run import ContractBroken
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards n
 def _proposal(
     *names: str, leaves: tuple[str, ...] = (), experts: str = "1", exchanges: tuple[str, ...] = ()
 ) -> Proposal:
-    takes = tuple(LocalisedBlock(name, "all_to_all", "0", experts) for name in names)
+    takes = tuple(LocalBlock(name, "all_to_all", "0", experts) for name in names)
     return Proposal(takes, tuple(RefusedBlock(name, "it is odd") for name in leaves), exchanges)
 
 
@@ -247,7 +247,7 @@ def _refuses_later() -> str:
 def test_a_block_that_is_refused_later_is_an_error_within_the_timeout() -> None:
     _, message = run_ranks(2, _refuses_later)
     assert "rank 0 did not publish a list of blocks within 2 s" in message
-    assert "block moe.0.experts, which all ranks took before, stays as it came in this graph, because it" in message
+    assert "block moe.0.experts, which all ranks took before, stays unchanged in this graph, because it" in message
 
 
 def _one_is_not_compiled() -> None:
@@ -316,7 +316,7 @@ def test_what_all_ranks_left_one_rank_leaves_for_its_other_shapes_too() -> None:
     assert len(own) > 1
     assert own[0].keys() == own[-1].keys() == set(BLOCKS)
     for name in BLOCKS:
-        assert "all ranks left it as it came in a graph that they compiled before" in own[-1][name]
+        assert "all ranks left it unchanged in a graph that they compiled before" in own[-1][name]
 
 
 def test_what_was_left_stays_left_whatever_else_is_decided() -> None:
@@ -324,7 +324,7 @@ def test_what_was_left_stays_left_whatever_else_is_decided() -> None:
     decisions._remember([_proposal(leaves=("a",)), _proposal(leaves=("a",))], {})
     # Without a group: nobody meets.
     (reason,) = decisions.decide(None, _proposal("a"), None, 0.0).values()  # type: ignore[arg-type]
-    assert reason.startswith("all ranks left it as it came in a graph that they compiled before, ")
+    assert reason.startswith("all ranks left it unchanged in a graph that they compiled before, ")
     assert reason.endswith(": rank 0 cannot take it: it is odd")
     assert not decisions.must_agree(_proposal(leaves=("a",)))
     # Where something else has to be compared, all ranks come with it, and it is left all the same.

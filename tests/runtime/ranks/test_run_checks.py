@@ -18,7 +18,7 @@ import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
 from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import StackConfig, build_stack
-from moepass.passes.ir.plan import LocalisedBlock
+from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel.proposals import Proposal, RefusedBlock
 from moepass.runtime.ranks import eager_watch
 from moepass.runtime.ranks.decisions import BlockDecisions
@@ -78,7 +78,7 @@ def _compiled_one_by_one(kinds: Sequence[Sequence[str]], runs: int) -> tuple[lis
             options = {"lower": "eager", "debug": True, "timeout_s": TIMEOUT_S}
             layer.compile(backend="asyncep", options=options, fullgraph=True)
         outcomes = [_runs(model, expected, hidden) for _ in range(runs)]
-    return outcomes, [block.name for one in compilations for block in one.plan.localised]
+    return outcomes, [block.name for one in compilations for block in one.plan.local_blocks]
 
 
 @pytest.mark.sampled(every=2)
@@ -203,7 +203,7 @@ def _decided(*proposals: Proposal) -> BlockDecisions:
 
 
 def _takes(name: str, experts: str = "1", weights: str = "float32 [4, 8, 8]") -> Proposal:
-    return Proposal(takes=(LocalisedBlock(name, FORM, "0", experts, weights=weights),))
+    return Proposal(takes=(LocalBlock(name, FORM, "0", experts, weights=weights),))
 
 
 def test_runs_are_compared_only_where_ranks_may_run_different_experts() -> None:

@@ -45,7 +45,9 @@ def _used_buffers(slots: int, slot_bytes: int, device: torch.device) -> list[tor
 
 
 def _ring(slots: int) -> Ring:
-    return Ring(slots, SLOT_BYTES, CPU, StreamCopier(CPU), debug=True)
+    ring = Ring(slots, SLOT_BYTES, CPU, StreamCopier(CPU))
+    ring.debug = True
+    return ring
 
 
 def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int]) -> list[str]:

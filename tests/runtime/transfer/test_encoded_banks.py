@@ -216,7 +216,8 @@ def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int])
             cuda.issue(functools.partial(halved_format.decode, link, slot))
 
         with _decoding_by(decode):
-            ring = Ring(slots, SIZES[0], CPU, StreamCopier(CPU), debug=True)
+            ring = Ring(slots, SIZES[0], CPU, StreamCopier(CPU))
+            ring.debug = True
             ring.reserve(slots, *SIZES)
             for number in order:
                 run = number % len(runs)
@@ -245,7 +246,7 @@ def _forget_the_decode(copier: StreamCopier, copied: Any, decoder: Any, *memory:
 
 
 def _fill_ahead_before_the_decode(ring: Ring, fetch: Fetch, buffer: int, after: object) -> object:
-    """What `prefetch` must not do: other banks come into the staging buffer before its own is decoded."""
+    """What `prefetch` must not do: other banks come into the encoded buffer before its own is decoded."""
     filled = _begin_copy(ring, fetch, buffer, after)
     if fetch.bank.format.is_encoded:
         _begin_copy(ring, Fetch(BANKS[4].spec, ring.home.sources(BANKS[4].spec, [BANKS[4].shard])), buffer, after)

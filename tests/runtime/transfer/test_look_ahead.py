@@ -17,7 +17,9 @@ from moepass.runtime.transfer.ring import Ring, make_ring
 
 
 def _ring(slots: int) -> Ring:
-    return make_ring(slots, SLOT_BYTES, torch.device("cpu"), Link(), debug=True)
+    ring = make_ring(slots, SLOT_BYTES, torch.device("cpu"), Link())
+    ring.debug = True
+    return ring
 
 
 def _run(ring: Ring, graph: str, banks: list[Bank], slots: int) -> None:

@@ -29,7 +29,9 @@ def _bank(index: int = 0, count: int = 1000, value: float = 1.0) -> Bank:
 
 
 def _ring(slots: int = 2, link: Link = Link(), debug: bool = False, slot_bytes: int = 1 << 14) -> Ring:  # noqa: B008
-    return make_ring(slots, slot_bytes, CPU, link, debug)
+    ring = make_ring(slots, slot_bytes, CPU, link)
+    ring.debug = debug
+    return ring
 
 
 def test_a_packed_bank_gives_its_tensors_back() -> None:
