@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 import sys
 from collections.abc import Callable
 from types import CodeType
@@ -12,6 +14,11 @@ from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.utils import register_hook_for_recompile_user_context
 from torch._guards import TracingContext
+
+from moepass.passes.graph.graph_records import NotStorableError
+
+# Before the names of modules that functions import.
+IMPORTED = "import "
 
 
 def compiled_code() -> CodeType | None:
@@ -110,19 +117,31 @@ def expect_vector_instructions(expected: str) -> None:
 def traced_names() -> dict[str, frozenset[str]]:
     """The source files whose code stands in the graph that Dynamo captures at this moment, and the names that it reads.
 
-    Among the names are those of attributes.
+    Among the names are those of attributes, texts that may be names, and, behind `IMPORTED`, modules that the code
+    imports. Raises NotStorableError for code that is in no file and reads globals.
     """
     found: dict[str, frozenset[str]] = {}
     for code in TracingContext.get_traced_code() or ():
-        # Names as <string> are of code that others of these files made, or Python itself brings.
+        names = _names(code)
         if not code.co_filename.startswith("<"):
-            found[code.co_filename] = found.get(code.co_filename, frozenset()) | _names(code)
+            found[code.co_filename] = found.get(code.co_filename, frozenset()) | names
+        elif not code.co_filename.startswith("<frozen ") and (read := _globals(code) - vars(builtins).keys()):
+            # What dataclasses and named tuples write reads none.
+            raise NotStorableError(f"{code.co_name} of {code.co_filename}, whose {sorted(read)} cannot be compared")
     return found
 
 
 def _names(code: CodeType) -> frozenset[str]:
+    imported = {f"{IMPORTED}{step.argval}" for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(code.co_names).union(*inner)
+    texts = (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
+    return frozenset(code.co_names).union(imported, texts, *inner)
+
+
+def _globals(code: CodeType) -> frozenset[str]:
+    steps = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    inner = (_globals(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(steps).union(*inner)
 
 
 def _compilation() -> dict[str, Any]:

@@ -28,7 +28,7 @@ logger = logging.getLogger("moepass")
 FOLDER_VARIABLE = "MOEPASS_CACHE_DIR"
 SCHEMA = "moepass.capture/1"
 _SUFFIX, _UNFINISHED = ".capture", ".part"
-# Those of the largest models have some ten MB.
+# The largest captures take about 10 MB.
 _MOST_BYTES = 256 << 20
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 

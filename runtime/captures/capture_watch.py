@@ -48,7 +48,7 @@ class CaptureWatch:
         self.problem = ""
 
     def watched(self, captured: GraphModule, top: GraphModule, executor: Executor) -> Callable[[list[Any]], Any]:
-        """`executor`, its runs noted. To be called while Dynamo captures, and before the first run."""
+        """Wrap `executor` so that its runs are recorded. To be called while Dynamo captures, and before the first run."""
         try:
             graph = CompiledGraph(captured, top, record_segments(top), executor, traced_names())
             self.graphs.append(graph)

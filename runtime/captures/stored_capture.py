@@ -225,7 +225,7 @@ class StoredCapture:
 
     @property
     def context(self) -> PassContext:
-        """In which the plan is made."""
+        """Context for making the plan again."""
         return PassContext(placed=None if self._store is None else self._store.placed)
 
     def run(self, inputs: list[Any]) -> Any:
