@@ -47,7 +47,7 @@ _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _WALKED = {"_modules", "_parameters", "_buffers"}
 _HOOKS = "_hooks"
 # Of objects: what transformers keeps of Python's `hash`, which differs between processes, and Dynamo of itself.
-_NOT_COMPARED = {"_original_object_hash", "_dynamo_static_input_type"}
+_NOT_COMPARED = {"_original_object_hash", "_dynamo_static_input_type", "_torchdynamo_wrapper_id"}
 # Of every class: what does not decide what its methods do, what Dynamo writes there, and what we do.
 _NOT_READ = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__", "_abc_impl"}
 _WRITTEN = ("___needs_generation_tag", "_moepass")
@@ -142,7 +142,7 @@ class Description:
         if isinstance(value, nn.Module):
             return self._module(value, where)
         if isinstance(value, torch.Tensor):
-            return [*_describe_tensor(value, where), self._members(vars(value), where)]
+            return [*_describe_tensor(value, where), self._members(_compared(value), where)]
         if isinstance(value, BankStore):
             specs = [self.value(msgspec.to_builtins(bank.spec), where) for bank in value.banks]
             return ["banks", str(value.device), value.slots, _name_of(type(value.home)), specs]
@@ -156,8 +156,7 @@ class Description:
         if isinstance(value, types.FunctionType):
             if "_dynamo_marked_constant" in vars(value) and not _is_covered_file(value.__code__.co_filename):
                 raise NotStorableError(f"{where} is marked with assume_constant_result")
-            held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-            return [value.__code__, value.__defaults__, value.__kwdefaults__, held, vars(value)]
+            return [value.__code__, value.__defaults__, value.__kwdefaults__, _held(value), _compared(value)]
         if isinstance(value, (types.MethodType, *_BOUND)):
             return [getattr(value, "__func__", None), value.__self__]
         if isinstance(value, (staticmethod, classmethod)):
@@ -167,9 +166,9 @@ class Description:
         if isinstance(value, functools.cached_property):
             return [value.func]
         if isinstance(value, functools.partial):
-            return [value.func, value.args, value.keywords, vars(value)]
+            return [value.func, value.args, value.keywords, _compared(value)]
         if isinstance(value, functools._lru_cache_wrapper):
-            return [vars(value)]  # among them the function
+            return [_compared(value)]  # among them the function
         if isinstance(value, slice):
             return [value.start, value.stop, value.step]
         if isinstance(value, weakref.ref):
@@ -200,10 +199,10 @@ class Description:
             raise NotStorableError(f"{where} is of type {_name_of(type(value))}, of which not all can be compared")
         slots = [slot for base in type(value).__mro__ for slot in _slots_of(base)]
         members = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
-        return [items, self._members({**members, **getattr(value, "__dict__", {})}, where)]
+        return [items, self._members({**members, **_compared(value)}, where)]
 
     def _members(self, members: Mapping[str, Any], where: str) -> Any:
-        return [[name, self.value(item, f"{where}.{name}")] for name, item in members.items() if name not in _NOT_COMPARED]
+        return [[name, self.value(item, f"{where}.{name}")] for name, item in members.items()]
 
     def _module(self, module: nn.Module, where: str) -> Any:
         parts: dict[str, Any] = {}
@@ -218,46 +217,63 @@ class Description:
 
     def _class(self, kind: type, where: str) -> Any:
         """Its members and those of its bases."""
-        members = [
-            [name, describe(value, f"{_name_of(base)}.{name}")]
-            for base in kind.__mro__
-            if base is not object and not _is_builtin(base)
-            for describe in [self._covered if _is_covered(base.__module__) else self.value]
-            for name, value in sorted(vars(base).items())
-            if name not in _NOT_READ and not name.startswith(_WRITTEN)
-            if base is not nn.Module or name not in _TAGGED
-        ]
+        members = []
+        for base in kind.__mro__:
+            if base.__module__ == "builtins":
+                continue
+            read = {
+                name: value
+                for name, value in sorted(vars(base).items())
+                if name not in _NOT_READ and not name.startswith(_WRITTEN)
+                if base is not nn.Module or name not in _TAGGED
+            }
+            members.append(self._owned(_name_of(base), read, is_covered=_is_covered(base.__module__)))
         return [_name_of(kind), [_name_of(base) for base in kind.__mro__], members]
 
     def _python_module(self, module: types.ModuleType, where: str) -> Any:
-        if _is_covered(module.__name__):
-            describe = self._covered
-        elif not self._names:
+        is_covered = _is_covered(module.__name__)
+        if not is_covered and not self._names:
             raise NotStorableError(f"{where} is the Python module {module.__name__}")
-        elif "__getattr__" in vars(module) or type(module) is not types.ModuleType:
+        if not is_covered and ("__getattr__" in vars(module) or type(module) is not types.ModuleType):
             raise NotStorableError(f"{where} is the Python module {module.__name__}, which makes its members when read")
-        else:
-            describe = self.value
-        members = sorted(self._names & vars(module).keys())
-        return [module.__name__, [[name, describe(vars(module)[name], f"{where}.{name}")] for name in members]]
+        read = {name: vars(module)[name] for name in sorted(self._names & vars(module).keys())}
+        return [module.__name__, self._owned(module.__name__, read, is_covered=is_covered)]
 
-    def _covered(self, value: Any, where: str) -> Any:
-        """A member of a class or module that its version is known of: what a program may have replaced."""
+    def _owned(self, owner: str, members: Mapping[str, Any], *, is_covered: bool) -> Any:
+        """Members of a class or a module."""
+        described = []
+        for name, value in members.items():
+            expected = f"{owner}.{name}"
+            if not is_covered:
+                described.append([name, self.value(value, expected)])
+            elif not self._is_as_written(value, expected):
+                described.append([name, self._replaceable(value, expected)])
+        return described
+
+    def _is_as_written(self, value: Any, expected: str) -> bool:
+        """Whether it is a function or a class that stands in sources that are covered, under the name `expected`."""
+        if isinstance(value, (staticmethod, classmethod)):
+            return self._is_as_written(value.__func__, expected)
+        if isinstance(value, type):
+            return _is_covered(value.__module__)
+        is_plain = isinstance(value, types.FunctionType) and value.__closure__ is None
+        return is_plain and _is_covered_file(value.__code__.co_filename) and _name_of(value) == expected
+
+    def _replaceable(self, value: Any, where: str) -> Any:
+        """What a program may have put in the place of a member that is covered; of anything else, the type."""
+        if isinstance(value, types.FunctionType) and _is_covered_file(value.__code__.co_filename):
+            # A decorator's function holds what it decorates.
+            known = self._number(value)
+            return known or [_name_of(value), *(self._replaceable(part, where) for part in _held(value))]
+        if isinstance(value, (staticmethod, classmethod)):
+            return self._replaceable(value.__func__, where)
+        if type(value) is property:
+            return self._replaceable(value.fget, where)
+        if isinstance(value, types.ModuleType):
+            return self.value(value, where) if self._names and _is_covered(value.__name__) else value.__name__
         if isinstance(value, type) and _is_covered(value.__module__):
             return _name_of(value)
-        if isinstance(value, types.FunctionType) and _is_covered_file(value.__code__.co_filename):
-            held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-            known = self._number(value)
-            return known or [_name_of(value), *(self._covered(part, where) for part in held)]
-        if isinstance(value, (staticmethod, classmethod)):
-            return self._covered(value.__func__, where)
-        if type(value) is property:
-            return self._covered(value.fget, where)
-        if (
-            type(value) in _SIMPLE
-            or isinstance(value, (*_OF_TORCH, type, types.FunctionType, os._Environ))
-            or (isinstance(value, types.ModuleType) and self._names and _is_covered(value.__name__))
-        ):
+        if type(value) in _SIMPLE or isinstance(value, (*_OF_TORCH, type, types.FunctionType, os._Environ)):
             return self.value(value, where)
         return _name_of(type(value))
 
@@ -268,6 +284,14 @@ class Description:
         self._known[id(value)] = len(self._known)
         self._kept.append(value)
         return None
+
+
+def _held(function: types.FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+
+
+def _compared(value: object) -> dict[str, Any]:
+    return {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in _NOT_COMPARED}
 
 
 def _has_hidden_state(kind: type) -> bool:
@@ -321,10 +345,6 @@ def _folders() -> tuple[str, ...]:
 def _folder_of(package: types.ModuleType) -> str:
     assert package.__file__ is not None
     return os.path.dirname(os.path.abspath(package.__file__)) + os.sep
-
-
-def _is_builtin(kind: type) -> bool:
-    return kind.__module__ == "builtins"
 
 
 def _name_of(value: Any) -> str:
