@@ -51,8 +51,8 @@ _NOT_COMPARED = {"_original_object_hash", "_dynamo_static_input_type", "_torchdy
 # Of every class: what does not decide what its methods do, what Dynamo writes there, and what we do.
 _NOT_READ = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__", "_abc_impl"}
 _WRITTEN = ("___needs_generation_tag", "_moepass")
-# Of nn.Module: what Dynamo replaces when it first compiles.
-_TAGGED = {"__init__", "__setstate__"}
+# Of nn.Module: what Dynamo replaces when it first compiles, and transformers adds where it initialises weights.
+_TAGGED = {"__init__", "__setstate__", "smart_apply"}
 # The folders of this package, whose sources decide what is compiled.
 OUR_PACKAGES = ("moepass", "moepass.models", "moepass.passes", "moepass.runtime")
 
