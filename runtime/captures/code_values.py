@@ -118,6 +118,7 @@ class Description:
         self._known: dict[int, int] = {}
         # What is known by its address must stay.
         self._kept: list[object] = []
+        self._described_modules: set[str] = set()
 
     def value(self, value: Any, where: str) -> Any:
         """Raises NotStorableError, which names `where` the value without a description is."""
@@ -132,13 +133,13 @@ class Description:
             return [kind.__name__, str(value)]
         if isinstance(value, _BOUND) and (value.__self__ is None or isinstance(value.__self__, types.ModuleType)):
             return _name_of(value)
+        if isinstance(value, types.ModuleType):
+            return [value.__name__, self._python_module(value, where)]
         known = self._number(value)
         if known is not None:
             return known
         if isinstance(value, type):
             return self._class(value, where)
-        if isinstance(value, types.ModuleType):
-            return self._python_module(value, where)
         if isinstance(value, nn.Module):
             return self._module(value, where)
         if isinstance(value, torch.Tensor):
@@ -236,8 +237,12 @@ class Description:
             raise NotStorableError(f"{where} is the Python module {module.__name__}")
         if not is_covered and ("__getattr__" in vars(module) or type(module) is not types.ModuleType):
             raise NotStorableError(f"{where} is the Python module {module.__name__}, which makes its members when read")
-        read = {name: vars(module)[name] for name in sorted(self._names & vars(module).keys())}
-        return [module.__name__, self._owned(module.__name__, read, is_covered=is_covered)]
+        if module.__name__ in self._described_modules:
+            return []
+        self._described_modules.add(module.__name__)
+        names = sorted(name for name in self._names & vars(module).keys() if not name.startswith("__"))
+        read = {name: vars(module)[name] for name in names}
+        return self._owned(module.__name__, read, is_covered=is_covered)
 
     def _owned(self, owner: str, members: Mapping[str, Any], *, is_covered: bool) -> Any:
         """Members of a class or a module."""
@@ -246,6 +251,11 @@ class Description:
             expected = f"{owner}.{name}"
             if not is_covered:
                 described.append([name, self.value(value, expected)])
+            elif isinstance(value, types.ModuleType):
+                # Which of torch's modules are loaded, and so are members of others, changes as a program runs.
+                is_read = self._names and type(value) is types.ModuleType and _is_covered(value.__name__)
+                members_of_it = self._python_module(value, expected) if is_read else []
+                described.extend([[name, members_of_it]] if members_of_it else [])
             elif not self._is_as_written(value, expected):
                 described.append([name, self._replaceable(value, expected)])
         return described
@@ -269,8 +279,6 @@ class Description:
             return self._replaceable(value.__func__, where)
         if type(value) is property:
             return self._replaceable(value.fget, where)
-        if isinstance(value, types.ModuleType):
-            return self.value(value, where) if self._names and _is_covered(value.__name__) else value.__name__
         if isinstance(value, type) and _is_covered(value.__module__):
             return _name_of(value)
         if type(value) in _SIMPLE or isinstance(value, (*_OF_TORCH, type, types.FunctionType, os._Environ)):
