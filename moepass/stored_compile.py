@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moepass import __version__
-from moepass.backend import note_compilation
+from moepass.backend import note_compilation, pass_context
 from moepass.options import parse_options
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter
@@ -105,7 +105,8 @@ class StoredModule:
                 record = msgspec.json.decode(content, type=CaptureRecord)
                 if traced_sources({file: source.names for file, source in record.sources.items()}) != record.sources:
                     raise NotStorableError("other sources of the model, or other values behind the names in them")
-                found.append(StoredCapture(record, self._module, _bank_store(self._module)))
+                banks = _bank_store(self._module)
+                found.append(StoredCapture(record, self._module, banks, pass_context(self._options, banks)))
             except NotStorableError as error:
                 logger.info("a stored capture of %s is not used, because it is of %s", self._name, error)
             except ValueError as error:  # msgspec's errors are ValueErrors

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import contextvars
-import enum
 import functools
 import logging
 import os
@@ -76,7 +75,7 @@ def describe_names(names_of: Mapping[str, Iterable[str]]) -> dict[str, Any]:
         if path not in modules:
             raise NotStorableError(f"{file}, of which this process has loaded no module")
         # Which variables other code asks the environment for is not known.
-        describe = Description(read, is_environment_known=_is_covered_file(path))
+        describe = Description(read, is_environment_known=is_covered_file(path))
         found[file] = [
             [name, describe.value(value, f"{name} in {file}")]
             for values in modules[path]
@@ -155,7 +154,7 @@ class Description:
     def _parts(self, value: Any, where: str) -> list[Any] | None:
         """What decides what a value of a known kind does; None for other kinds."""
         if isinstance(value, types.FunctionType):
-            if "_dynamo_marked_constant" in vars(value) and not _is_covered_file(value.__code__.co_filename):
+            if "_dynamo_marked_constant" in vars(value) and not is_covered_file(value.__code__.co_filename):
                 raise NotStorableError(f"{where} is marked with assume_constant_result")
             return [value.__code__, value.__defaults__, value.__kwdefaults__, _held(value), _compared(value)]
         if isinstance(value, (types.MethodType, *_BOUND)):
@@ -267,11 +266,11 @@ class Description:
         if isinstance(value, type):
             return _is_covered(value.__module__)
         is_plain = isinstance(value, types.FunctionType) and value.__closure__ is None
-        return is_plain and _is_covered_file(value.__code__.co_filename) and _name_of(value) == expected
+        return is_plain and is_covered_file(value.__code__.co_filename) and _name_of(value) == expected
 
     def _replaceable(self, value: Any, where: str) -> Any:
         """What a program may have put in the place of a member that is covered; of anything else, the type."""
-        if isinstance(value, types.FunctionType) and _is_covered_file(value.__code__.co_filename):
+        if isinstance(value, types.FunctionType) and is_covered_file(value.__code__.co_filename):
             # A decorator's function holds what it decorates.
             known = self._number(value)
             return known or [_name_of(value), *(self._replaceable(part, where) for part in _held(value))]
@@ -329,11 +328,11 @@ def _is_covered(module: str) -> bool:
     """Whether the text of `module` is known by a version, or by the digest of our own sources."""
     root = module.partition(".")[0]
     file = getattr(sys.modules.get(root), "__file__", None)
-    return root in sys.builtin_module_names or (file is None and root == "os") or bool(file and _is_covered_file(file))
+    return root in sys.builtin_module_names or (file is None and root == "os") or bool(file and is_covered_file(file))
 
 
 @functools.cache
-def _is_covered_file(file: str) -> bool:
+def is_covered_file(file: str) -> bool:
     path = os.path.abspath(file)
     if file.startswith("<frozen ") or path.startswith(_folders()):
         return True

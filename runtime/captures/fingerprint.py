@@ -22,6 +22,7 @@ from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.captures.code_values import Description, describe_names
 from moepass.runtime.system.device_names import cpu_info
 
+
 def versions() -> dict[str, str]:
     import numpy
     import transformers

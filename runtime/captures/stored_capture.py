@@ -57,9 +57,10 @@ class TensorLayout(msgspec.Struct, frozen=True):
 
     def holds_for(self, value: object, sizes: Mapping[str, int]) -> bool:
         return (
-            isinstance(value, torch.Tensor)
-            and type(value) in (torch.Tensor, nn.Parameter)
+            type(value) in (torch.Tensor, nn.Parameter)
+            and isinstance(value, torch.Tensor)
             and value.layout is torch.strided
+            and not _is_lazy(value)
             and dtype_name(value.dtype) == self.dtype
             and str(value.device) == self.device
             and _are(value.shape, self.shape, sizes)
@@ -132,6 +133,8 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
     own = {id(value) for value in run.inputs} - tensors.keys()
     if len(places) != len(arguments) or places.keys() - own:
         raise NotStorableError("a call in which an argument is no tensor, is not read, or is given twice")
+    if any(isinstance(value, torch.Tensor) and _has_own_attributes(value) for value in arguments):
+        raise NotStorableError("a call in which an argument has attributes of its own")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
@@ -172,10 +175,14 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
 class StoredCapture:
     """A capture for one model. Its executor is made when it is asked for."""
 
-    def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None) -> None:
-        """`store` has the banks of `model`. Raises ValueError where they, or its state, are not those of the record."""
+    def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None, context: PassContext) -> None:
+        """`store` has the banks of `model`; in `context` the plan is made again.
+
+        Raises ValueError where the banks of `model`, or its state, are not those of the record.
+        """
         self._record = record
         self._store = store
+        self.context = context
         self._state = [_StateReader(model, item) for item in record.inputs if isinstance(item, StateInput)]
         _check_banks(record.plan.banks, store)
         for reader in self._state:
@@ -203,7 +210,7 @@ class StoredCapture:
                     return None
             else:
                 value = arguments[item.position]
-                if value.requires_grad or not item.layout.holds_for(value, sizes):
+                if value.requires_grad or _has_own_attributes(value) or not item.layout.holds_for(value, sizes):
                     return None
                 inputs.append(value)
         return inputs
@@ -223,17 +230,16 @@ class StoredCapture:
             plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
         return Executor(top, plan, ring)
 
-    @property
-    def context(self) -> PassContext:
-        """Context for making the plan again."""
-        return PassContext(placed=None if self._store is None else self._store.placed)
-
     def run(self, inputs: list[Any]) -> Any:
         return self.executor(inputs)[self._record.result]
 
 
 class _StateReader:
-    """Reads a parameter or buffer of a model, in whose place another tensor may have come since the last call."""
+    """Reads a parameter or buffer of a model.
+
+    Since the last call another tensor may have come in its place, or the same tensor may have got other memory
+    (`module.half()` does that). So every call compares what compiled code relies on; it takes about a microsecond.
+    """
 
     def __init__(self, model: nn.Module, item: StateInput) -> None:
         owner, _, self._name = item.path.rpartition(".")
@@ -243,13 +249,29 @@ class _StateReader:
             raise ValueError(f"the model has no module {owner}") from error
         self.path, self._layout = item.path, item.layout
         self._last: torch.Tensor | None = None
+        self._known: tuple[object, ...] = ()
 
     def read(self) -> torch.Tensor | None:
         """None where it is not of the record's type and shape."""
         value = getattr(self._owner, self._name, None)
-        if value is None or value is not self._last:
+        if value is not self._last or value is None or _facts(value) != self._known:
             self._last = value if self._layout.holds_for(value, {}) else None
+            self._known = () if self._last is None else _facts(self._last)
         return self._last
+
+
+def _facts(value: torch.Tensor) -> tuple[object, ...]:
+    return value.dtype, value.shape, value.stride(), value.device, value.is_neg(), value.is_conj()
+
+
+def _is_lazy(value: torch.Tensor) -> bool:
+    """Whether its memory does not have its numbers as they are: torch conjugates, negates or batches them when read."""
+    return value.is_conj() or value.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _has_own_attributes(value: torch.Tensor) -> bool:
+    """Whether somebody wrote attributes on it, which traced code may have read."""
+    return any("_dynamo_" not in name for name in vars(value))
 
 
 def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
