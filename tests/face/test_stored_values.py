@@ -107,16 +107,17 @@ def _replaced_forward(factor: float) -> nn.Module:
     return model
 
 
+class Hook:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def called(self, module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * self.factor
+
+
 def _hooked(factor: float) -> nn.Module:
-    class Hook:
-        def __init__(self) -> None:
-            self.factor = factor
-
-        def __call__(self, module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
-            return output * self.factor
-
     model = Scale(1.0)
-    model.register_forward_hook(Hook())
+    model.register_forward_hook(Hook(factor).called)
     return model
 
 
