@@ -118,7 +118,7 @@ class Hook:
 def _hooked(factor: float) -> nn.Module:
     model = Scale(1.0)
     model.register_forward_hook(Hook(factor).called)
-    return model
+    return nn.Sequential(model)
 
 
 def _attribute_of_parameter(factor: float) -> nn.Module:
@@ -206,11 +206,12 @@ def cached():
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[..., nn.Module]:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
     """A model of a file of its own, whose code has `body` and reads another file, as a new process would load both."""
     monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: time.time() + 1)
     monkeypatch.syspath_prepend(str(tmp_path))
-    prefix = f"case{abs(hash(request.node.name))}_"
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    prefix = f"{tmp_path.name}_"
 
     def make(body: str, value: float = 2.0) -> nn.Module:
         for name, text in (("constants", CONSTANTS.format(value=value)), ("layer", LAYER)):
@@ -220,7 +221,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
                 path.write_text(text)
             monkeypatch.delitem(sys.modules, path.stem, raising=False)
         importlib.invalidate_caches()
-        sys.dont_write_bytecode = True
         made: nn.Module = importlib.import_module(f"{prefix}layer").Model()
         return made
 
@@ -243,9 +243,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     ],
 )
 def test_a_value_of_another_file_is_compared(
-    store: CaptureStore, script: Callable[..., nn.Module], body: str, request: pytest.FixtureRequest
+    store: CaptureStore, script: Callable[..., nn.Module], body: str, tmp_path: Path
 ) -> None:
-    body = body.format(prefix=f"case{abs(hash(request.node.name))}_")
+    body = body.format(prefix=f"{tmp_path.name}_")
     assert _compiles(store, script(body))
     assert not _compiles(store, script(body))
     assert _compiles(store, script(body, 3.0))
