@@ -5,11 +5,12 @@ from __future__ import annotations
 import builtins
 import dis
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.cache_size import exceeds_recompile_limit
 from torch._dynamo.utils import register_hook_for_recompile_user_context
@@ -112,6 +113,17 @@ def expect_vector_instructions(expected: str) -> None:
     if found != expected:
         # A compiler of then or now cannot do what the processor can: let it ask.
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+def same_layouts(expected: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that says of as many tensors whether each is of the type, device, shape and strides of the expected.
+
+    It is what Dynamo's guards call. It also compares how torch reads them: negated, conjugated, batched by vmap.
+    """
+    sizes: list[Any] = [list(value.shape) for value in expected]
+    strides: list[Any] = [list(value.stride()) for value in expected]
+    check: Callable[..., bool] = TensorGuards(*expected, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
 
 
 def traced_names() -> dict[str, frozenset[str]]:
