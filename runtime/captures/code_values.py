@@ -52,6 +52,8 @@ _NOT_READ = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstrac
 _WRITTEN = ("___needs_generation_tag", "_moepass")
 # Of nn.Module: what Dynamo replaces when it first compiles, and transformers adds where it initialises weights.
 _TAGGED = {"__init__", "__setstate__", "smart_apply"}
+# The flag of classes that a class statement made, and some of C.
+_IS_OF_PYTHON = 1 << 9
 # The folders of this package, whose sources decide what is compiled.
 OUR_PACKAGES = ("moepass", "moepass.models", "moepass.passes", "moepass.runtime")
 
@@ -219,7 +221,7 @@ class Description:
         """Its members and those of its bases."""
         members = []
         for base in kind.__mro__:
-            if base.__module__ == "builtins":
+            if not base.__flags__ & _IS_OF_PYTHON:
                 continue
             read = {
                 name: value
@@ -227,7 +229,7 @@ class Description:
                 if name not in _NOT_READ and not name.startswith(_WRITTEN)
                 if base is not nn.Module or name not in _TAGGED
             }
-            members.append(self._owned(_name_of(base), read, is_covered=_is_covered(base.__module__)))
+            members.append(self._owned(_name_of(base), read, is_covered=_is_covered_class(base)))
         return [_name_of(kind), [_name_of(base) for base in kind.__mro__], members]
 
     def _python_module(self, module: types.ModuleType, where: str) -> Any:
@@ -264,7 +266,7 @@ class Description:
         if isinstance(value, (staticmethod, classmethod)):
             return self._is_as_written(value.__func__, expected)
         if isinstance(value, type):
-            return _is_covered(value.__module__)
+            return _is_covered_class(value)
         is_plain = isinstance(value, types.FunctionType) and value.__closure__ is None
         return is_plain and is_covered_file(value.__code__.co_filename) and _name_of(value) == expected
 
@@ -278,9 +280,12 @@ class Description:
             return self._replaceable(value.__func__, where)
         if type(value) is property:
             return self._replaceable(value.fget, where)
-        if isinstance(value, type) and _is_covered(value.__module__):
+        if isinstance(value, type) and _is_covered_class(value):
             return _name_of(value)
-        if type(value) in _SIMPLE or isinstance(value, (*_OF_TORCH, type, types.FunctionType, os._Environ)):
+        # Of collections, those of Python's modules that hold texts or numbers, as sys.argv.
+        items = [*value, *value.values()] if type(value) is dict else value if type(value) in (list, tuple, set) else ()
+        is_simple = type(value) in _SIMPLE or (bool(items) and all(type(item) in _SIMPLE for item in items))
+        if is_simple or isinstance(value, (*_OF_TORCH, type, types.FunctionType, os._Environ)):
             return self.value(value, where)
         return _name_of(type(value))
 
@@ -329,6 +334,16 @@ def _is_covered(module: str) -> bool:
     root = module.partition(".")[0]
     file = getattr(sys.modules.get(root), "__file__", None)
     return root in sys.builtin_module_names or (file is None and root == "os") or bool(file and is_covered_file(file))
+
+
+def _is_covered_class(kind: type) -> bool:
+    """Whether a covered module has it under its name: a class that a program makes may claim any module."""
+    if not isinstance(kind.__module__, str) or not _is_covered(kind.__module__):
+        return False
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, "__dict__", {}).get(name)
+    return found is kind
 
 
 @functools.cache

@@ -270,6 +270,27 @@ def test_code_of_no_file_that_reads_globals_is_not_stored(store: CaptureStore) -
     assert store.entries() == []
 
 
+def test_a_class_that_claims_a_module_of_torch_is_described() -> None:
+    keys = set()
+    for module in ("builtins", "torch.nn", None):
+        for factor in (2.0, 3.0):
+            model = Scale()
+            model.held = type("Linear", (), {"factor": factor, "__module__": module})()
+            keys.add(digest_of(describe_model(model)))
+    assert len(keys) == 6
+
+
+def test_arguments_of_the_program_that_code_reads_are_compared(
+    store: CaptureStore, script: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "import sys; return rows * len(sys.argv)"
+    monkeypatch.setattr(sys, "argv", ["one"])
+    assert _compiles(store, script(body))
+    assert not _compiles(store, script(body))
+    monkeypatch.setattr(sys, "argv", ["one", "two"])
+    assert _compiles(store, script(body))
+
+
 def test_functions_that_dynamo_does_not_look_into_are_not_stored(
     store: CaptureStore, caplog: pytest.LogCaptureFixture
 ) -> None:
