@@ -136,6 +136,8 @@ def asyncep(
 
         def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
             name_inputs(captured, graph)
+            if (watch := current_watch()) is not None:
+                watch.check(graph)
             return _compile(captured, parsed, wait_for_check, notes)
 
         compiled: Callable[..., Any] = aot_autograd(
@@ -145,6 +147,18 @@ def asyncep(
             keep_inference_input_mutations=True,
         )(graph, example_inputs)
     return compiled
+
+
+def pass_context(options: Options, store: BankStore | None) -> PassContext:
+    """What `options` and the banks of a model, if they are in `store`, tell the passes about any graph of it."""
+    return PassContext(
+        slots=store.slots if store else options.adoption().slots,
+        disabled=frozenset(options.disable),
+        all_to_all_below=options.all_to_all_below,
+        hardware=_as_linked(options),
+        transport=options.adoption().transport,
+        placed=None if store is None else store.placed,
+    )
 
 
 def _is_on_cpu(example_inputs: Sequence[Any]) -> bool:
@@ -162,17 +176,7 @@ def _compile(
     groups = process_groups(group_names(captured.graph))
     if store:
         options.refuse_adoption()
-    slots = store.slots if store else options.adoption().slots
-    context = PassContext(
-        slots=slots,
-        disabled=frozenset(options.disable),
-        groups=groups,
-        all_to_all_below=options.all_to_all_below,
-        hardware=_as_linked(options),
-        transport=options.adoption().transport,
-        placed=None if store is None else store.placed,
-        capture=notes,
-    )
+    context = dataclasses.replace(pass_context(options, store), groups=groups, capture=notes)
     dump = GraphDump(options.dump) if options.dump else None
     agree = agreement_on_blocks(captured, groups, _crossover(options), options.adoption().timeout_s)
     try:

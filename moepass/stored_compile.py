@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from moepass import __version__
-from moepass.backend import note_compilation
+from moepass.backend import note_compilation, pass_context
 from moepass.options import parse_options
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store
 from moepass.runtime.captures.capture_watch import watch_capture
+from moepass.runtime.captures.code_values import OUR_PACKAGES
 from moepass.runtime.captures.fingerprint import (
     describe_model,
     digest_of,
@@ -36,15 +37,12 @@ from moepass.runtime.torch_private import is_autocasting
 
 logger = logging.getLogger("moepass")
 
-# The folders of this package, whose sources decide what is compiled.
-_PACKAGES = ("moepass", "moepass.models", "moepass.passes", "moepass.runtime")
-
 
 class StoredModule:
     """A module compiled with backend "asyncep": call it with tensors, without gradients.
 
-    The first call takes what earlier processes stored for this module. A call that none of that serves goes through
-    `torch.compile`, and what that compiles is stored, if it can be.
+    The first call takes what earlier processes stored for this module. If no stored graph fits a call,
+    `torch.compile` handles it, and what that compiles is stored, if it can be.
 
     The module, torch's settings and the functions that transformers has registered must stay as they are from the first
     call on. So this is for programs that make their model themselves, as the command line does. `torch.compile` is for
@@ -61,7 +59,7 @@ class StoredModule:
         self._module = module
         self._name = name
         self._options = parse_options(options)
-        # Both are about what happens while compiling, or change how it runs.
+        # dump needs a real compilation, and debug changes the run: store nothing.
         is_inspected = self._options.dump is not None or self._options.debug
         self._store = None if is_inspected else store or find_store()
         self._compiled: Any = torch.compile(module, backend="asyncep", options=dict(options))
@@ -107,7 +105,8 @@ class StoredModule:
                 record = msgspec.json.decode(content, type=CaptureRecord)
                 if traced_sources({file: source.names for file, source in record.sources.items()}) != record.sources:
                     raise NotStorableError("other sources of the model, or other values behind the names in them")
-                found.append(StoredCapture(record, self._module, _bank_store(self._module)))
+                banks = _bank_store(self._module)
+                found.append(StoredCapture(record, self._module, banks, pass_context(self._options, banks)))
             except NotStorableError as error:
                 logger.info("a stored capture of %s is not used, because it is of %s", self._name, error)
             except ValueError as error:  # msgspec's errors are ValueErrors
@@ -161,6 +160,6 @@ def _bank_store(module: nn.Module) -> BankStore | None:
 @functools.cache
 def _own_digest() -> str:
     """Digest of all source files of moepass."""
-    roots = {Path(folder) for name in _PACKAGES for folder in sys.modules[name].__path__}
+    roots = {Path(folder) for name in OUR_PACKAGES for folder in sys.modules[name].__path__}
     digests = file_digests({path.resolve() for root in roots for path in root.rglob("*.py")})
     return digest_of([[Path(file).name, digest] for file, digest in digests.items()])

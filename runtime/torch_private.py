@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -15,6 +17,11 @@ from torch._guards import TracingContext
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
+
+from moepass.passes.graph.graph_records import NotStorableError
+
+# Before the names of modules that functions import.
+IMPORTED = "import "
 
 # Dynamo and Inductor are imported where they are used: homes and ranks need neither.
 
@@ -189,22 +196,47 @@ def expect_vector_instructions(expected: str) -> None:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
+def same_layouts(expected: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that says of as many tensors whether each is of the type, device, shape and strides of the expected.
+
+    It is what Dynamo's guards call. It also compares how torch reads them: negated, conjugated, batched by vmap.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes: list[Any] = [list(value.shape) for value in expected]
+    strides: list[Any] = [list(value.stride()) for value in expected]
+    check: Callable[..., bool] = TensorGuards(*expected, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
 def traced_names() -> dict[str, frozenset[str]]:
     """The source files whose code stands in the graph that Dynamo captures at this moment, and the names that it reads.
 
-    Among the names are those of attributes.
+    Among the names are those of attributes, texts that may be names, and, behind `IMPORTED`, modules that the code
+    imports. Raises NotStorableError for code that is in no file and reads globals.
     """
     found: dict[str, frozenset[str]] = {}
     for code in TracingContext.get_traced_code() or ():
-        # Names as <string> are of code that others of these files made, or Python itself brings.
+        names = _names(code)
         if not code.co_filename.startswith("<"):
-            found[code.co_filename] = found.get(code.co_filename, frozenset()) | _names(code)
+            found[code.co_filename] = found.get(code.co_filename, frozenset()) | names
+        elif not code.co_filename.startswith("<frozen ") and (read := _globals(code) - vars(builtins).keys()):
+            # What dataclasses and named tuples write reads none.
+            raise NotStorableError(f"{code.co_name} of {code.co_filename}, whose {sorted(read)} cannot be compared")
     return found
 
 
 def _names(code: CodeType) -> frozenset[str]:
+    imported = {f"{IMPORTED}{step.argval}" for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(code.co_names).union(*inner)
+    texts = (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
+    return frozenset(code.co_names).union(imported, texts, *inner)
+
+
+def _globals(code: CodeType) -> frozenset[str]:
+    steps = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    inner = (_globals(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(steps).union(*inner)
 
 
 def _compilation() -> dict[str, Any]:

@@ -28,8 +28,10 @@ logger = logging.getLogger("moepass")
 FOLDER_VARIABLE = "MOEPASS_CACHE_DIR"
 SCHEMA = "moepass.capture/1"
 _SUFFIX, _UNFINISHED = ".capture", ".part"
-# Those of the largest models have some ten MB.
+# The largest captures take about 10 MB.
 _MOST_BYTES = 256 << 20
+# Of all captures together: those that were not read for the longest time are removed beyond it.
+_MOST_BYTES_IN_ALL = 1 << 30
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -81,6 +83,8 @@ class CaptureStore:
             except _UnusableError as error:
                 self.report(path, str(error))
                 continue
+            with contextlib.suppress(OSError):
+                os.utime(path)  # it was read now
             yield content
 
     def report(self, path: Path | str, problem: str) -> None:
@@ -110,7 +114,24 @@ class CaptureStore:
         except (OSError, _UnusableError) as error:
             logger.warning("what was compiled is not stored in %s: %s", self.folder, error)
             return False
+        self._remove_unread()
         return True
+
+    def _remove_unread(self) -> None:
+        """Keep within `_MOST_BYTES_IN_ALL`. Other processes may do so too, and keep what they have open."""
+        found = []
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                known = path.lstat()
+                found.append((known.st_mtime_ns, path.name, known.st_size))
+        total = 0
+        for _, name, nbytes in sorted(found, reverse=True):
+            total += nbytes
+            if total > _MOST_BYTES_IN_ALL:
+                try:
+                    (self.folder / name).unlink(missing_ok=True)
+                except OSError as error:
+                    logger.warning("stored capture %s cannot be removed: %s", self.folder / name, error)
 
     def entries(self) -> list[Entry]:
         """The latest first, and what cannot be used last. Raises InputError where others can write to the folder."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
 from moepass.passes.graph.graph_records import NotStorableError
+from moepass.runtime.captures.code_values import is_covered_file
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.segment_records import SegmentRecord, record_segments
 from moepass.runtime.torch_private import traced_names
@@ -47,8 +49,20 @@ class CaptureWatch:
         self.runs: list[GraphRun] = []
         self.problem = ""
 
+    def check(self, graph: GraphModule) -> None:
+        """`graph` is Dynamo's. What it calls as one function, AOT traces, and no list of sources has its code."""
+        for node in graph.graph.nodes:
+            target = node.target if node.op == "call_function" else None
+            if isinstance(target, types.FunctionType) and not is_covered_file(target.__code__.co_filename):
+                self.problem = f"a call of {target.__qualname__}, into which Dynamo does not look"
+            if node.op == "call_module" and not isinstance(graph.get_submodule(node.target), GraphModule):
+                self.problem = f"a call of the module {node.target}, into which Dynamo does not look"
+
     def watched(self, captured: GraphModule, top: GraphModule, executor: Executor) -> Callable[[list[Any]], Any]:
-        """`executor`, its runs noted. To be called while Dynamo captures, and before the first run."""
+        """Wrap `executor` so that its runs are recorded.
+
+        Call it while Dynamo captures, before the first run.
+        """
         try:
             graph = CompiledGraph(captured, top, record_segments(top), executor, traced_names())
             self.graphs.append(graph)

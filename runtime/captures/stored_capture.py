@@ -35,7 +35,7 @@ from moepass.runtime.captures.capture_watch import CaptureWatch, CompiledGraph, 
 from moepass.runtime.captures.fingerprint import TracedSource, traced_sources
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.segment_records import SegmentRecord, read_segments, reads_compiled_code
-from moepass.runtime.torch_private import vector_instructions
+from moepass.runtime.torch_private import same_layouts, vector_instructions
 
 _RELATIONS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
@@ -57,9 +57,10 @@ class TensorLayout(msgspec.Struct, frozen=True):
 
     def holds_for(self, value: object, sizes: Mapping[str, int]) -> bool:
         return (
-            isinstance(value, torch.Tensor)
-            and type(value) in (torch.Tensor, nn.Parameter)
+            type(value) in (torch.Tensor, nn.Parameter)
+            and isinstance(value, torch.Tensor)
             and value.layout is torch.strided
+            and not _is_lazy(value)
             and dtype_name(value.dtype) == self.dtype
             and str(value.device) == self.device
             and _are(value.shape, self.shape, sizes)
@@ -132,6 +133,8 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
     own = {id(value) for value in run.inputs} - tensors.keys()
     if len(places) != len(arguments) or places.keys() - own:
         raise NotStorableError("a call in which an argument is no tensor, is not read, or is given twice")
+    if any(isinstance(value, torch.Tensor) and _has_own_attributes(value) for value in arguments):
+        raise NotStorableError("a call in which an argument has attributes of its own")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
@@ -172,15 +175,16 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
 class StoredCapture:
     """A capture for one model. Its executor is made when it is asked for."""
 
-    def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None) -> None:
-        """`store` has the banks of `model`. Raises ValueError where they, or its state, are not those of the record."""
+    def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None, context: PassContext) -> None:
+        """`store` has the banks of `model`; in `context` the plan is made again.
+
+        Raises ValueError where the banks of `model`, or its state, are not those of the record.
+        """
         self._record = record
         self._store = store
-        self._state = [_StateReader(model, item) for item in record.inputs if isinstance(item, StateInput)]
+        self.context = context
+        self._state = _StateTensors(model, [item for item in record.inputs if isinstance(item, StateInput)])
         _check_banks(record.plan.banks, store)
-        for reader in self._state:
-            if reader.read() is None:
-                raise ValueError(f"{reader.path} of the model is not what it was stored for")
 
     def inputs_for(self, arguments: Sequence[Any]) -> list[Any] | None:
         """The inputs of the graph for a call with these arguments; None where it is not right for them."""
@@ -192,18 +196,19 @@ class StoredCapture:
         sizes = {name: int(arguments[place].shape[dim]) for name, (place, dim) in record.sizes.items()}
         if not all(condition.holds(sizes) for condition in record.conditions):
             return None
+        tensors = self._state.read()
+        if tensors is None:
+            return None
         inputs: list[Any] = []
-        state = iter(self._state)
+        state = iter(tensors)
         for item in record.inputs:
             if isinstance(item, SizeInput):
                 inputs.append(int(evaluate_text(item.text, sizes)))
             elif isinstance(item, StateInput):
-                inputs.append(next(state).read())
-                if inputs[-1] is None:
-                    return None
+                inputs.append(next(state))
             else:
                 value = arguments[item.position]
-                if value.requires_grad or not item.layout.holds_for(value, sizes):
+                if value.requires_grad or _has_own_attributes(value) or not item.layout.holds_for(value, sizes):
                     return None
                 inputs.append(value)
         return inputs
@@ -223,33 +228,56 @@ class StoredCapture:
             plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
         return Executor(top, plan, ring)
 
-    @property
-    def context(self) -> PassContext:
-        """In which the plan is made."""
-        return PassContext(placed=None if self._store is None else self._store.placed)
-
     def run(self, inputs: list[Any]) -> Any:
         return self.executor(inputs)[self._record.result]
 
 
-class _StateReader:
-    """Reads a parameter or buffer of a model, in whose place another tensor may have come since the last call."""
+class _StateTensors:
+    """Reads the parameters and buffers of a model that a graph takes.
 
-    def __init__(self, model: nn.Module, item: StateInput) -> None:
-        owner, _, self._name = item.path.rpartition(".")
+    Since the last call other tensors may have come in their place, or the same ones may have got other memory, as
+    `module.half()` does. So each call compares them all.
+    """
+
+    def __init__(self, model: nn.Module, items: Sequence[StateInput]) -> None:
+        """Raises ValueError where `model` has none of a path, or one of another layout."""
+        self._items = items
+        self._places = [self._place(model, item.path) for item in items]
+        self._are_known: Callable[..., bool] | None = None
+        for item, value in zip(items, self._values(), strict=True):
+            if not item.layout.holds_for(value, {}):
+                raise ValueError(f"{item.path} of the model is not what it was stored for")
+
+    def read(self) -> list[torch.Tensor] | None:
+        """None where one is not of the record's type and shape."""
+        values = self._values()
+        if self._are_known is None or not self._are_known(*values):
+            if not all(item.layout.holds_for(value, {}) for item, value in zip(self._items, values, strict=True)):
+                return None
+            self._are_known = same_layouts(values)
+        return values
+
+    def _values(self) -> list[Any]:
+        return [getattr(owner, kind).get(name) for owner, kind, name in self._places]
+
+    @staticmethod
+    def _place(model: nn.Module, path: str) -> tuple[nn.Module, str, str]:
+        prefix, _, name = path.rpartition(".")
         try:
-            self._owner = model.get_submodule(owner)
+            owner = model.get_submodule(prefix)
         except AttributeError as error:
-            raise ValueError(f"the model has no module {owner}") from error
-        self.path, self._layout = item.path, item.layout
-        self._last: torch.Tensor | None = None
+            raise ValueError(f"the model has no module {prefix}") from error
+        return owner, "_parameters" if name in owner._parameters else "_buffers", name
 
-    def read(self) -> torch.Tensor | None:
-        """None where it is not of the record's type and shape."""
-        value = getattr(self._owner, self._name, None)
-        if value is None or value is not self._last:
-            self._last = value if self._layout.holds_for(value, {}) else None
-        return self._last
+
+def _is_lazy(value: torch.Tensor) -> bool:
+    """Whether its memory does not have its numbers as they are: torch conjugates, negates or batches them when read."""
+    return value.is_conj() or value.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _has_own_attributes(value: torch.Tensor) -> bool:
+    """Whether somebody wrote attributes on it, which traced code may have read."""
+    return any("_dynamo_" not in name and name != "_specialize_on" for name in vars(value))
 
 
 def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:

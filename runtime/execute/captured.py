@@ -50,7 +50,7 @@ def _described(description: object, given: Sequence[tuple[str, bool]]) -> tuple[
     if base is not None:
         # A part of a tensor that is made of several, as this rank's part of a DTensor is, or their common memory.
         return _described(base, given)
-    # AOT calls an input that it passes on as it came by its place among Dynamo's.
+    # AOT names an unchanged input by its index among Dynamo's inputs.
     place = getattr(description, "idx", None)
     if isinstance(place, int) and place < len(given):
         return given[place]

@@ -189,3 +189,16 @@ def test_writers_at_the_same_time_leave_one_complete_file(store: CaptureStore) -
     assert len(list(store.load(KEY))) == 1
     assert [path.suffix for path in store.folder.iterdir()] == [".capture"]
     assert seen <= {b"a", b"b"}
+
+
+def test_what_was_not_read_for_the_longest_time_is_removed(
+    store: CaptureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, name in enumerate(("one", "two", "six")):
+        _save(store, name=name, key=str(place) * 64)
+        os.utime(store.folder / f"{str(place) * 64}-{name}.capture", (place, place))
+    assert list(store.load("0" * 64)) == [b"content"]  # so it is the latest that was read
+    nbytes = store.entries()[0].nbytes
+    monkeypatch.setattr(capture_store, "_MOST_BYTES_IN_ALL", 3 * nbytes)
+    _save(store, name="new", key="3" * 64)
+    assert {path.name[0] for path in store.folder.iterdir()} == {"0", "2", "3"}
