@@ -62,9 +62,16 @@ def plan_graph(
     return decisions
 
 
-def bank_phases(bank_bytes: Iterable[tuple[str, int]], numbers: Mapping[str, int]) -> tuple[LayerPhase, ...]:
-    """Phases of which nothing but the banks is known, given by name; `numbers` tells the layer of each."""
-    return tuple(LayerPhase(name, name, 0.0, nbytes, number=numbers[name]) for name, nbytes in bank_bytes)
+def bank_phases(
+    bank_bytes: Iterable[tuple[str, int]], numbers: Mapping[str, int], shard_bytes: Mapping[str, int] | None = None
+) -> tuple[LayerPhase, ...]:
+    """Phases of which nothing but the banks is known, given by name; `numbers` tells the layer of each, `shard_bytes`
+    what streamed ones keep on the device."""
+    shards = shard_bytes or {}
+    return tuple(
+        LayerPhase(name, name, 0.0, nbytes, number=numbers[name], shard_bytes=shards.get(name, 0))
+        for name, nbytes in bank_bytes
+    )
 
 
 def layer_numbers(paths: Iterable[str]) -> dict[str, int]:

@@ -46,8 +46,7 @@ class PlanningProblem:
     """What a plan is made for.
 
     phases        one step, in order; `LayerPhase.number` tells the layer of a bank. Without `profile` seconds are 0
-    resting       bytes on the device whatever is decided: dense weights, shards, staging buffers, activations;
-                  None: not known
+    resting       bytes on the device whatever is decided: dense weights, staging buffers, activations; None: not known
     budget_bytes  that may be used on the device; None: no limit was given, so that nothing but `resident` stays
     resident      positions of phases that stay, where that is decided already
     slots         of the ring, where that is decided already; `most_slots` where it is not
@@ -91,14 +90,17 @@ def make_plan(problem: PlanningProblem) -> MadePlan:
     simulation = None
     if problem.profile is not None:
         simulation = simulate_phases(problem.phases, schedule.slots, schedule.resident, problem.profile.machine)
-    memory = None
-    if problem.resting is not None:
-        memory = dataclasses.replace(
-            problem.resting,
-            resident_bytes=problem.resting.resident_bytes + schedule.resident_bytes,
-            slot_bytes=problem.resting.slot_bytes + schedule.slots * schedule.slot_bytes,
-        )
+    memory = None if problem.resting is None else device_memory(problem.resting, schedule)
     return MadePlan(_decisions(problem, schedule, simulation, memory, why), schedule, simulation, memory)
+
+
+def device_memory(resting: DeviceMemory, schedule: RingSchedule) -> DeviceMemory:
+    """Bytes on one device by `schedule`, where `resting` is there whatever is decided."""
+    return dataclasses.replace(
+        resting,
+        resident_bytes=resting.resident_bytes + schedule.resident_bytes + schedule.shard_bytes,
+        slot_bytes=resting.slot_bytes + schedule.slots * schedule.slot_bytes,
+    )
 
 
 def _decide(problem: PlanningProblem) -> tuple[RingSchedule, dict[str, str]]:
@@ -142,9 +144,10 @@ def _filled_evenly(phases: Sequence[LayerPhase], room: int, slots: int | None) -
             if place not in resident and ring_schedule(phases, count, [*resident, place]).memory_bytes <= room:
                 resident.append(place)
         return tuple(sorted(resident)), min(count, len(banks) - len(resident))
-    needed = ring_schedule(phases, slots or 1, ()).memory_bytes
+    spreads = (spread_evenly(banks, number) for number in range(len(banks) + 1))
+    needed = min(ring_schedule(phases, slots or 1, spread).memory_bytes for spread in spreads)
     held = "one slot" if slots in (None, 1) else f"{slots} slots"
-    raise BudgetError(room, f"{held} for the largest bank", needed)
+    raise BudgetError(room, f"resident banks, shards and {held} for the others", needed)
 
 
 def _fits(phases: Sequence[LayerPhase], banks: Sequence[int], number: int, slots: int, room: int) -> bool:
@@ -158,10 +161,15 @@ def _with_second_slot(problem: PlanningProblem, found: RingSchedule, room: int) 
     """
     if found.slots != 1 or problem.most_slots < 2 or len(found.order) < 1:
         return found
-    resident = found.resident if found.memory_bytes + found.slot_bytes <= room else found.resident[:-1]
-    changed = ring_schedule(problem.phases, 2, resident)
-    if changed.memory_bytes > room:
-        return found
+    # With shards on the device, a bank that leaves frees less than a slot takes.
+    changed = next(
+        (
+            schedule
+            for count in range(len(found.resident), -1, -1)
+            if (schedule := ring_schedule(problem.phases, 2, found.resident[:count])).memory_bytes <= room
+        ),
+        found,
+    )
     assert problem.profile is not None
     before, after = (
         simulate_phases(problem.phases, one.slots, one.resident, problem.profile.machine).step_seconds

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
+from moepass.models.formulas.expert_placement import largest_shard_bytes
 from moepass.models.formulas.layers import flops_per_token
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
 from moepass.models.homes import home_named
@@ -18,8 +20,9 @@ from moepass.passes.machine.layer_times import LayerSeconds, Sequences, head_sec
 from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
 from moepass.passes.planner.phases import LayerPhase
+from moepass.passes.planner.schedule_search import least_bank_bytes
 from moepass.passes.planner.simulate import Machine
-from moepass.passes.planner.strategies import Setting, activations_bytes, banks_bytes, resident_cost
+from moepass.passes.planner.strategies import Setting, activations_bytes, resident_cost
 
 # Of the threshold and its rate; a few are enough.
 _MOST_ROUNDS = 50
@@ -78,12 +81,19 @@ def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
     phases: list[LayerPhase] = []
     seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
     banks = {layer: bank_transfer(setting, layer, home) for layer in seconds}
+    shards = {layer: device_shard_bytes(setting, layer, home) for layer in seconds}
     for index, layer in enumerate(setting.architecture.layers):
         name, (nbytes, transfer) = f"layer {index}", banks[layer]
         phases.append(LayerPhase(f"{name} attention", name, seconds[layer].attention, number=index))
         phases.append(
             LayerPhase(
-                f"{name} {'experts' if nbytes else 'mlp'}", name, seconds[layer].mlp, nbytes, transfer, number=index
+                f"{name} {'experts' if nbytes else 'mlp'}",
+                name,
+                seconds[layer].mlp,
+                nbytes,
+                transfer,
+                number=index,
+                shard_bytes=shards[layer],
             )
         )
     head = head_seconds(setting.hardware, setting.architecture, setting.sequences, setting.dtype)
@@ -114,21 +124,35 @@ def _reached_rate(setting: Setting, layer: Layer, tokens: int) -> float:
 
 
 def least_memory_bytes(setting: Setting, home: str) -> float:
-    """The least that asyncep needs on one device: what rests there, activations, and one slot."""
+    """The least that asyncep needs on one device: what rests there, shards, activations, and one slot."""
     if home == "device":
         return resident_cost(setting).memory_bytes
-    largest = max(bank_transfer(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
-    return resting_memory(setting, home).peak_bytes + largest
+    return resting_memory(setting, home).peak_bytes + least_bank_bytes(model_phases(setting, home))
 
 
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
-    """Bytes that every schedule needs: dense weights, this rank's shards or staging buffers, activations."""
-    dense, activations = setting.dense_bytes, activations_bytes(setting)
-    record = home_named(home)
-    shards = banks_bytes(setting) / setting.ranks if record.keeps_shards_on_device else 0.0
-    largest = max(link_bytes(setting, layer) for layer in setting.architecture.layer_counts)
-    staging_bytes = record.staging_buffers * largest / setting.ranks
-    return DeviceMemory(dense + shards, staging_bytes, activations)
+    """Bytes that every schedule needs: dense weights, staging buffers, activations."""
+    shards = [_largest_shard_bytes(setting, layer) for layer in setting.architecture.layer_counts]
+    buffers = home_named(home).staging_buffers
+    return resting_bytes(setting.dense_bytes, shards, buffers, activations_bytes(setting))
+
+
+def resting_bytes(
+    dense_bytes: float, shard_bytes: Iterable[int], staging_buffers: int, activation_bytes: float = 0.0
+) -> DeviceMemory:
+    """The same, of a model with these shards: a staging buffer is as large as the largest of them."""
+    return DeviceMemory(dense_bytes, float(staging_buffers * max(shard_bytes, default=0)), activation_bytes)
+
+
+def device_shard_bytes(setting: Setting, layer: Layer, home: str) -> int:
+    """Bytes of the largest shard of a layer's bank, where it rests on the device; else 0."""
+    return _largest_shard_bytes(setting, layer) if home_named(home).keeps_shards_on_device else 0
+
+
+def _largest_shard_bytes(setting: Setting, layer: Layer) -> int:
+    if layer.experts is None:
+        return 0
+    return largest_shard_bytes(setting.bank(layer.experts).home_bytes, layer.experts.count, setting.ranks)
 
 
 def streaming_machine(setting: Setting, home: str) -> Machine:

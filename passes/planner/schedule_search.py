@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_phases
@@ -74,11 +74,16 @@ def search_schedule(
     search = _Search(phases, memory_bytes, counts, most_tried)
     if search.fits(counts[0], frozenset(search.banks)):
         return search.all_resident()
-    least = min(search.memory(counts[0], frozenset(must_stay)) for must_stay in search.largest_first())
+    least = search.least_memory()
     if memory_bytes < least:
         held = "one slot" if counts[0] == 1 else f"{counts[0]} slots"
-        raise BudgetError(memory_bytes, f"resident banks and {held} for the others", least)
+        raise BudgetError(memory_bytes, f"resident banks, shards and {held} for the others", least)
     return search.run()
+
+
+def least_bank_bytes(phases: Sequence[LayerPhase], slots: int = 1) -> int:
+    """The least that banks, shards and `slots` slots take on the device, whatever stays."""
+    return _Search(phases, 0, range(slots, slots + 1)).least_memory()
 
 
 def spread_evenly(places: Sequence[int], count: int) -> list[int]:
@@ -155,7 +160,9 @@ class _Tried:
 
 
 class _Search:
-    def __init__(self, phases: Sequence[LayerPhase], memory_bytes: int, counts: range, most_tried: int) -> None:
+    def __init__(
+        self, phases: Sequence[LayerPhase], memory_bytes: int, counts: range, most_tried: int = MOST_TRIED
+    ) -> None:
         self.phases, self.memory_bytes, self.most_tried = phases, memory_bytes, most_tried
         self.counts = counts
         self.banks = streamed_phases(phases)
@@ -170,14 +177,20 @@ class _Search:
 
     # ---- Memory
 
-    def bytes_of(self, places: Iterable[int]) -> int:
-        return sum(self.phases[place].bank_bytes for place in places)
+    def _seconds_per_byte(self, place: int) -> float:
+        """What a bank that stays saves of the link, for the memory that it takes more."""
+        return self.phases[place].transfer_seconds / max(1, self.phases[place].stay_bytes)
 
     def memory(self, slots: int, resident: frozenset[int]) -> int:
         return ring_schedule(self.phases, slots, resident).memory_bytes
 
     def fits(self, slots: int, resident: frozenset[int]) -> bool:
         return self.memory(slots, resident) <= self.memory_bytes
+
+    def least_memory(self) -> int:
+        # Beside shards, all banks may take less than shards and slots do.
+        stays = (*self.largest_first(), self.banks)
+        return min(self.memory(self.counts[0], frozenset(stay)) for stay in stays)
 
     def largest_first(self) -> Iterator[list[int]]:
         """The smallest resident set for each size that a slot can have: everything that is larger stays."""
@@ -203,13 +216,14 @@ class _Search:
         stay = frozenset(must_stay)
         room = float(self.memory_bytes - self.memory(slots, stay))
         if room < 0:
-            return math.inf
+            # Beside shards, few streamed banks in as many slots may fit where more in no more slots do not.
+            return 0.0 if self.counts[0] > 1 else math.inf
         total = 0.0
         streamed = [self.phases[place] for place in self.banks if place not in stay]
-        for phase in sorted(streamed, key=lambda phase: value(phase) / phase.bank_bytes, reverse=True):
-            part = min(1.0, room / phase.bank_bytes)
+        for phase in sorted(streamed, key=lambda phase: value(phase) / max(1, phase.stay_bytes), reverse=True):
+            part = 1.0 if phase.stay_bytes <= room else room / phase.stay_bytes
             total += (1 - part) * value(phase)
-            room -= part * phase.bank_bytes
+            room -= part * phase.stay_bytes
         return total
 
     def pace(self, slots: int, resident: frozenset[int]) -> float:
@@ -276,21 +290,22 @@ class _Search:
         for must_stay in self.largest_first():
             for ranking in self._rankings(slots, frozenset(must_stay)):
                 resident = frozenset(must_stay)
-                if not self.fits(slots, resident):
-                    continue
                 for place in ranking:
-                    if place not in resident and self.fits(slots, resident | {place}):
+                    if place not in resident and (
+                        self.fits(slots, resident | {place}) or not self.fits(slots, resident)
+                    ):
                         resident |= {place}
-                yield resident
+                if self.fits(slots, resident):
+                    yield resident
 
     def _rankings(self, slots: int, must_stay: frozenset[int]) -> Iterator[list[int]]:
         """In which order banks are made resident while there is room."""
         movable = [place for place in self.banks if place not in must_stay]
-        yield sorted(movable, key=lambda place: -self.phases[place].transfer_seconds / self.phases[place].bank_bytes)
+        yield sorted(movable, key=self._seconds_per_byte, reverse=True)
         # Evenly spread, so that each streamed bank has as much computation to hide behind as the others.
         room = self.memory_bytes - self.memory(slots, must_stay)
-        size = max(self.bytes_of(movable) // len(movable), 1) if movable else 1
-        count = min(len(movable), room // size)
+        size = max(sum(self.phases[place].stay_bytes for place in movable) // len(movable), 1) if movable else 1
+        count = max(0, min(len(movable), room // size))
         yield spread_evenly(movable, count) + movable
         yield movable
         yield movable[::-1]
@@ -342,7 +357,7 @@ class _Search:
         self, slots: int, resident: frozenset[int], entering: int | None, leaving: int | None
     ) -> frozenset[int]:
         """`resident` with one bank more, or one less, and as many of the others as fit then."""
-        value = {place: self.phases[place].transfer_seconds / self.phases[place].bank_bytes for place in self.banks}
+        value = {place: self._seconds_per_byte(place) for place in self.banks}
         changed = resident - {leaving} | ({entering} if entering is not None else set())
         for place in sorted(changed - {entering}, key=value.__getitem__):
             if self.fits(slots, changed):

@@ -18,6 +18,7 @@ from torch import nn
 
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
+from moepass.models.formulas.expert_placement import largest_shard_bytes
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.homes import PULL, LinkName, home_named
 from moepass.models.limits import MOST_TOKENS, check_limit
@@ -30,7 +31,7 @@ from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
 from moepass.passes.planner.graph_problem import bank_phases, layer_numbers
 from moepass.passes.planner.make_plan import DEFAULT_SLOTS, NO_PROFILE, MadePlan, PlanningProblem, make_plan
-from moepass.passes.planner.model_problem import model_problem
+from moepass.passes.planner.model_problem import model_problem, resting_bytes
 from moepass.passes.planner.schedule_search import BudgetError
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
 from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptions
@@ -163,6 +164,7 @@ def place(
         made.decisions,
         streamed,
         known.weights(),
+        made.schedule.resident_bytes + made.schedule.shard_bytes,
         known.dtype,
         known.architecture,
         known.hardware,
@@ -182,6 +184,7 @@ class _Known:
     wish: PlanWish
     route: BankRoute
     bank_bytes: dict[str, int]
+    shard_bytes: dict[str, int]
     numbers: dict[str, int]
     dense_bytes: int
     dtype: str
@@ -192,6 +195,8 @@ class _Known:
     @staticmethod
     def of(model: nn.Module, experts: Experts, wish: PlanWish, route: BankRoute) -> _Known:
         banks = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
+        counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
+        shards = {path: largest_shard_bytes(nbytes, counts[path], route.ranks) for path, nbytes in banks.items()}
         numbers = layer_numbers(banks)
         if len(set(numbers.values())) < len(numbers):  # several banks in one layer
             numbers = {path: place for place, path in enumerate(banks)}
@@ -204,14 +209,11 @@ class _Known:
         if hardware is not None or wish.budget_bytes is not None:
             architecture, why = _architecture(model, experts, numbers, dtype)
             unknown = unknown or why
-        return _Known(wish, route, banks, numbers, dense, dtype, architecture, hardware, unknown)
+        return _Known(wish, route, banks, shards, numbers, dense, dtype, architecture, hardware, unknown)
 
     def weights(self) -> DeviceMemory:
-        """What rests on the device in any case, but activations."""
-        keeps_shards = home_named(self.route.home).keeps_shards_on_device
-        shards = sum(self.bank_bytes.values()) / self.route.ranks if keeps_shards else 0.0
-        staging_bytes = self.route.staging_buffers * max(self.bank_bytes.values(), default=0) / self.route.ranks
-        return DeviceMemory(self.dense_bytes + shards, staging_bytes, 0.0)
+        """What rests on the device whatever is decided, but activations."""
+        return resting_bytes(self.dense_bytes, self.shard_bytes.values(), self.route.staging_buffers)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
         """The plan, with the layers that `stay` where that is decided."""
@@ -246,7 +248,8 @@ class _Known:
         if self.architecture is not None:
             activations = peak_activation_bytes(self.architecture, sequences.tokens, self.dtype)
             weights = dataclasses.replace(weights, activation_bytes=activations)
-        phases = bank_phases(self.bank_bytes.items(), self.numbers)
+        shards = self.shard_bytes if home_named(self.route.home).keeps_shards_on_device else {}
+        phases = bank_phases(self.bank_bytes.items(), self.numbers, shards)
         places = None if stay is None else tuple(place for place, one in enumerate(phases) if one.name in stay)
         budget = self.wish.budget_bytes
         return PlanningProblem(
@@ -271,9 +274,10 @@ class _Known:
             assert problem.resting is not None
             resting = problem.resting
             raise InputError(
-                f"memory_budget is {self.wish.memory_budget!r}, which is too small: dense weights and shards take "
-                f"{resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of {problem.batch} sequences of "
-                f"{problem.sequence} tokens {resting.activation_bytes:.0f}, and slots {error.needed_bytes}; "
+                f"memory_budget is {self.wish.memory_budget!r}, which is too small: dense weights and "
+                f"staging buffers take {resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of "
+                f"{problem.batch} sequences of {problem.sequence} tokens {resting.activation_bytes:.0f}, and slots and "
+                f"shards {error.needed_bytes}; "
                 f"{math.ceil(resting.peak_bytes) + error.needed_bytes} bytes would do, and less with fewer tokens"
             ) from error
 

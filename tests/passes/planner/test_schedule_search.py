@@ -15,18 +15,25 @@ from moepass.passes.planner.schedule_search import MOST_TRIED, FoundSchedule, se
 from moepass.passes.planner.simulate import simulate_phases
 
 
-def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0) -> LayerPhase:
-    return LayerPhase(f"phase {number}", f"layers.{number}", compute, bank_bytes, transfer)
+def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0, shard_bytes: int = 0) -> LayerPhase:
+    return LayerPhase(
+        f"phase {number}", f"layers.{number}", compute, bank_bytes, transfer, shard_bytes=min(shard_bytes, bank_bytes)
+    )
 
 
 SECONDS = st.integers(0, 24).map(lambda eighths: eighths / 8)
 DENSE = st.builds(phase, st.just(0), SECONDS)
-# Banks of one model differ in size now and then; what takes longer need not be larger.
-STREAMED = st.builds(phase, st.just(1), SECONDS, SECONDS, st.sampled_from([4, 6, 10]))
 
 
 def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
-    return st.lists(st.one_of(DENSE, STREAMED, STREAMED), min_size=2, max_size=most).filter(streamed_phases)
+    """Banks of one model differ in size now and then; what takes longer need not be larger. A device keeps shards of
+    all streamed banks or of none."""
+
+    def phases(shard_bytes: int) -> st.SearchStrategy[list[LayerPhase]]:
+        streamed = st.builds(phase, st.just(1), SECONDS, SECONDS, st.sampled_from([4, 6, 10]), st.just(shard_bytes))
+        return st.lists(st.one_of(DENSE, streamed, streamed), min_size=2, max_size=most).filter(streamed_phases)
+
+    return st.sampled_from([0, 0, 2, 4, 10]).flatmap(phases)
 
 
 def every_schedule(phases: Sequence[LayerPhase], memory_bytes: int, most_slots: int) -> Iterator[float]:
@@ -39,7 +46,8 @@ def every_schedule(phases: Sequence[LayerPhase], memory_bytes: int, most_slots: 
             resident_bytes = sum(phases[place].bank_bytes for place in resident)
             slot_bytes = max((phases[place].bank_bytes for place in needed), default=0)
             for slots in range(1, most_slots + 1):
-                if resident_bytes + min(slots, len(needed)) * slot_bytes > memory_bytes:
+                shards = sum(phases[place].shard_bytes for place in needed)
+                if resident_bytes + shards + min(slots, len(needed)) * slot_bytes > memory_bytes:
                     continue
                 yield steady_step(phases, slots, frozenset(resident))[0] - compute
 
@@ -47,7 +55,7 @@ def every_schedule(phases: Sequence[LayerPhase], memory_bytes: int, most_slots: 
 def check(phases: list[LayerPhase], budget: int, most_slots: int, most_tried: int) -> None:
     every = list(every_schedule(phases, budget, most_slots))
     if not every:
-        with pytest.raises(PlanError, match=f"memory_bytes is {budget}; resident banks and one slot for the others"):
+        with pytest.raises(PlanError, match=f"memory_bytes is {budget}; resident banks, shards and one slot"):
             search_schedule(phases, budget, most_slots)
         return
     found = search_schedule(phases, budget, most_slots, most_tried)
