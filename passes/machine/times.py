@@ -67,13 +67,16 @@ def pull_seconds(hardware: Hardware, bank_bytes: float, *, copies_own_shard: boo
     local = _local_copy_seconds(hardware, own) if copies_own_shard else 0.0
     if ranks == 1:
         return local
-    peer = _link(hardware, "peer")
-    if peer.emulated_bytes_per_s is None:
-        return local + transfer_seconds(peer, bank_bytes - own, hardware.efficiency.bandwidth.value)
     # An emulated link counts from the start of the copy, own part included.
-    true_link = dataclasses.replace(peer, emulated_bytes_per_s=None)
+    true_link = dataclasses.replace(_link(hardware, "peer"), emulated_bytes_per_s=None)
     copies = local + transfer_seconds(true_link, bank_bytes - own, hardware.efficiency.bandwidth.value)
-    return max(copies, (bank_bytes - own) / peer.emulated_bytes_per_s.value)
+    return max(copies, _emulated_seconds(hardware, bank_bytes))
+
+
+def _emulated_seconds(hardware: Hardware, bank_bytes: float) -> float:
+    """The least that a bank takes whose shards come over an emulated peer link; 0 where the link is none."""
+    rate = None if hardware.peer is None else hardware.peer.emulated_bytes_per_s
+    return 0.0 if rate is None else bank_bytes * (hardware.ranks - 1) / hardware.ranks / rate.value
 
 
 def link_seconds(hardware: Hardware, bank_bytes: float, home: str) -> tuple[float, ...]:
@@ -92,7 +95,7 @@ def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: 
     if transport not in (PULL, COLLECTIVE):
         raise InputError.wrong("transport", transport, one_of((PULL, COLLECTIVE)))
     if transport == COLLECTIVE and COLLECTIVE in home_named(home).transports:
-        return collective_seconds(hardware, "bank_gather", bank_bytes)
+        return max(collective_seconds(hardware, "bank_gather", bank_bytes), _emulated_seconds(hardware, bank_bytes))
     return max((0.0, *link_seconds(hardware, bank_bytes, home)))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from moepass.models.formulas.expert_placement import largest_shard_bytes
 from moepass.models.formulas.layers import flops_per_token
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
-from moepass.models.homes import home_named
+from moepass.models.homes import COLLECTIVE, PULL, home_named
 from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, without_emulation
@@ -156,29 +156,37 @@ def _largest_shard_bytes(setting: Setting, layer: Layer) -> int:
 
 
 def streaming_machine(setting: Setting, home: str) -> Machine:
-    """How copies and computation act together.
-
-    Copies slow GEMMs and memory passes down by different factors: their mean over the model. An emulated link is
-    busy for longer than it copies, and slows nothing down while it waits: the mean over that time too.
-    """
+    """How copies and computation act together, in the mean over the model's layers."""
     kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
     total = sum(count * seconds.total for count, seconds in kinds)
     passes = sum(count * (seconds.attention_passes + seconds.mlp_passes) for count, seconds in kinds)
-    overlap = setting.hardware.overlap
-    slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
-    on_host = setting.hardware.device_kind == "cpu"
-    layer = setting.architecture.typical_moe_layer
-    nbytes, (_, transfer) = link_bytes(setting, layer), bank_transfer(setting, layer, home)
-    true = without_emulation(setting.hardware)
-    copying = gather_seconds(true, nbytes, home)
-    if on_host:
+    nbytes = link_bytes(setting, setting.architecture.typical_moe_layer)
+    return machine_beside_copies(setting.hardware, home, setting.transport, nbytes, passes / total)
+
+
+def machine_beside_copies(
+    hardware: Hardware, home: str, transport: str, link_bytes: float, memory_share: float
+) -> Machine:
+    """How copies of banks of `link_bytes` and computation act together.
+
+    Copies slow GEMMs and memory traffic down by different factors, of which `memory_share` of the computation's time is
+    the second: their mean. An emulated link is busy for longer than it copies, and slows nothing down while it waits:
+    the mean over that time too.
+    """
+    overlap = hardware.overlap
+    slowdown = overlap.gemm.value * (1 - memory_share) + overlap.memory.value * memory_share
+    on_host = hardware.device_kind == "cpu"
+    true = without_emulation(hardware)
+    transfer = gather_seconds(hardware, link_bytes, home, transport)
+    copying = gather_seconds(true, link_bytes, home, transport)
+    if on_host and transport == PULL:
         # A processor that computes makes one copy after the other; devices have an engine for each link.
-        copying = sum(link_seconds(true, nbytes, home))
+        copying = sum(link_seconds(true, link_bytes, home))
     copied_part = min(1.0, copying / transfer) if transfer else 0.0
     return Machine(
         copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part,
         host_runs_ahead=not on_host,
-        fills_ahead=setting.transport != "collective",
+        fills_ahead=transport != COLLECTIVE,
     )
 
 
