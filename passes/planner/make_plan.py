@@ -29,16 +29,15 @@ ROUNDING = 1e-3
 
 NO_PROFILE = "no hardware profile"
 GIVEN = "given"
+_PLAIN = Machine()
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """The machine of a problem: what its profile is called and where its figures come from, and how copies and
-    computation act together on it."""
+    """What the profile of a machine is called, and where its figures come from."""
 
     name: str
     sources: str
-    machine: Machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +45,7 @@ class PlanningProblem:
     """What a plan is made for.
 
     phases        one step, in order; `LayerPhase.number` tells the layer of a bank. Without `profile` seconds are 0
+    machine       how copies and computation act together, as far as that is known
     resting       bytes on the device whatever is decided: dense weights, staging buffers, activations; None: not known
     budget_bytes  that may be used on the device; None: no limit was given, so that nothing but `resident` stays
     resident      positions of phases that stay, where that is decided already
@@ -60,6 +60,7 @@ class PlanningProblem:
     resting: DeviceMemory | None
     batch: int = 0
     sequence: int = 0
+    machine: Machine = _PLAIN
     profile: Profile | None = None
     budget_bytes: float | None = None
     resident: tuple[int, ...] | None = None
@@ -89,7 +90,7 @@ def make_plan(problem: PlanningProblem) -> MadePlan:
     schedule, why = _decide(problem)
     simulation = None
     if problem.profile is not None:
-        simulation = simulate_phases(problem.phases, schedule.slots, schedule.resident, problem.profile.machine)
+        simulation = simulate_phases(problem.phases, schedule.slots, schedule.resident, problem.machine)
     memory = None if problem.resting is None else device_memory(problem.resting, schedule)
     return MadePlan(_decisions(problem, schedule, simulation, memory, why), schedule, simulation, memory)
 
@@ -113,45 +114,40 @@ def _decide(problem: PlanningProblem) -> tuple[RingSchedule, dict[str, str]]:
         return ring_schedule(phases, slots, problem.resident or ()), why
     room = int(problem.budget_bytes - (0.0 if problem.resting is None else problem.resting.peak_bytes))
     if problem.profile is None:
-        resident, slots = _filled_evenly(phases, room, problem.slots)
+        resident, slots = _filled_evenly(phases, room, problem.slots, problem.machine.fills_ahead)
         source = f"{STRUCTURAL}: {problem.unknown}; as many layers stay as fit, spread evenly"
         why = {"resident_layers": source, "slots": GIVEN if problem.slots is not None else f"{STRUCTURAL}"}
         return ring_schedule(phases, slots, resident), why
-    found: RingSchedule = search_schedule(phases, room, problem.most_slots, slots=problem.slots)
+    found: RingSchedule = search_schedule(phases, room, problem.most_slots, problem.slots, problem.machine)
     if problem.slots is None:
         found = _with_second_slot(problem, found, room)
     searched = f"searched: the least exposed time within the budget, with profile {problem.profile.name}"
     return found, {"resident_layers": searched, "slots": GIVEN if problem.slots is not None else searched}
 
 
-def _filled_evenly(phases: Sequence[LayerPhase], room: int, slots: int | None) -> tuple[tuple[int, ...], int]:
+def _filled_evenly(
+    phases: Sequence[LayerPhase], room: int, slots: int | None, fills_ahead: bool
+) -> tuple[tuple[int, ...], int]:
     """Positions that stay, spread evenly, beside `slots` slots: two, or one where two do not fit.
 
-    Slots fill across steps, so no layer is the first of a steady stream: what counts is that every streamed bank has
-    computation before it to hide behind, as much as the others.
+    Where slots fill across steps, no layer is the first of a steady stream: what counts is that every streamed bank has
+    computation before it to hide behind, as much as the others. Else the first layers have none, and one stays there.
     """
     banks = streamed_phases(phases)
+    spreads = [spread_evenly(banks, number, fills_ahead) for number in range(len(banks) + 1)]
     for count in (DEFAULT_SLOTS, 1) if slots is None else (slots,):
-        resident: list[int] = []
         # The even spread for as many as fit; what a smaller bank leaves is filled up.
-        wanted = max(
-            (number for number in range(len(banks) + 1) if _fits(phases, banks, number, count, room)), default=-1
-        )
-        if wanted < 0:
+        fitting = [spread for spread in spreads if ring_schedule(phases, count, spread).memory_bytes <= room]
+        if not fitting:
             continue
-        resident = spread_evenly(banks, wanted)
+        resident = fitting[-1]
         for place in banks:
             if place not in resident and ring_schedule(phases, count, [*resident, place]).memory_bytes <= room:
                 resident.append(place)
         return tuple(sorted(resident)), min(count, len(banks) - len(resident))
-    spreads = (spread_evenly(banks, number) for number in range(len(banks) + 1))
     needed = min(ring_schedule(phases, slots or 1, spread).memory_bytes for spread in spreads)
     held = "one slot" if slots in (None, 1) else f"{slots} slots"
     raise BudgetError(room, f"resident banks, shards and {held} for the others", needed)
-
-
-def _fits(phases: Sequence[LayerPhase], banks: Sequence[int], number: int, slots: int, room: int) -> bool:
-    return ring_schedule(phases, slots, spread_evenly(banks, number)).memory_bytes <= room
 
 
 def _with_second_slot(problem: PlanningProblem, found: RingSchedule, room: int) -> RingSchedule:
@@ -170,9 +166,8 @@ def _with_second_slot(problem: PlanningProblem, found: RingSchedule, room: int) 
         ),
         found,
     )
-    assert problem.profile is not None
     before, after = (
-        simulate_phases(problem.phases, one.slots, one.resident, problem.profile.machine).step_seconds
+        simulate_phases(problem.phases, one.slots, one.resident, problem.machine).step_seconds
         for one in (found, changed)
     )
     return found if after > before * (1 + ROUNDING) else changed

@@ -59,7 +59,8 @@ def model_problem(
         resting=resting_memory(setting, home) if resting is None else resting,
         batch=setting.sequences.count,
         sequence=setting.sequences.length,
-        profile=profile_of(setting.hardware, streaming_machine(setting, home)),
+        machine=streaming_machine(setting, home),
+        profile=profile_of(setting.hardware),
         budget_bytes=setting.budget_bytes if math.isfinite(setting.budget_bytes) else None,
         resident=None
         if stay is None
@@ -70,10 +71,10 @@ def model_problem(
     )
 
 
-def profile_of(hardware: Hardware, machine: Machine) -> Profile:
+def profile_of(hardware: Hardware) -> Profile:
     """The profile as plans name it."""
     sources = sorted({text.partition(":")[0] for text in hardware.sources().values()})
-    return Profile(hardware.name, ", ".join(sources), machine)
+    return Profile(hardware.name, ", ".join(sources))
 
 
 def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:

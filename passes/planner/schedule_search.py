@@ -14,16 +14,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_phases
+from moepass.passes.planner.simulation_engine import Machine
 
 # Below this many schedules all are tried; above it, as many as this at most. 94 layers take about 0.3 ms each.
 MOST_TRIED = 1500
 _PERIODS = 12
 # Relative: what is smaller is rounding.
 _EPSILON = 1e-9
+_PLAIN = Machine()
 
 
 class BudgetError(PlanError):
@@ -35,32 +38,17 @@ class BudgetError(PlanError):
         self.needed_bytes = needed_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class FoundSchedule(RingSchedule):
-    """The best schedule that was found.
-
-    `least_exposed_seconds` is a bound that no schedule within the budget can beat, from the longest path and the time
-    that link and slots are busy. `tried` schedules were compared; with `is_exhaustive` there are no others.
-    """
-
-    step_seconds: float
-    exposed_seconds: float
-    least_exposed_seconds: float
-    tried: int
-    is_exhaustive: bool
-
-
 def search_schedule(
     phases: Sequence[LayerPhase],
     memory_bytes: int,
     most_slots: int = 4,
-    most_tried: int = MOST_TRIED,
     slots: int | None = None,
-) -> FoundSchedule:
-    """The best schedule of `phases` whose resident banks and slots take `memory_bytes` together at most.
+    machine: Machine = _PLAIN,
+) -> RingSchedule:
+    """The best schedule of `phases` whose resident banks, shards and slots take `memory_bytes` together at most.
 
     There are `slots` slots, or up to `most_slots` where that is None, but no more than banks to stream. Times are those
-    of a steady state over one link, in which copies do not slow computation down.
+    of a steady state over one link, on a `machine` that issues steps in no time.
 
     Raises BudgetError where not even one slot, or `slots` of them, fit; ValueError where there may be no slot or there
     are several links.
@@ -71,9 +59,9 @@ def search_schedule(
     links = {phases[place].link for place in streamed_phases(phases)}
     if len(links) > 1:
         raise ValueError(f"banks come over {len(links)} links, {', '.join(sorted(links))}; the search knows one")
-    search = _Search(phases, memory_bytes, counts, most_tried)
+    search = _Search(phases, memory_bytes, counts, machine)
     if search.fits(counts[0], frozenset(search.banks)):
-        return search.all_resident()
+        return ring_schedule(phases, 0, search.banks)
     least = search.least_memory()
     if memory_bytes < least:
         held = "one slot" if counts[0] == 1 else f"{counts[0]} slots"
@@ -86,16 +74,23 @@ def least_bank_bytes(phases: Sequence[LayerPhase], slots: int = 1) -> int:
     return _Search(phases, 0, range(slots, slots + 1)).least_memory()
 
 
-def spread_evenly(places: Sequence[int], count: int) -> list[int]:
-    """`count` of `places`, so that as many of the others lie between two of them everywhere."""
-    return [places[(2 * index + 1) * len(places) // (2 * count)] for index in range(count)]
+def spread_evenly(places: Sequence[int], count: int, fills_ahead: bool = True) -> list[int]:
+    """`count` of `places`, so that as many of the others lie between two of them everywhere.
+
+    Where nothing `fills_ahead`, the first of them is the first of `places`.
+    """
+    shift = 1 if fills_ahead else 0
+    return [places[(2 * index + shift) * len(places) // (2 * count)] for index in range(count)]
 
 
-def steady_step(phases: Sequence[LayerPhase], slots: int, resident: frozenset[int]) -> tuple[float, list[float]]:
+def steady_step(
+    phases: Sequence[LayerPhase], slots: int, resident: frozenset[int], machine: Machine = _PLAIN
+) -> tuple[float, list[float]]:
     """Seconds of a step in the steady state, and how long each phase waits for its bank in the last one looked at.
 
-    The same as `simulate_phases` gives for one link and no slowdown, by a recurrence that is quicker: copy k ends its
-    transfer after copy k - 1 and after release k - slots.
+    The same as `simulate_phases` gives for one link and a host that issues steps in no time, by a recurrence that is
+    quicker: copy k ends its transfer after copy k - 1 and after release k - slots, and where nothing is filled ahead it
+    does not start before its run.
     """
     # For each streamed phase: compute in front of it, and its own. Then what follows the last one.
     places = streamed_phases(phases, resident)
@@ -116,30 +111,66 @@ def steady_step(phases: Sequence[LayerPhase], slots: int, resident: frozenset[in
     if not count:
         return gap, waits
     slots = min(slots, count)
-    released: list[float] = []
+    fills_ahead, slowdown = machine.fills_ahead, machine.copy_slowdown
     link = now = 0.0
-    ends: list[float] = [0.0]
+    ready: deque[float] = deque()
+    busy: deque[tuple[float, float]] = deque()
+    ends = [0.0]
     previous: list[float] = []
+
+    def copy(turn: int) -> None:
+        """Into a slot that is free now."""
+        nonlocal link
+        begun = link if link > now else now
+        link = begun + transfers[turn % count]
+        ready.append(link)
+        if slowdown > 1:
+            busy.append((begun, link))
+
     for period in range(_PERIODS):
-        base = period * count
+        if not (period and fills_ahead):
+            for turn in range(slots):
+                copy(turn)
         for index in range(count):
-            now += before[index]
-            turn = base + index
-            free = released[turn - slots] if turn >= slots else 0.0
-            link = ready = (link if link > free else free) + transfers[index]
-            waits[places[index]] = ready - now if ready > now else 0.0
-            if ready > now:
-                now = ready
-            now += inside[index]
-            released.append(now)
-        now += gap
+            now = _worked(now, before[index], busy, slowdown)
+            there = ready.popleft()
+            waits[places[index]] = there - now if there > now else 0.0
+            if there > now:
+                now = there
+            now = _worked(now, inside[index], busy, slowdown)
+            if fills_ahead or index + slots < count:
+                copy(index + slots)
+        now = _worked(now, gap, busy, slowdown)
         ends.append(now)
-        state = [now - link] + [now - moment for moment in released[-slots:]]
-        if period and all(abs(one - other) <= _EPSILON * now for one, other in zip(state, previous, strict=True)):
+        if not fills_ahead:
+            return now, waits  # nothing is left over for the next run
+        state = [now - link, *(moment - now for moment in ready), *(now - begun for begun, _ in busy)]
+        if len(state) == len(previous) and all(
+            abs(one - other) <= _EPSILON * now for one, other in zip(state, previous, strict=True)
+        ):
             return ends[-1] - ends[-2], waits
         previous = state
     half = _PERIODS // 2
     return (ends[-1] - ends[half]) / (_PERIODS - half), waits
+
+
+def _worked(now: float, seconds: float, busy: deque[tuple[float, float]], slowdown: float) -> float:
+    """When computation of `seconds` ends that begins now: it takes `slowdown` times as long while the link is busy."""
+    while busy and seconds > 0:
+        begun, ended = busy[0]
+        if ended <= now:
+            busy.popleft()
+            continue
+        if begun >= now + seconds:
+            break
+        if begun > now:
+            seconds -= begun - now
+            now = begun
+        if now + seconds * slowdown <= ended:
+            return now + seconds * slowdown
+        seconds -= (ended - now) / slowdown
+        now = ended
+    return now + seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +192,9 @@ class _Tried:
 
 class _Search:
     def __init__(
-        self, phases: Sequence[LayerPhase], memory_bytes: int, counts: range, most_tried: int = MOST_TRIED
+        self, phases: Sequence[LayerPhase], memory_bytes: int, counts: range, machine: Machine = _PLAIN
     ) -> None:
-        self.phases, self.memory_bytes, self.most_tried = phases, memory_bytes, most_tried
+        self.phases, self.memory_bytes, self.machine = phases, memory_bytes, machine
         self.counts = counts
         self.banks = streamed_phases(phases)
         self.compute_seconds = sum(phase.compute_seconds for phase in phases)
@@ -235,12 +266,7 @@ class _Search:
 
     # ---- Trying
 
-    def all_resident(self) -> FoundSchedule:
-        self._try(1, frozenset(self.banks))
-        self.least = self.compute_seconds
-        return self._found()
-
-    def run(self) -> FoundSchedule:
+    def run(self) -> RingSchedule:
         self.least = self.least_step()
         for slots in self.counts:
             for resident in self._resident_sets(slots):
@@ -250,12 +276,13 @@ class _Search:
                     break
         if not self.is_exhaustive:
             self._exchange()
-        return self._found()
+        assert self.best is not None
+        return ring_schedule(self.phases, self.best.slots, self.best.resident)
 
     @property
     def is_done(self) -> bool:
         """Nothing can be faster than the best so far, or enough was tried."""
-        if self.tried >= self.most_tried:
+        if self.tried >= MOST_TRIED:
             self.is_exhaustive = False
             return True
         assert self.best is not None
@@ -263,7 +290,7 @@ class _Search:
 
     def _try(self, slots: int, resident: frozenset[int]) -> _Tried:
         self.tried += 1
-        step, waits = steady_step(self.phases, slots, resident)
+        step, waits = steady_step(self.phases, slots, resident, self.machine)
         moved = sum(self.phases[place].transfer_seconds for place in self.streamed(resident))
         found = _Tried(step, moved, slots, resident, tuple(waits))
         if found.is_better_than(self.best):
@@ -274,7 +301,7 @@ class _Search:
 
     def _resident_sets(self, slots: int) -> Iterator[frozenset[int]]:
         """Sets to which no further bank can be added: what stays never makes a step slower."""
-        if 2 ** min(len(self.banks), 64) * len(self.counts) <= self.most_tried:
+        if 2 ** min(len(self.banks), 64) * len(self.counts) <= MOST_TRIED:
             subsets = (
                 frozenset(chosen)
                 for size in range(len(self.banks), -1, -1)
@@ -306,16 +333,16 @@ class _Search:
         room = self.memory_bytes - self.memory(slots, must_stay)
         size = max(sum(self.phases[place].stay_bytes for place in movable) // len(movable), 1) if movable else 1
         count = max(0, min(len(movable), room // size))
-        yield spread_evenly(movable, count) + movable
+        yield spread_evenly(movable, count, self.machine.fills_ahead) + movable
         yield movable
         yield movable[::-1]
         yield sorted(movable, key=lambda place: self.phases[place].compute_seconds)
         # Where the transfers wait, one after the other.
         ranking: list[int] = []
-        while len(ranking) < count and self.tried < self.most_tried // 2:
+        while len(ranking) < count and self.tried < MOST_TRIED // 2:
             resident = must_stay | frozenset(ranking)
             self.tried += 1
-            _, waits = steady_step(self.phases, slots, resident)
+            _, waits = steady_step(self.phases, slots, resident, self.machine)
             worst = max(self.streamed(resident), key=lambda place: (waits[place], self.phases[place].transfer_seconds))
             if not waits[worst]:
                 break
@@ -331,7 +358,7 @@ class _Search:
 
     def _first_better(self, best: _Tried) -> _Tried | None:
         for neighbour in self._neighbours(best):
-            if self.tried >= self.most_tried:
+            if self.tried >= MOST_TRIED:
                 return None
             if not self.fits(*neighbour):
                 continue
@@ -367,15 +394,3 @@ class _Search:
             if self.fits(slots, changed | {place}):
                 changed |= {place}
         return changed
-
-    def _found(self) -> FoundSchedule:
-        best = self.best
-        assert best is not None
-        return FoundSchedule(
-            **vars(ring_schedule(self.phases, best.slots, best.resident)),
-            step_seconds=best.step_seconds,
-            exposed_seconds=max(0.0, best.step_seconds - self.compute_seconds),
-            least_exposed_seconds=max(0.0, self.least - self.compute_seconds),
-            tried=self.tried,
-            is_exhaustive=self.is_exhaustive,
-        )

@@ -20,7 +20,7 @@ from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.expert_placement import largest_shard_bytes
 from moepass.models.formulas.memory import bank_bytes
-from moepass.models.homes import PULL, LinkName, home_named
+from moepass.models.homes import COLLECTIVE, PULL, LinkName, home_named
 from moepass.models.limits import MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
 from moepass.models.sizes.families import from_config
@@ -29,10 +29,11 @@ from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_ranks
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
-from moepass.passes.planner.graph_problem import bank_phases, layer_numbers
+from moepass.passes.planner.graph_problem import bank_phases, layer_numbers, memory_source
 from moepass.passes.planner.make_plan import DEFAULT_SLOTS, NO_PROFILE, MadePlan, PlanningProblem, make_plan
 from moepass.passes.planner.model_problem import model_problem, resting_bytes
 from moepass.passes.planner.schedule_search import BudgetError
+from moepass.passes.planner.simulate import Machine
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
 from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptions
 from moepass.runtime.offload.residents import Residents
@@ -258,13 +259,12 @@ class _Known:
             resting=weights,
             batch=sequences.count,
             sequence=sequences.length,
+            machine=Machine(fills_ahead=self.route.transport != COLLECTIVE),
             budget_bytes=None if budget is None else float(budget),
             resident=places,
             slots=slots,
             unknown=self.unknown,
-            memory_source="predicted: weights as they are and the formula of activations"
-            if self.architecture is not None
-            else "predicted: weights as they are; activations are not counted, since the sizes of layers are not known",
+            memory_source=memory_source(self.architecture is not None),
         )
 
     def _made(self, problem: PlanningProblem) -> MadePlan:
