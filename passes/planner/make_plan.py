@@ -189,7 +189,9 @@ def _decisions(
         predicted = f"predicted: with profile {problem.profile.name} ({problem.profile.sources})"
     sources = {
         **why,
-        "threshold_tokens": predicted if problem.threshold is not None else f"not known: {problem.unknown}",
+        "threshold_tokens": predicted
+        if problem.threshold is not None
+        else f"not known: {problem.unknown or 'it is predicted from the sizes of layers, which are not known'}",
         "step_seconds": predicted,
         "memory": "not known: a graph does not tell what else is on the device"
         if memory is None

@@ -7,6 +7,7 @@ the machine: the profile that was given, else the one that `moepass calibrate` h
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptio
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.profiles.stored_profiles import calibrate_command, stored_profile
+
+logger = logging.getLogger("moepass")
 
 # One sequence of so many tokens is planned for where nobody says another number.
 DEFAULT_TOKENS = (1, 4096)
@@ -287,9 +290,18 @@ def _machine(wish: PlanWish, route: BankRoute, dtype: str) -> tuple[Hardware | N
 
     Raises InputError where the profile that was given has no link from the home, or no rate for `dtype`.
     """
-    hardware = wish.machine(route.device, route.ranks)
+    command = calibrate_command(route.device, route.ranks)
+    try:
+        hardware = wish.machine(route.device, route.ranks)
+    except InputError as error:
+        if wish.hardware is not None:
+            raise
+        # A profile that nobody asked for: damaged, or of another version.
+        unknown = f"the stored profile of this machine is not used: {error}; {command} stores another one"
+        logger.warning("%s", unknown)
+        return None, unknown
     if hardware is None:
-        return None, f"{NO_PROFILE}; {calibrate_command(route.device, route.ranks)} makes one"
+        return None, f"{NO_PROFILE}; {command} makes one"
     hardware = with_ranks(hardware, route.ranks)
     for link, rate in route.links.items():
         hardware = with_emulated_link(hardware, rate, (link,))
@@ -300,7 +312,7 @@ def _machine(wish: PlanWish, route: BankRoute, dtype: str) -> tuple[Hardware | N
     except InputError as error:
         if wish.hardware is not None:
             raise
-        return None, str(error)  # a profile that nobody asked for
+        return None, str(error)  # as above
     return hardware, ""
 
 

@@ -72,6 +72,12 @@ def test_what_lies_outside_blocks_runs_at_the_rate_of_its_own_type() -> None:
     assert _compute(dense, both) == pytest.approx(work_seconds(both, "fp32", 2e12))
 
 
+def test_a_threshold_that_is_not_known_says_why() -> None:
+    made = plan_graph(_plan(("a",)), {}, hardware=H100)
+    assert made.threshold_tokens is None
+    assert made.source("threshold_tokens").startswith("not known: it is predicted from the sizes of layers")
+
+
 @pytest.mark.parametrize(
     ("dtype", "why"), [("float32", "has no fp32 rate"), ("", "has no GEMMs"), ("float64", "dtype 'float64' is unknown")]
 )

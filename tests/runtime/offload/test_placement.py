@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,6 +174,27 @@ def test_a_stored_profile_is_used_where_none_is_given(monkeypatch: pytest.Monkey
     assert report.store.placed is not None
     assert report.store.placed.decisions.profile == ""
     assert "has no fp32 rate" in report.store.placed.decisions.source("step_seconds")
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"schema": "moepass.hardware/0", "name": "old"}'])
+def test_a_stored_profile_that_cannot_be_read_stops_nobody(
+    content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    conditions = Conditions(
+        "2026-01-01", device_name(torch.device("cpu")), 1, torch.get_num_threads(), {}, computes_on_host=True
+    )
+    path = store_profile(dataclasses.replace(machine(), ranks=1, conditions=conditions))
+    path.write_bytes(content)
+    with caplog.at_level("WARNING", "moepass"):
+        report = placed(tiny())
+    assert report.store.placed is not None
+    source = report.store.placed.decisions.source("step_seconds")
+    for text in (source, caplog.text):
+        assert str(path) in text
+        assert "moepass calibrate --device cpu --ranks 1" in text
+    with pytest.raises(InputError):
+        placed(tiny(), hardware=path)
 
 
 def test_a_profile_that_was_given_has_to_do() -> None:
