@@ -28,6 +28,7 @@ from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore, find_store
+from moepass.runtime.banks.whole_models import store_of
 from moepass.runtime.captures.capture_watch import current_watch
 from moepass.runtime.execute.adoption import (
     adoption,
@@ -129,13 +130,14 @@ def asyncep(
         )
     _refuse_training(example_inputs)
     notes = capture_notes(graph)
+    whole = store_of(example_inputs)
 
     is_for_cpu_compiler = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
     with vector_check() if is_for_cpu_compiler else contextlib.nullcontext() as wait_for_check:
 
         def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
             name_inputs(captured, graph)
-            return _compile(captured, parsed, wait_for_check, notes)
+            return _compile(captured, parsed, wait_for_check, notes, whole)
 
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=_no_training_graph,
@@ -155,6 +157,7 @@ def _compile(
     options: Options,
     before_lowering: Callable[[], None] | None,
     notes: CaptureNotes,
+    whole: BankStore | None,
 ) -> Callable[[list[Any]], Any]:
     _refuse_random(captured)
     store = _store_of(captured)
@@ -169,7 +172,7 @@ def _compile(
         all_to_all_below=options.all_to_all_below,
         hardware=_as_linked(options),
         transport=options.adoption().transport,
-        placed=None if store is None else store.placed,
+        placed=None if (placing := store or whole) is None else placing.placed,
         capture=notes,
     )
     dump = GraphDump(options.dump) if options.dump else None

@@ -19,6 +19,7 @@ from moepass.options import parse_options
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.banks.whole_models import store_of
 from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store
 from moepass.runtime.captures.capture_watch import watch_capture
 from moepass.runtime.captures.fingerprint import (
@@ -155,7 +156,7 @@ def _bank_store(module: nn.Module) -> BankStore | None:
     stores = {id(part.store): part.store for part in module.modules() if isinstance(part, BankedParameter)}
     if len(stores) > 1:
         raise NotStorableError("a model of several offload_experts calls")
-    return next(iter(stores.values()), None)
+    return next(iter(stores.values()), None) or store_of(module.parameters())
 
 
 @functools.cache

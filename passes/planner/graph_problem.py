@@ -90,6 +90,8 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
     streamed = sorted(plan.bank(stay.bank).name for stay in plan.slot_stays)
     if placed.architecture is None or placed.hardware is None or streamed != sorted(name for name, _ in placed.banks):
         return None
+    if not streamed and len(plan.blocks) < len(placed.architecture.moe_layers):
+        return None  # a part of the model, or blocks that were not recognised
     counts = _sequences(plan, sizes)
     if counts is None:
         return None

@@ -7,10 +7,11 @@ the machine: the profile that was given, else the one that `moepass calibrate` h
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ from moepass.passes.planner.simulate import Machine
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
 from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptions
 from moepass.runtime.offload.residents import Residents
-from moepass.runtime.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware, profile_json
 from moepass.runtime.profiles.stored_profiles import calibrate_command, stored_profile
+from moepass.runtime.ranks.agree import Topic
 
 logger = logging.getLogger("moepass")
 
@@ -135,11 +137,13 @@ class BankRoute:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """`residents` stay as they are; the others stream through `slots` slots."""
+    """`residents` stay as they are; the others stream through `slots` slots. By `topics` ranks find out why theirs
+    differ."""
 
     residents: Residents
     slots: int
     placed: PlacedModel
+    topics: tuple[Topic, ...]
 
 
 def place(
@@ -175,10 +179,29 @@ def place(
         route.transport,
         known.unknown,
     )
+    topics = tuple(_topics(wish, known.hardware, residents, slots))
     if slots is None:
         # A ring has no more slots than banks, whatever is asked for; banks may come later.
         slots = DEFAULT_SLOTS if budget is None else max(1, made.decisions.slots)
-    return Placement(Residents(paths=paths), slots, placed)
+    return Placement(Residents(paths=paths), slots, placed, topics)
+
+
+def _topics(wish: PlanWish, hardware: Hardware | None, residents: Residents, slots: int | None) -> Iterator[Topic]:
+    """What decides how layers are placed, from cause to effect; without a budget only what stays by name or bytes."""
+    budget, sequences = wish.budget_bytes, wish.sequences
+    machine = None
+    if hardware is not None:
+        machine = f"{hardware.name} ({hashlib.blake2b(profile_json(hardware), digest_size=8).hexdigest()})"
+    yield Topic("memory_budget in bytes", budget, "give every rank the same memory_budget")
+    decided = {
+        "tokens": ([sequences.count, sequences.length], "tokens"),
+        "slots": (slots, "slots"),
+        "the hardware profile (its name and a digest)": (machine, "hardware, or calibrate the machines anew"),
+    }
+    for name, (value, same) in decided.items():
+        yield Topic(name, None if budget is None else value, f"give every rank the same {same}")
+    yield Topic("resident_bytes", residents.nbytes, "give every rank the same resident_bytes")
+    yield Topic("resident_layers", sorted(residents.layers), "give every rank the same resident_layers")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from moepass.models.errors import InputError
 from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.offload.offload import OffloadReport
+from moepass.runtime.ranks.rendezvous import PeerError
 
 BANK_BYTES = 8 * 3 * 64 * 32 * 4
 
@@ -94,3 +95,42 @@ def _all_stay() -> tuple[str, ...]:
 
 def test_where_all_banks_fit_no_room_is_kept_for_their_shards() -> None:
     assert run_ranks(2, _all_stay) == [(), ()]
+
+
+def _differently_planned(differing: str) -> str:
+    first, second = DIFFERING[differing]
+    wishes = {"home": _home("peer"), "memory_budget": "10MB", "hardware": _machine(), "tokens": TOKENS}
+    wishes[differing] = second if dist.get_rank() else first
+    with pytest.raises(PeerError) as caught:
+        moepass.offload_experts(tiny(), **wishes)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+DIFFERING = {
+    "memory_budget": ("10MB", "1MB"),
+    "tokens": ((2, 32), (2, 16)),
+    "slots": (None, 2),
+    "hardware": (_machine(), dataclasses.replace(_machine(), name="another")),
+}
+
+
+@pytest.mark.parametrize("differing", DIFFERING)
+def test_ranks_that_plan_by_other_things_are_told_which(differing: str) -> None:
+    """Also where the plan of one rank moves nothing, so that it has no banks to compare."""
+    first, second = run_ranks(2, _differently_planned, differing)
+    assert first == second
+    assert first.startswith("ranks disagree on ")
+    assert f"give every rank the same {differing}" in first
+
+
+def _loads_with_other_tokens(folder: Path) -> str:
+    wishes = {"home": _home("peer"), "memory_budget": "10MB", "hardware": _machine(), "tokens": 32 + dist.get_rank()}
+    with pytest.raises(PeerError) as caught:
+        moepass.load_pretrained(folder, **wishes)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_ranks_that_load_by_other_things_are_told_which(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    for text in run_ranks(2, _loads_with_other_tokens, tmp_path):
+        assert text == "ranks disagree on tokens: [1, 32] on rank 0, [1, 33] on rank 1; give every rank the same tokens"
