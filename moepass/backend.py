@@ -29,6 +29,7 @@ from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore, find_store
+from moepass.runtime.banks.whole_models import whole_model_store
 from moepass.runtime.captures.capture_watch import current_watch
 from moepass.runtime.execute.adoption import (
     adoption,
@@ -130,6 +131,7 @@ def asyncep(
         )
     _refuse_training(example_inputs)
     notes = capture_notes(graph)
+    whole = whole_model_store(example_inputs)
 
     is_for_cpu_compiler = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
     with vector_check() if is_for_cpu_compiler else contextlib.nullcontext() as wait_for_check:
@@ -138,7 +140,7 @@ def asyncep(
             name_inputs(captured, graph)
             if (watch := current_watch()) is not None:
                 watch.check(graph)
-            return _compile(captured, parsed, wait_for_check, notes)
+            return _compile(captured, parsed, wait_for_check, notes, whole)
 
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=_no_training_graph,
@@ -149,15 +151,19 @@ def asyncep(
     return compiled
 
 
-def pass_context(options: Options, store: BankStore | None) -> PassContext:
-    """What `options` and the banks of a model, if they are in `store`, tell the passes about any graph of it."""
+def pass_context(options: Options, store: BankStore | None, whole: BankStore | None) -> PassContext:
+    """What `options` and the banks of a model tell the passes about any graph of it.
+
+    The banks are in `store`; or all of them stayed where they were, as planned in `whole`; or none were offloaded.
+    """
+    planned = store or whole
     return PassContext(
         slots=store.slots if store else options.adoption().slots,
         disabled=frozenset(options.disable),
         all_to_all_below=options.all_to_all_below,
         hardware=_as_linked(options),
         transport=options.adoption().transport,
-        placed=None if store is None else store.placed,
+        placed=None if planned is None else planned.placed,
     )
 
 
@@ -170,13 +176,14 @@ def _compile(
     options: Options,
     before_lowering: Callable[[], None] | None,
     notes: CaptureNotes,
+    whole: BankStore | None,
 ) -> Callable[[list[Any]], Any]:
     _refuse_random(captured)
     store = _store_of(captured)
     groups = process_groups(group_names(captured.graph))
     if store:
         options.refuse_adoption()
-    context = dataclasses.replace(pass_context(options, store), groups=groups, capture=notes)
+    context = dataclasses.replace(pass_context(options, store, whole), groups=groups, capture=notes)
     dump = GraphDump(options.dump) if options.dump else None
     agree = agreement_on_blocks(captured, groups, _crossover(options), options.adoption().timeout_s)
     try:

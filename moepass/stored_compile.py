@@ -19,6 +19,7 @@ from moepass.options import parse_options
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.banks.whole_models import whole_model_store
 from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store
 from moepass.runtime.captures.capture_watch import watch_capture
 from moepass.runtime.captures.code_values import OUR_PACKAGES
@@ -106,7 +107,8 @@ class StoredModule:
                 if traced_sources({file: source.names for file, source in record.sources.items()}) != record.sources:
                     raise NotStorableError("other sources of the model, or other values behind the names in them")
                 banks = _bank_store(self._module)
-                found.append(StoredCapture(record, self._module, banks, pass_context(self._options, banks)))
+                context = pass_context(self._options, banks, whole_model_store(self._module.parameters()))
+                found.append(StoredCapture(record, self._module, banks, context))
             except NotStorableError as error:
                 logger.info("a stored capture of %s is not used, because it is of %s", self._name, error)
             except ValueError as error:  # msgspec's errors are ValueErrors

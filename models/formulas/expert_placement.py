@@ -24,6 +24,11 @@ def shard_bounds(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(rank * experts // ranks for rank in range(ranks + 1))
 
 
+def largest_shard_bytes(bank_bytes: int, experts: int, ranks: int) -> int:
+    """Bytes of the largest shard that any of `ranks` ranks keeps of a bank of `bank_bytes`."""
+    return -(-bank_bytes * -(-experts // ranks) // experts)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertPlacement:
     """The experts of one layer on the ranks of one group, seen from `rank`. Raises InputError."""

@@ -4,7 +4,8 @@ Contract
     in    a graph with `meta["val"]` on every node, and blocks found
     out   the same nodes in the same order, each with `meta["moepass_cost"]`, an `OpCost`
           `plan.cost` is the graph's total, `plan.blocks[i].cost` that of a block's GEMMs, `plan.sizes` the symbols
-          and the values they had when the graph was captured, `plan.uncosted` the operators nobody knows the cost of
+          and the values they had when the graph was captured, `plan.uncosted` the operators nobody knows the cost
+          of, `plan.dtype` what the graph computes in outside its blocks
 
 Pseudo-code
     for each node: its cost by the registry; an operator without an entry costs its traffic
@@ -30,7 +31,7 @@ from moepass.passes.cost import collective_costs as collective_costs
 from moepass.passes.cost.op_costs import OpCost, node_cost, tensors_in
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.ir.cost import Cost
-from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.plan import Plan, dtype_name
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 
 COST_KEY = "moepass_cost"
@@ -48,14 +49,32 @@ def cost(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
         dataclasses.replace(block, cost=total_cost(by_name[name] for name in block.gemms if name in by_name))
         for block in plan.blocks
     )
+    in_blocks = {name for block in plan.blocks for name in block.gemms}
     plan = dataclasses.replace(
         plan,
+        dtype=_computing_dtype(node for node in costed.graph.nodes if node.name not in in_blocks),
         blocks=blocks,
         cost=total_cost(costed.graph.nodes),
         sizes=tuple(sorted(captured_sizes(costed.graph).items())),
         uncosted=tuple(sorted({str(node.target) for node in costed.graph.nodes if not node.meta[COST_KEY].is_known})),
     )
     return PassResult(costed, plan)
+
+
+def _computing_dtype(nodes: Iterable[Node]) -> str:
+    """The type of most nodes that compute more than they move, GEMMs and attention; else that of most floating inputs.
+    Empty where there is neither."""
+    computing: Counter[str] = Counter()
+    given: Counter[str] = Counter()
+    for node in nodes:
+        found = next((value for value in tensors_in(fake_value(node)) if value.is_floating_point()), None)
+        if found is None:
+            continue
+        if node.op == "placeholder":
+            given[dtype_name(found.dtype)] += 1
+        elif node.meta[COST_KEY].flops != 0:
+            computing[dtype_name(found.dtype)] += 1
+    return next((dtype for counts in (computing, given) for dtype, _ in counts.most_common(1)), "")
 
 
 def total_cost(nodes: Iterable[Node]) -> Cost | None:

@@ -15,12 +15,13 @@ class PlacedModel:
 
     `architecture` is None where no formula knows the model's sizes, `hardware` where no profile is known; `unknown`
     then says so. Links of `hardware` are emulated where those of the model are. `weights` are the bytes that rest on
-    the device in any case, without activations.
+    the device whatever is decided, without activations; `bank_bytes` those of resident banks and of shards there.
     """
 
     decisions: Decisions
     banks: tuple[tuple[str, int], ...]
     weights: DeviceMemory
+    bank_bytes: int
     dtype: str
     architecture: Architecture | None = None
     hardware: Hardware | None = None

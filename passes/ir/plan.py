@@ -200,7 +200,8 @@ class Plan:
     """The compiler's decisions about one graph. Pure data: the single source of truth for every number in it.
 
     `cost` is that of the whole graph, in its sizes; `sizes` are these by name, with the values at capture. Operators
-    in `uncosted` count with their memory traffic only, because nobody knows what they compute. Without `dispatch` every
+    in `uncosted` count with their memory traffic only, because nobody knows what they compute. `dtype` is what the
+    graph computes in outside its blocks; empty where nothing tells. Without `dispatch` every
     run follows the schedule. `replicated` are inputs of the graph that must hold the same on all ranks. `sequences` are
     the number of sequences and the tokens of each, as expressions in the graph's sizes; empty where no input shows
     them. `decisions` are those of the planner, for the sizes at capture.
@@ -222,6 +223,7 @@ class Plan:
     cost: Cost | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     uncosted: tuple[str, ...] = ()
+    dtype: str = ""
     dispatch: Dispatch | None = None
     sequences: tuple[str, ...] = ()
     decisions: Decisions | None = None

@@ -71,12 +71,16 @@ def pull_seconds(
     if ranks == 1:
         return local
     used = _link(hardware, link)
-    if used.emulated_bytes_per_s is None:
-        return local + transfer_seconds(used, bank_bytes - own, hardware.efficiency.bandwidth.value)
     # An emulated link counts from the start of the copy, own part included.
     true_link = dataclasses.replace(used, emulated_bytes_per_s=None)
     copies = local + transfer_seconds(true_link, bank_bytes - own, hardware.efficiency.bandwidth.value)
-    return max(copies, (bank_bytes - own) / used.emulated_bytes_per_s.value)
+    return max(copies, _emulated_seconds(used, bank_bytes - own))
+
+
+def _emulated_seconds(link: TransferLink | None, nbytes: float) -> float:
+    """The least that `nbytes` take over an emulated link; 0 where the link is none."""
+    rate = None if link is None else link.emulated_bytes_per_s
+    return 0.0 if rate is None else nbytes / rate.value
 
 
 def link_seconds(hardware: Hardware, bank_bytes: float, home: str) -> tuple[float, ...]:
@@ -95,7 +99,8 @@ def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: 
     if transport not in (PULL, COLLECTIVE):
         raise InputError.wrong("transport", transport, one_of((PULL, COLLECTIVE)))
     if transport == COLLECTIVE and COLLECTIVE in home_named(home).transports:
-        return collective_seconds(hardware, "bank_gather", bank_bytes)
+        others = bank_bytes * (hardware.ranks - 1) / hardware.ranks
+        return max(collective_seconds(hardware, "bank_gather", bank_bytes), _emulated_seconds(hardware.peer, others))
     return max((0.0, *link_seconds(hardware, bank_bytes, home)))
 
 

@@ -21,9 +21,17 @@ from moepass.passes.machine.layer_times import sequences_of
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.all_to_all_crossover import MOST_TOKENS
 from moepass.passes.planner.host_memory import HostMemory, host_memory
-from moepass.passes.planner.make_plan import DEFAULT_SLOTS, MOST_SLOTS, MadePlan, PlanningProblem, make_plan
+from moepass.passes.planner.make_plan import (
+    DEFAULT_SLOTS,
+    MOST_SLOTS,
+    MadePlan,
+    PlanningProblem,
+    device_memory,
+    make_plan,
+)
 from moepass.passes.planner.model_problem import (
     bank_transfer,
+    device_shard_bytes,
     link_bytes,
     model_phases,
     model_problem,
@@ -32,7 +40,7 @@ from moepass.passes.planner.model_problem import (
     streaming_machine,
     threshold,
 )
-from moepass.passes.planner.phases import LayerPhase, RingSchedule
+from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule
 from moepass.passes.planner.simulate import Simulation, simulate_phases
 from moepass.passes.planner.strategies import (
     Setting,
@@ -146,9 +154,7 @@ def _plan(problem: PlanningProblem) -> MadePlan | None:
 def _two_slots(problem: PlanningProblem) -> DeviceMemory:
     """What asyncep would need, where it does not fit. Two slots are the least that overlaps anything."""
     assert problem.resting is not None
-    largest = max(phase.bank_bytes for phase in problem.phases)
-    slots = problem.resting.slot_bytes + float(DEFAULT_SLOTS * largest)
-    return dataclasses.replace(problem.resting, slot_bytes=slots)
+    return device_memory(problem.resting, ring_schedule(problem.phases, DEFAULT_SLOTS, ()))
 
 
 def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
@@ -210,12 +216,12 @@ def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
     architecture = setting.architecture
     layer, count = architecture.typical_moe_layer, len(architecture.moe_layers)
     assert layer.experts is not None
-    nbytes = setting.bank(layer.experts).slot_bytes
+    nbytes, shard = setting.bank(layer.experts).slot_bytes, device_shard_bytes(setting, layer, planned.home)
     resting, gamma = resting_memory(setting, planned.home).peak_bytes, planned.saturation.values["gamma"]
     points = []
     for resident in sorted({round(step * count / (_MOST_POINTS - 1)) for step in range(_MOST_POINTS)}):
         streamed = count - resident
         tokens = threshold(setting, layer, planned.transfer_seconds * streamed / count, gamma).tokens
         slots = min(DEFAULT_SLOTS, streamed)
-        points.append(ThresholdPoint(resident, resting + (slots + resident) * nbytes, tokens))
+        points.append(ThresholdPoint(resident, resting + (slots + resident) * nbytes + streamed * shard, tokens))
     return tuple(points)

@@ -10,22 +10,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
+from moepass.models.homes import COLLECTIVE
 from moepass.models.sizes.architecture import short_dtype
-from moepass.passes.ir.decisions import Decisions
+from moepass.passes.ir.decisions import Decisions, DeviceMemory
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import Plan
-from moepass.passes.machine.hardware import Hardware, with_ranks, without_emulation
+from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.layer_times import Sequences
-from moepass.passes.machine.times import gather_seconds, work_seconds
-from moepass.passes.planner.make_plan import NO_PROFILE, PlanningProblem, Profile, make_plan
-from moepass.passes.planner.model_problem import model_problem, profile_of
+from moepass.passes.machine.times import Work, gather_seconds, peak_flops_per_s, work_seconds
+from moepass.passes.planner.make_plan import NO_PROFILE, PlanningProblem, make_plan
+from moepass.passes.planner.model_problem import machine_beside_copies, model_problem, profile_of
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.simulate import Machine
-from moepass.passes.planner.strategies import Setting, activations_bytes
+from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
 
 
 def plan_graph(
@@ -62,9 +64,16 @@ def plan_graph(
     return decisions
 
 
-def bank_phases(bank_bytes: Iterable[tuple[str, int]], numbers: Mapping[str, int]) -> tuple[LayerPhase, ...]:
-    """Phases of which nothing but the banks is known, given by name; `numbers` tells the layer of each."""
-    return tuple(LayerPhase(name, name, 0.0, nbytes, number=numbers[name]) for name, nbytes in bank_bytes)
+def bank_phases(
+    bank_bytes: Iterable[tuple[str, int]], numbers: Mapping[str, int], shard_bytes: Mapping[str, int] | None = None
+) -> tuple[LayerPhase, ...]:
+    """Phases of which nothing but the banks is known, given by name; `numbers` tells the layer of each, `shard_bytes`
+    what streamed ones keep on the device."""
+    shards = shard_bytes or {}
+    return tuple(
+        LayerPhase(name, name, 0.0, nbytes, number=numbers[name], shard_bytes=shards.get(name, 0))
+        for name, nbytes in bank_bytes
+    )
 
 
 def layer_numbers(paths: Iterable[str]) -> dict[str, int]:
@@ -81,6 +90,8 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
     streamed = sorted(plan.bank(stay.bank).name for stay in plan.slot_stays)
     if placed.architecture is None or placed.hardware is None or streamed != sorted(name for name, _ in placed.banks):
         return None
+    if not streamed and len(plan.blocks) < len(placed.architecture.moe_layers):
+        return None  # a part of the model, or blocks that were not recognised
     counts = _sequences(plan, sizes)
     if counts is None:
         return None
@@ -124,81 +135,134 @@ def _graph_problem(
     batch, sequence = _sequences(plan, sizes) or (0, 0)
     unknown = NO_PROFILE if placed is None or not placed.unknown else placed.unknown
     phases: tuple[LayerPhase, ...] | None = None
-    profile = None
+    profile, machine = None, Machine(fills_ahead=transport != COLLECTIVE)
     if hardware is not None:
-        phases, unknown = _timed_phases(plan, sizes, hardware, home, transport, numbers)
-        profile = None if phases is None else _graph_profile(plan, hardware, home, transport)
+        phases, unknown, memory_share = _timed_phases(plan, sizes, hardware, home, transport, numbers)
+        if phases is not None:
+            nbytes = max((plan.bank(stay.bank).format.link_bytes for stay in plan.slot_stays), default=0)
+            machine = machine_beside_copies(hardware, home, transport, nbytes, memory_share)
+            profile = profile_of(hardware)
     if phases is None:
         stays = [plan.bank(stay.bank) for stay in plan.slot_stays]
         phases = bank_phases([(bank.name, bank.format.slot_bytes) for bank in stays], numbers)
     return PlanningProblem(
         phases=phases,
         home=home,
-        resting=None if placed is None else placed.weights,
+        resting=None if placed is None else _resting(placed, batch * sequence),
         batch=batch,
         sequence=sequence,
+        machine=machine,
         profile=profile,
         resident=(),
         slots=plan.slots,
         unknown=unknown,
+        memory_source=memory_source(placed is not None and placed.architecture is not None and batch > 0),
     )
+
+
+def _resting(placed: PlacedModel, tokens: int) -> DeviceMemory:
+    """What the whole model has on the device beside slots: other graphs of it may read the banks that stay."""
+    known = placed.architecture
+    return dataclasses.replace(
+        placed.weights,
+        resident_bytes=placed.weights.resident_bytes + placed.bank_bytes,
+        activation_bytes=0.0 if known is None else peak_activation_bytes(known, tokens, placed.dtype),
+    )
+
+
+def memory_source(knows_activations: bool) -> str:
+    """Where the memory of a model comes from whose weights are there."""
+    if knows_activations:
+        return "predicted: weights as they are and the formula of activations"
+    return "predicted: weights as they are; activations are not counted, since the sizes of layers are not known"
 
 
 def _timed_phases(
     plan: Plan, sizes: Mapping[str, float], hardware: Hardware, home: str, transport: str, numbers: Mapping[str, int]
-) -> tuple[tuple[LayerPhase, ...] | None, str]:
-    """The segments between slot operations, with the bank that they read; None where costs are not known, and why."""
+) -> tuple[tuple[LayerPhase, ...] | None, str, float]:
+    """The segments between slot operations, with the bank that they read; None where costs are not known, and why. Last
+    the part of their time that memory traffic takes.
+    """
     segments = [step for step in plan.steps if step.op == "segment"]
     if plan.cost is None or not segments:
         return (
             None,
             f"the graph has no costs of segments, since pass {'partition' if plan.cost else 'cost'} is disabled",
+            0.0,
         )
     try:
         costs = iter([(0.0, 0.0, 0.0) if step.cost is None else step.cost.at(sizes) for step in segments])
-        experts = {block.name: (0.0, 0.0, 0.0) if block.cost is None else block.cost.at(sizes) for block in plan.blocks}
+        of_blocks = [(0.0, 0.0, 0.0) if block.cost is None else block.cost.at(sizes) for block in plan.blocks]
     except InputError as error:
-        return None, f"the graph's costs cannot be told from its inputs: {error}"
-    dtype = short_dtype(plan.blocks[0].dtype) if plan.blocks else next(iter(hardware.flops))
+        return None, f"the graph's costs cannot be told from its inputs: {error}", 0.0
+    if not plan.dtype:
+        return None, "the graph has no GEMMs and no floating point inputs, whose type would say how fast it runs", 0.0
+    try:
+        peak_flops_per_s(hardware, plan.dtype)
+    except InputError as error:
+        return None, str(error), 0.0
+    # A layer that is applied twice is two blocks of one name, in the order in which they run.
+    experts: dict[str, deque[_BlockWork]] = {}
+    for block, (flops, moved, _) in zip(plan.blocks, of_blocks, strict=True):
+        experts.setdefault(block.name, deque()).append(_BlockWork(short_dtype(block.dtype), flops, moved))
+    timing = _Timing(hardware, short_dtype(plan.dtype))
     phases: list[LayerPhase] = []
-    reading: list[int] = []
+    reading: list[tuple[int, _BlockWork | None]] = []
     for step in plan.steps:
         if step.op == "acquire":
             assert step.bank is not None
             bank = plan.bank(step.bank)
             copying = gather_seconds(hardware, bank.format.link_bytes, home, transport)
-            computing = work_seconds(hardware, dtype, *experts.get(step.name, (0.0, 0.0))[:2], "grouped_gemm")
+            queue = experts.get(step.name)
+            work = queue.popleft() if queue else None
+            computing = 0.0 if work is None else timing.experts(work)
             nbytes, number = bank.format.slot_bytes, numbers[bank.name]
             phases.append(LayerPhase(bank.name, bank.name, computing, nbytes, copying, number=number))
-            reading.append(step.bank)
+            reading.append((step.bank, work))
         elif step.op == "release":
-            assert step.bank is not None
-            reading.remove(step.bank)
+            reading.remove(next(one for one in reading if one[0] == step.bank))
         elif step.op == "segment":
             flops, moved, _ = next(costs)
             if not reading:
-                phases.append(LayerPhase(step.name, step.name, work_seconds(hardware, dtype, flops, moved)))
+                phases.append(LayerPhase(step.name, step.name, timing.others(flops, moved)))
                 continue
-            # Computation beside the grouped GEMMs of the segment's block, which are counted already.
-            block_flops, block_moved, _ = experts.pop(_block_of(plan, reading[-1]), (0.0, 0.0, 0.0))
-            others = work_seconds(hardware, dtype, max(0.0, flops - block_flops), max(0.0, moved - block_moved))
+            # Computation beside the grouped GEMMs of the segment's block, which are counted already, once.
+            bank_index, counted = reading[-1]
+            if counted is not None:
+                flops, moved = max(0.0, flops - counted.flops), max(0.0, moved - counted.moved)
+                reading[-1] = (bank_index, None)
+            others = timing.others(flops, moved)
             phases[-1] = dataclasses.replace(phases[-1], compute_seconds=phases[-1].compute_seconds + others)
-    return tuple(phases), ""
+    return tuple(phases), "", timing.memory_seconds / timing.seconds if timing.seconds else 0.0
 
 
-def _block_of(plan: Plan, bank: int) -> str:
-    return next(stay.block for stay in plan.slot_stays if stay.bank == bank)
+@dataclasses.dataclass(frozen=True)
+class _BlockWork:
+    """FLOPs and bytes of a block's grouped GEMMs."""
+
+    dtype: str
+    flops: float
+    moved: float
 
 
-def _graph_profile(plan: Plan, hardware: Hardware, home: str, transport: str) -> Profile:
-    """How copies slow computation down, taken as GEMMs alone; an emulated link slows nothing while it waits."""
-    nbytes = max((plan.bank(stay.bank).format.link_bytes for stay in plan.slot_stays), default=0)
-    slowed = gather_seconds(hardware, nbytes, home, transport)
-    copying = gather_seconds(without_emulation(hardware), nbytes, home, transport)
-    part = min(1.0, copying / slowed) if slowed else 0.0
-    on_host = hardware.conditions is not None and hardware.conditions.computes_on_host
-    slowdown = 1.0 + max(0.0, hardware.overlap.gemm.value - 1.0) * part
-    return profile_of(
-        hardware,
-        Machine(copy_slowdown=slowdown, host_runs_ahead=not on_host, fills_ahead=transport != "collective"),
-    )
+@dataclasses.dataclass
+class _Timing:
+    """Seconds of work, and how many of them memory traffic took; `dtype` is that of work outside blocks."""
+
+    hardware: Hardware
+    dtype: str
+    seconds: float = 0.0
+    memory_seconds: float = 0.0
+
+    def experts(self, work: _BlockWork) -> float:
+        return self._timed(work.dtype, work.flops, work.moved, "grouped_gemm")
+
+    def others(self, flops: float, moved: float) -> float:
+        return self._timed(self.dtype, flops, moved, "gemm")
+
+    def _timed(self, dtype: str, flops: float, moved: float, kind: Work) -> float:
+        seconds = work_seconds(self.hardware, dtype, flops, moved, kind)
+        self.seconds += seconds
+        if seconds > work_seconds(self.hardware, dtype, flops, 0.0, kind):
+            self.memory_seconds += seconds
+        return seconds

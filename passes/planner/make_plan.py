@@ -29,16 +29,15 @@ ROUNDING = 1e-3
 
 NO_PROFILE = "no hardware profile"
 GIVEN = "given"
+_PLAIN = Machine()
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """The machine of a problem: what its profile is called and where its figures come from, and how copies and
-    computation act together on it."""
+    """What the profile of a machine is called, and where its figures come from."""
 
     name: str
     sources: str
-    machine: Machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +45,8 @@ class PlanningProblem:
     """The input of the planner.
 
     phases        one step, in order; `LayerPhase.number` tells the layer of a bank. Without `profile` seconds are 0
-    resting       bytes on the device whatever is decided: dense weights, shards, staging buffers, activations;
-                  None: not known
+    machine       how copies and computation act together, as far as that is known
+    resting       bytes on the device whatever is decided: dense weights, staging buffers, activations; None: not known
     budget_bytes  that may be used on the device; None: no limit was given, so that nothing but `resident` stays
     resident      positions of phases that stay, where that is decided already
     slots         of the ring, where that is decided already; `most_slots` where it is not
@@ -61,6 +60,7 @@ class PlanningProblem:
     resting: DeviceMemory | None
     batch: int = 0
     sequence: int = 0
+    machine: Machine = _PLAIN
     profile: Profile | None = None
     budget_bytes: float | None = None
     resident: tuple[int, ...] | None = None
@@ -90,15 +90,18 @@ def make_plan(problem: PlanningProblem) -> MadePlan:
     schedule, why = _decide(problem)
     simulation = None
     if problem.profile is not None:
-        simulation = simulate_phases(problem.phases, schedule.slots, schedule.resident, problem.profile.machine)
-    memory = None
-    if problem.resting is not None:
-        memory = dataclasses.replace(
-            problem.resting,
-            resident_bytes=problem.resting.resident_bytes + schedule.resident_bytes,
-            slot_bytes=problem.resting.slot_bytes + schedule.slots * schedule.slot_bytes,
-        )
+        simulation = simulate_phases(problem.phases, schedule.slots, schedule.resident, problem.machine)
+    memory = None if problem.resting is None else device_memory(problem.resting, schedule)
     return MadePlan(_decisions(problem, schedule, simulation, memory, why), schedule, simulation, memory)
+
+
+def device_memory(resting: DeviceMemory, schedule: RingSchedule) -> DeviceMemory:
+    """Bytes on one device by `schedule`, where `resting` is there whatever is decided."""
+    return dataclasses.replace(
+        resting,
+        resident_bytes=resting.resident_bytes + schedule.resident_bytes + schedule.shard_bytes,
+        slot_bytes=resting.slot_bytes + schedule.slots * schedule.slot_bytes,
+    )
 
 
 def _decide(problem: PlanningProblem) -> tuple[RingSchedule, dict[str, str]]:
@@ -111,44 +114,40 @@ def _decide(problem: PlanningProblem) -> tuple[RingSchedule, dict[str, str]]:
         return ring_schedule(phases, slots, problem.resident or ()), why
     room = int(problem.budget_bytes - (0.0 if problem.resting is None else problem.resting.peak_bytes))
     if problem.profile is None:
-        resident, slots = _filled_evenly(phases, room, problem.slots)
+        resident, slots = _filled_evenly(phases, room, problem.slots, problem.machine.fills_ahead)
         source = f"{STRUCTURAL}: {problem.unknown}; as many layers stay as fit, spread evenly"
         why = {"resident_layers": source, "slots": GIVEN if problem.slots is not None else f"{STRUCTURAL}"}
         return ring_schedule(phases, slots, resident), why
-    found: RingSchedule = search_schedule(phases, room, problem.most_slots, slots=problem.slots)
+    found: RingSchedule = search_schedule(phases, room, problem.most_slots, problem.slots, problem.machine)
     if problem.slots is None:
         found = _with_second_slot(problem, found, room)
     searched = f"searched: the least exposed time within the budget, with profile {problem.profile.name}"
     return found, {"resident_layers": searched, "slots": GIVEN if problem.slots is not None else searched}
 
 
-def _filled_evenly(phases: Sequence[LayerPhase], room: int, slots: int | None) -> tuple[tuple[int, ...], int]:
+def _filled_evenly(
+    phases: Sequence[LayerPhase], room: int, slots: int | None, fills_ahead: bool
+) -> tuple[tuple[int, ...], int]:
     """Positions that stay, spread evenly, beside `slots` slots: two, or one where two do not fit.
 
-    Slots fill across steps, so no layer is the first of a steady stream: what counts is that every streamed bank has
-    computation before it to hide behind, as much as the others.
+    Where slots fill across steps, no layer is the first of a steady stream: what counts is that every streamed bank has
+    computation before it to hide behind, as much as the others. Else the first layers have none, and one stays there.
     """
     banks = streamed_phases(phases)
+    spreads = [spread_evenly(banks, number, fills_ahead) for number in range(len(banks) + 1)]
     for count in (DEFAULT_SLOTS, 1) if slots is None else (slots,):
-        resident: list[int] = []
         # The even spread for as many as fit; what a smaller bank leaves is filled up.
-        wanted = max(
-            (number for number in range(len(banks) + 1) if _fits(phases, banks, number, count, room)), default=-1
-        )
-        if wanted < 0:
+        fitting = [spread for spread in spreads if ring_schedule(phases, count, spread).memory_bytes <= room]
+        if not fitting:
             continue
-        resident = spread_evenly(banks, wanted)
+        resident = fitting[-1]
         for place in banks:
             if place not in resident and ring_schedule(phases, count, [*resident, place]).memory_bytes <= room:
                 resident.append(place)
         return tuple(sorted(resident)), min(count, len(banks) - len(resident))
-    needed = ring_schedule(phases, slots or 1, ()).memory_bytes
+    needed = min(ring_schedule(phases, slots or 1, spread).memory_bytes for spread in spreads)
     held = "one slot" if slots in (None, 1) else f"{slots} slots"
-    raise BudgetError(room, f"{held} for the largest bank", needed)
-
-
-def _fits(phases: Sequence[LayerPhase], banks: Sequence[int], number: int, slots: int, room: int) -> bool:
-    return ring_schedule(phases, slots, spread_evenly(banks, number)).memory_bytes <= room
+    raise BudgetError(room, f"resident banks, shards and {held} for the others", needed)
 
 
 def _with_second_slot(problem: PlanningProblem, found: RingSchedule, room: int) -> RingSchedule:
@@ -158,13 +157,17 @@ def _with_second_slot(problem: PlanningProblem, found: RingSchedule, room: int) 
     """
     if found.slots != 1 or problem.most_slots < 2 or len(found.order) < 1:
         return found
-    resident = found.resident if found.memory_bytes + found.slot_bytes <= room else found.resident[:-1]
-    changed = ring_schedule(problem.phases, 2, resident)
-    if changed.memory_bytes > room:
-        return found
-    assert problem.profile is not None
+    # With shards on the device, a bank that leaves frees less than a slot takes.
+    changed = next(
+        (
+            schedule
+            for count in range(len(found.resident), -1, -1)
+            if (schedule := ring_schedule(problem.phases, 2, found.resident[:count])).memory_bytes <= room
+        ),
+        found,
+    )
     before, after = (
-        simulate_phases(problem.phases, one.slots, one.resident, problem.profile.machine).step_seconds
+        simulate_phases(problem.phases, one.slots, one.resident, problem.machine).step_seconds
         for one in (found, changed)
     )
     return found if after > before * (1 + ROUNDING) else changed
@@ -186,7 +189,9 @@ def _decisions(
         predicted = f"predicted: with profile {problem.profile.name} ({problem.profile.sources})"
     sources = {
         **why,
-        "threshold_tokens": predicted if problem.threshold is not None else f"not known: {problem.unknown}",
+        "threshold_tokens": predicted
+        if problem.threshold is not None
+        else f"not known: {problem.unknown or 'it is predicted from the sizes of layers, which are not known'}",
         "step_seconds": predicted,
         "memory": "not known: a graph does not tell what else is on the device"
         if memory is None

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
+from moepass.models.formulas.expert_placement import largest_shard_bytes
 from moepass.models.formulas.layers import flops_per_token
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
-from moepass.models.homes import home_named
+from moepass.models.homes import COLLECTIVE, PULL, home_named
 from moepass.models.sizes.architecture import Layer
 from moepass.passes.ir.decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, without_emulation
@@ -18,8 +20,9 @@ from moepass.passes.machine.layer_times import LayerSeconds, Sequences, head_sec
 from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
 from moepass.passes.planner.phases import LayerPhase
+from moepass.passes.planner.schedule_search import least_bank_bytes
 from moepass.passes.planner.simulate import Machine
-from moepass.passes.planner.strategies import Setting, activations_bytes, banks_bytes, resident_cost
+from moepass.passes.planner.strategies import Setting, activations_bytes, resident_cost
 
 # Of the threshold and its rate; a few are enough.
 _MOST_ROUNDS = 50
@@ -56,7 +59,8 @@ def model_problem(
         resting=resting_memory(setting, home) if resting is None else resting,
         batch=setting.sequences.count,
         sequence=setting.sequences.length,
-        profile=profile_of(setting.hardware, streaming_machine(setting, home)),
+        machine=streaming_machine(setting, home),
+        profile=profile_of(setting.hardware),
         budget_bytes=setting.budget_bytes if math.isfinite(setting.budget_bytes) else None,
         resident=None
         if stay is None
@@ -67,10 +71,10 @@ def model_problem(
     )
 
 
-def profile_of(hardware: Hardware, machine: Machine) -> Profile:
+def profile_of(hardware: Hardware) -> Profile:
     """The profile as plans name it."""
     sources = sorted({text.partition(":")[0] for text in hardware.sources().values()})
-    return Profile(hardware.name, ", ".join(sources), machine)
+    return Profile(hardware.name, ", ".join(sources))
 
 
 def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
@@ -78,12 +82,19 @@ def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
     phases: list[LayerPhase] = []
     seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
     banks = {layer: bank_transfer(setting, layer, home) for layer in seconds}
+    shards = {layer: device_shard_bytes(setting, layer, home) for layer in seconds}
     for index, layer in enumerate(setting.architecture.layers):
         name, (nbytes, transfer) = f"layer {index}", banks[layer]
         phases.append(LayerPhase(f"{name} attention", name, seconds[layer].attention, number=index))
         phases.append(
             LayerPhase(
-                f"{name} {'experts' if nbytes else 'mlp'}", name, seconds[layer].mlp, nbytes, transfer, number=index
+                f"{name} {'experts' if nbytes else 'mlp'}",
+                name,
+                seconds[layer].mlp,
+                nbytes,
+                transfer,
+                number=index,
+                shard_bytes=shards[layer],
             )
         )
     head = head_seconds(setting.hardware, setting.architecture, setting.sequences, setting.dtype)
@@ -114,47 +125,69 @@ def _reached_rate(setting: Setting, layer: Layer, tokens: int) -> float:
 
 
 def least_memory_bytes(setting: Setting, home: str) -> float:
-    """The least that asyncep needs on one device: what rests there, activations, and one slot."""
+    """The least that asyncep needs on one device: what rests there, shards, activations, and one slot."""
     if home == "device":
         return resident_cost(setting).memory_bytes
-    largest = max(bank_transfer(setting, layer, home)[0] for layer in setting.architecture.layer_counts)
-    return resting_memory(setting, home).peak_bytes + largest
+    return resting_memory(setting, home).peak_bytes + least_bank_bytes(model_phases(setting, home))
 
 
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
-    """Bytes that every schedule needs: dense weights, this rank's shards or staging buffers, activations."""
-    dense, activations = setting.dense_bytes, activations_bytes(setting)
-    record = home_named(home)
-    shards = banks_bytes(setting) / setting.ranks if record.keeps_shards_on_device else 0.0
-    largest = max(link_bytes(setting, layer) for layer in setting.architecture.layer_counts)
-    staging_bytes = record.staging_buffers * largest / setting.ranks
-    return DeviceMemory(dense + shards, staging_bytes, activations)
+    """Bytes that every schedule needs: dense weights, staging buffers, activations."""
+    shards = [_largest_shard_bytes(setting, layer) for layer in setting.architecture.layer_counts]
+    buffers = home_named(home).staging_buffers
+    return resting_bytes(setting.dense_bytes, shards, buffers, activations_bytes(setting))
+
+
+def resting_bytes(
+    dense_bytes: float, shard_bytes: Iterable[int], staging_buffers: int, activation_bytes: float = 0.0
+) -> DeviceMemory:
+    """The same, of a model with these shards: a staging buffer is as large as the largest of them."""
+    return DeviceMemory(dense_bytes, float(staging_buffers * max(shard_bytes, default=0)), activation_bytes)
+
+
+def device_shard_bytes(setting: Setting, layer: Layer, home: str) -> int:
+    """Bytes of the largest shard of a layer's bank, where it rests on the device; else 0."""
+    return _largest_shard_bytes(setting, layer) if home_named(home).keeps_shards_on_device else 0
+
+
+def _largest_shard_bytes(setting: Setting, layer: Layer) -> int:
+    if layer.experts is None:
+        return 0
+    return largest_shard_bytes(setting.bank(layer.experts).home_bytes, layer.experts.count, setting.ranks)
 
 
 def streaming_machine(setting: Setting, home: str) -> Machine:
-    """How copies and computation act together.
-
-    Copies slow GEMMs and memory passes down by different factors: their mean over the model. An emulated link is
-    busy for longer than it copies, and slows nothing down while it waits: the mean over that time too.
-    """
+    """How copies and computation act together, in the mean over the model's layers."""
     kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
     total = sum(count * seconds.total for count, seconds in kinds)
     passes = sum(count * (seconds.attention_passes + seconds.mlp_passes) for count, seconds in kinds)
-    overlap = setting.hardware.overlap
-    slowdown = (overlap.gemm.value * (total - passes) + overlap.memory.value * passes) / total
-    on_host = setting.hardware.device_kind == "cpu"
-    layer = setting.architecture.typical_moe_layer
-    nbytes, (_, transfer) = link_bytes(setting, layer), bank_transfer(setting, layer, home)
-    true = without_emulation(setting.hardware)
-    copying = gather_seconds(true, nbytes, home)
-    if on_host:
+    nbytes = link_bytes(setting, setting.architecture.typical_moe_layer)
+    return machine_beside_copies(setting.hardware, home, setting.transport, nbytes, passes / total)
+
+
+def machine_beside_copies(
+    hardware: Hardware, home: str, transport: str, link_bytes: float, memory_share: float
+) -> Machine:
+    """How copies of banks of `link_bytes` and computation act together.
+
+    Copies slow GEMMs and memory traffic down by different factors, of which `memory_share` of the computation's time is
+    the second: their mean. An emulated link is busy for longer than it copies, and slows nothing down while it waits:
+    the mean over that time too.
+    """
+    overlap = hardware.overlap
+    slowdown = overlap.gemm.value * (1 - memory_share) + overlap.memory.value * memory_share
+    on_host = hardware.device_kind == "cpu"
+    true = without_emulation(hardware)
+    transfer = gather_seconds(hardware, link_bytes, home, transport)
+    copying = gather_seconds(true, link_bytes, home, transport)
+    if on_host and transport == PULL:
         # A processor that computes makes one copy after the other; devices have an engine for each link.
-        copying = sum(link_seconds(true, nbytes, home))
+        copying = sum(link_seconds(true, link_bytes, home))
     copied_part = min(1.0, copying / transfer) if transfer else 0.0
     return Machine(
         copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part,
         host_runs_ahead=not on_host,
-        fills_ahead=setting.transport != "collective",
+        fills_ahead=transport != COLLECTIVE,
     )
 
 

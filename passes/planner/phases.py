@@ -20,7 +20,8 @@ class LayerPhase:
 
     `bank_bytes` is 0 where it reads none: attention, a dense layer. `transfer_seconds` is what it takes to bring the
     bank into a slot. Banks with the same `link` come one after the other, over different links side by side. `number`
-    is that of the layer, -1 where it has none.
+    is that of the layer, -1 where it has none. `shard_bytes` are those of this rank's shard on the device, which a bank
+    has there only where it is streamed: one that stays is there as a whole.
     """
 
     name: str
@@ -30,6 +31,12 @@ class LayerPhase:
     transfer_seconds: float = 0.0
     link: str = COPY
     number: int = -1
+    shard_bytes: int = 0
+
+    @property
+    def stay_bytes(self) -> int:
+        """What the bank takes more where it stays, slots left out of account."""
+        return self.bank_bytes - self.shard_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +90,7 @@ def streamed_phases(phases: Sequence[LayerPhase], resident: Collection[int] = ()
 class RingSchedule:
     """`resident` and `order` are positions of phases: the banks that stay, and the others in the order of need.
 
-    The others pass through `slots` slots of `slot_bytes`.
+    The others pass through `slots` slots of `slot_bytes`, and their shards take `shard_bytes`.
     """
 
     slots: int
@@ -91,6 +98,7 @@ class RingSchedule:
     resident: tuple[int, ...]
     order: tuple[int, ...]
     resident_bytes: int
+    shard_bytes: int
 
     @property
     def distance(self) -> int:
@@ -99,7 +107,7 @@ class RingSchedule:
 
     @property
     def memory_bytes(self) -> int:
-        return self.resident_bytes + self.slots * self.slot_bytes
+        return self.resident_bytes + self.shard_bytes + self.slots * self.slot_bytes
 
 
 def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection[int]) -> RingSchedule:
@@ -111,6 +119,7 @@ def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection
         resident=tuple(sorted(resident)),
         order=order,
         resident_bytes=sum(phases[place].bank_bytes for place in resident),
+        shard_bytes=sum(phases[place].shard_bytes for place in order),
     )
 
 

@@ -14,16 +14,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_phases
+from moepass.passes.planner.simulation_engine import Machine
 
 # Below this many schedules all are tried; above it, as many as this at most. 94 layers take about 0.3 ms each.
 MOST_TRIED = 1500
 _PERIODS = 12
 # Relative: what is smaller is rounding.
 _EPSILON = 1e-9
+_PLAIN = Machine()
 
 
 class BudgetError(PlanError):
@@ -39,32 +42,17 @@ class BudgetError(PlanError):
         self.needed_bytes = needed_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class FoundSchedule(RingSchedule):
-    """The best schedule that was found.
-
-    `least_exposed_seconds` is a bound that no schedule within the budget can beat, from the longest path and the time
-    that link and slots are busy. `tried` schedules were compared; with `is_exhaustive` there are no others.
-    """
-
-    step_seconds: float
-    exposed_seconds: float
-    least_exposed_seconds: float
-    tried: int
-    is_exhaustive: bool
-
-
 def search_schedule(
     phases: Sequence[LayerPhase],
     memory_bytes: int,
     most_slots: int = 4,
-    most_tried: int = MOST_TRIED,
     slots: int | None = None,
-) -> FoundSchedule:
-    """The best schedule of `phases` whose resident banks and slots take `memory_bytes` together at most.
+    machine: Machine = _PLAIN,
+) -> RingSchedule:
+    """The best schedule of `phases` whose resident banks, shards and slots take `memory_bytes` together at most.
 
     There are `slots` slots, or up to `most_slots` where that is None, but no more than banks to stream. Times are those
-    of a steady state over one link, in which copies do not slow computation down.
+    of a steady state over one link, on a `machine` that issues steps in no time.
 
     Raises BudgetError where not even one slot, or `slots` of them, fit; ValueError where there may be no slot or there
     are several links.
@@ -75,26 +63,38 @@ def search_schedule(
     links = {phases[place].link for place in streamed_phases(phases)}
     if len(links) > 1:
         raise ValueError(f"banks come over {len(links)} links, {', '.join(sorted(links))}; the search knows one")
-    search = _Search(phases, memory_bytes, counts, most_tried)
+    search = _Search(phases, memory_bytes, counts, machine)
     if search.fits(counts[0], frozenset(search.banks)):
-        return search.all_resident()
-    least = min(search.memory(counts[0], frozenset(must_stay)) for must_stay in search.largest_first())
+        return ring_schedule(phases, 0, search.banks)
+    least = search.least_memory()
     if memory_bytes < least:
         held = "one slot" if counts[0] == 1 else f"{counts[0]} slots"
-        raise BudgetError(memory_bytes, f"resident banks and {held} for the others", least)
+        raise BudgetError(memory_bytes, f"resident banks, shards and {held} for the others", least)
     return search.run()
 
 
-def spread_evenly(places: Sequence[int], count: int) -> list[int]:
-    """`count` of `places`, so that as many of the others lie between two of them everywhere."""
-    return [places[(2 * index + 1) * len(places) // (2 * count)] for index in range(count)]
+def least_bank_bytes(phases: Sequence[LayerPhase], slots: int = 1) -> int:
+    """The least that banks, shards and `slots` slots take on the device, whatever stays."""
+    return _Search(phases, 0, range(slots, slots + 1)).least_memory()
 
 
-def steady_step(phases: Sequence[LayerPhase], slots: int, resident: frozenset[int]) -> tuple[float, list[float]]:
+def spread_evenly(places: Sequence[int], count: int, fills_ahead: bool = True) -> list[int]:
+    """`count` of `places`, so that as many of the others lie between two of them everywhere.
+
+    Where nothing `fills_ahead`, the first of them is the first of `places`.
+    """
+    shift = 1 if fills_ahead else 0
+    return [places[(2 * index + shift) * len(places) // (2 * count)] for index in range(count)]
+
+
+def steady_step(
+    phases: Sequence[LayerPhase], slots: int, resident: frozenset[int], machine: Machine = _PLAIN
+) -> tuple[float, list[float]]:
     """Seconds of a step in the steady state, and how long each phase waits for its bank in the last one looked at.
 
-    The same as `simulate_phases` gives for one link and no slowdown, by a recurrence that is quicker: copy k ends its
-    transfer after copy k - 1 and after release k - slots.
+    The same as `simulate_phases` gives for one link and a host that issues steps in no time, by a recurrence that is
+    quicker: copy k ends its transfer after copy k - 1 and after release k - slots, and where nothing is filled ahead it
+    does not start before its run.
     """
     # For each streamed phase: compute in front of it, and its own. Then what follows the last one.
     places = streamed_phases(phases, resident)
@@ -115,30 +115,66 @@ def steady_step(phases: Sequence[LayerPhase], slots: int, resident: frozenset[in
     if not count:
         return gap, waits
     slots = min(slots, count)
-    released: list[float] = []
+    fills_ahead, slowdown = machine.fills_ahead, machine.copy_slowdown
     link = now = 0.0
-    ends: list[float] = [0.0]
+    ready: deque[float] = deque()
+    busy: deque[tuple[float, float]] = deque()
+    ends = [0.0]
     previous: list[float] = []
+
+    def copy(turn: int) -> None:
+        """Into a slot that is free now."""
+        nonlocal link
+        begun = link if link > now else now
+        link = begun + transfers[turn % count]
+        ready.append(link)
+        if slowdown > 1:
+            busy.append((begun, link))
+
     for period in range(_PERIODS):
-        base = period * count
+        if not (period and fills_ahead):
+            for turn in range(slots):
+                copy(turn)
         for index in range(count):
-            now += before[index]
-            turn = base + index
-            free = released[turn - slots] if turn >= slots else 0.0
-            link = ready = (link if link > free else free) + transfers[index]
-            waits[places[index]] = ready - now if ready > now else 0.0
-            if ready > now:
-                now = ready
-            now += inside[index]
-            released.append(now)
-        now += gap
+            now = _worked(now, before[index], busy, slowdown)
+            there = ready.popleft()
+            waits[places[index]] = there - now if there > now else 0.0
+            if there > now:
+                now = there
+            now = _worked(now, inside[index], busy, slowdown)
+            if fills_ahead or index + slots < count:
+                copy(index + slots)
+        now = _worked(now, gap, busy, slowdown)
         ends.append(now)
-        state = [now - link] + [now - moment for moment in released[-slots:]]
-        if period and all(abs(one - other) <= _EPSILON * now for one, other in zip(state, previous, strict=True)):
+        if not fills_ahead:
+            return now, waits  # nothing is left over for the next run
+        state = [now - link, *(moment - now for moment in ready), *(now - begun for begun, _ in busy)]
+        if len(state) == len(previous) and all(
+            abs(one - other) <= _EPSILON * now for one, other in zip(state, previous, strict=True)
+        ):
             return ends[-1] - ends[-2], waits
         previous = state
     half = _PERIODS // 2
     return (ends[-1] - ends[half]) / (_PERIODS - half), waits
+
+
+def _worked(now: float, seconds: float, busy: deque[tuple[float, float]], slowdown: float) -> float:
+    """When computation of `seconds` ends that begins now: it takes `slowdown` times as long while the link is busy."""
+    while busy and seconds > 0:
+        begun, ended = busy[0]
+        if ended <= now:
+            busy.popleft()
+            continue
+        if begun >= now + seconds:
+            break
+        if begun > now:
+            seconds -= begun - now
+            now = begun
+        if now + seconds * slowdown <= ended:
+            return now + seconds * slowdown
+        seconds -= (ended - now) / slowdown
+        now = ended
+    return now + seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +195,10 @@ class _Tried:
 
 
 class _Search:
-    def __init__(self, phases: Sequence[LayerPhase], memory_bytes: int, counts: range, most_tried: int) -> None:
-        self.phases, self.memory_bytes, self.most_tried = phases, memory_bytes, most_tried
+    def __init__(
+        self, phases: Sequence[LayerPhase], memory_bytes: int, counts: range, machine: Machine = _PLAIN
+    ) -> None:
+        self.phases, self.memory_bytes, self.machine = phases, memory_bytes, machine
         self.counts = counts
         self.banks = streamed_phases(phases)
         self.compute_seconds = sum(phase.compute_seconds for phase in phases)
@@ -174,14 +212,20 @@ class _Search:
 
     # ---- Memory
 
-    def bytes_of(self, places: Iterable[int]) -> int:
-        return sum(self.phases[place].bank_bytes for place in places)
+    def _seconds_per_byte(self, place: int) -> float:
+        """What a bank that stays saves of the link, for the memory that it takes more."""
+        return self.phases[place].transfer_seconds / max(1, self.phases[place].stay_bytes)
 
     def memory(self, slots: int, resident: frozenset[int]) -> int:
         return ring_schedule(self.phases, slots, resident).memory_bytes
 
     def fits(self, slots: int, resident: frozenset[int]) -> bool:
         return self.memory(slots, resident) <= self.memory_bytes
+
+    def least_memory(self) -> int:
+        # Beside shards, all banks may take less than shards and slots do.
+        stays = (*self.largest_first(), self.banks)
+        return min(self.memory(self.counts[0], frozenset(stay)) for stay in stays)
 
     def largest_first(self) -> Iterator[list[int]]:
         """The smallest resident set for each size that a slot can have: everything that is larger stays."""
@@ -207,13 +251,14 @@ class _Search:
         stay = frozenset(must_stay)
         room = float(self.memory_bytes - self.memory(slots, stay))
         if room < 0:
-            return math.inf
+            # Beside shards, few streamed banks in as many slots may fit where more in no more slots do not.
+            return 0.0 if self.counts[0] > 1 else math.inf
         total = 0.0
         streamed = [self.phases[place] for place in self.banks if place not in stay]
-        for phase in sorted(streamed, key=lambda phase: value(phase) / phase.bank_bytes, reverse=True):
-            part = min(1.0, room / phase.bank_bytes)
+        for phase in sorted(streamed, key=lambda phase: value(phase) / max(1, phase.stay_bytes), reverse=True):
+            part = 1.0 if phase.stay_bytes <= room else room / phase.stay_bytes
             total += (1 - part) * value(phase)
-            room -= part * phase.bank_bytes
+            room -= part * phase.stay_bytes
         return total
 
     def pace(self, slots: int, resident: frozenset[int]) -> float:
@@ -225,12 +270,7 @@ class _Search:
 
     # ---- Trying
 
-    def all_resident(self) -> FoundSchedule:
-        self._try(1, frozenset(self.banks))
-        self.least = self.compute_seconds
-        return self._found()
-
-    def run(self) -> FoundSchedule:
+    def run(self) -> RingSchedule:
         self.least = self.least_step()
         for slots in self.counts:
             for resident in self._resident_sets(slots):
@@ -240,12 +280,13 @@ class _Search:
                     break
         if not self.is_exhaustive:
             self._exchange()
-        return self._found()
+        assert self.best is not None
+        return ring_schedule(self.phases, self.best.slots, self.best.resident)
 
     @property
     def is_done(self) -> bool:
         """Nothing can be faster than the best so far, or enough was tried."""
-        if self.tried >= self.most_tried:
+        if self.tried >= MOST_TRIED:
             self.is_exhaustive = False
             return True
         assert self.best is not None
@@ -253,7 +294,7 @@ class _Search:
 
     def _try(self, slots: int, resident: frozenset[int]) -> _Tried:
         self.tried += 1
-        step, waits = steady_step(self.phases, slots, resident)
+        step, waits = steady_step(self.phases, slots, resident, self.machine)
         moved = sum(self.phases[place].transfer_seconds for place in self.streamed(resident))
         found = _Tried(step, moved, slots, resident, tuple(waits))
         if found.is_better_than(self.best):
@@ -264,7 +305,7 @@ class _Search:
 
     def _resident_sets(self, slots: int) -> Iterator[frozenset[int]]:
         """Sets to which no further bank can be added: what stays never makes a step slower."""
-        if 2 ** min(len(self.banks), 64) * len(self.counts) <= self.most_tried:
+        if 2 ** min(len(self.banks), 64) * len(self.counts) <= MOST_TRIED:
             subsets = (
                 frozenset(chosen)
                 for size in range(len(self.banks), -1, -1)
@@ -280,31 +321,32 @@ class _Search:
         for must_stay in self.largest_first():
             for ranking in self._rankings(slots, frozenset(must_stay)):
                 resident = frozenset(must_stay)
-                if not self.fits(slots, resident):
-                    continue
                 for place in ranking:
-                    if place not in resident and self.fits(slots, resident | {place}):
+                    if place not in resident and (
+                        self.fits(slots, resident | {place}) or not self.fits(slots, resident)
+                    ):
                         resident |= {place}
-                yield resident
+                if self.fits(slots, resident):
+                    yield resident
 
     def _rankings(self, slots: int, must_stay: frozenset[int]) -> Iterator[list[int]]:
         """In which order banks are made resident while there is room."""
         movable = [place for place in self.banks if place not in must_stay]
-        yield sorted(movable, key=lambda place: -self.phases[place].transfer_seconds / self.phases[place].bank_bytes)
+        yield sorted(movable, key=self._seconds_per_byte, reverse=True)
         # Evenly spread, so that each streamed bank has as much computation to hide behind as the others.
         room = self.memory_bytes - self.memory(slots, must_stay)
-        size = max(self.bytes_of(movable) // len(movable), 1) if movable else 1
-        count = min(len(movable), room // size)
-        yield spread_evenly(movable, count) + movable
+        size = max(sum(self.phases[place].stay_bytes for place in movable) // len(movable), 1) if movable else 1
+        count = max(0, min(len(movable), room // size))
+        yield spread_evenly(movable, count, self.machine.fills_ahead) + movable
         yield movable
         yield movable[::-1]
         yield sorted(movable, key=lambda place: self.phases[place].compute_seconds)
         # Where the transfers wait, one after the other.
         ranking: list[int] = []
-        while len(ranking) < count and self.tried < self.most_tried // 2:
+        while len(ranking) < count and self.tried < MOST_TRIED // 2:
             resident = must_stay | frozenset(ranking)
             self.tried += 1
-            _, waits = steady_step(self.phases, slots, resident)
+            _, waits = steady_step(self.phases, slots, resident, self.machine)
             worst = max(self.streamed(resident), key=lambda place: (waits[place], self.phases[place].transfer_seconds))
             if not waits[worst]:
                 break
@@ -320,7 +362,7 @@ class _Search:
 
     def _first_better(self, best: _Tried) -> _Tried | None:
         for neighbour in self._neighbours(best):
-            if self.tried >= self.most_tried:
+            if self.tried >= MOST_TRIED:
                 return None
             if not self.fits(*neighbour):
                 continue
@@ -346,7 +388,7 @@ class _Search:
         self, slots: int, resident: frozenset[int], entering: int | None, leaving: int | None
     ) -> frozenset[int]:
         """`resident` with one bank more, or one less, and as many of the others as fit then."""
-        value = {place: self.phases[place].transfer_seconds / self.phases[place].bank_bytes for place in self.banks}
+        value = {place: self._seconds_per_byte(place) for place in self.banks}
         changed = resident - {leaving} | ({entering} if entering is not None else set())
         for place in sorted(changed - {entering}, key=value.__getitem__):
             if self.fits(slots, changed):
@@ -356,15 +398,3 @@ class _Search:
             if self.fits(slots, changed | {place}):
                 changed |= {place}
         return changed
-
-    def _found(self) -> FoundSchedule:
-        best = self.best
-        assert best is not None
-        return FoundSchedule(
-            **vars(ring_schedule(self.phases, best.slots, best.resident)),
-            step_seconds=best.step_seconds,
-            exposed_seconds=max(0.0, best.step_seconds - self.compute_seconds),
-            least_exposed_seconds=max(0.0, self.least - self.compute_seconds),
-            tried=self.tried,
-            is_exhaustive=self.is_exhaustive,
-        )

@@ -9,11 +9,16 @@ from moepass.passes.ir.decisions import Decisions
 from moepass.runtime.execute.run_clock import MeasuredRuns
 
 NOT_MEASURED = "not measured"
+# torch counts for the process and the device, not for a graph.
+_PEAK = "the most since the process began: loading, compiling and other models on the device are part of it"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportedFigure:
-    """A number as the planner predicts it and as it was measured; None with the reason in `predicted_by` or `note`."""
+    """A number as the planner predicts it and as it was measured; None with the reason in `predicted_by` or `note`.
+
+    `note` also says what a measured number includes beside the run.
+    """
 
     name: str
     unit: str
@@ -30,7 +35,9 @@ class ReportedFigure:
     def __str__(self) -> str:
         predicted = self._text(self.predicted, self.predicted_by)
         off = "" if self.off is None else f", {self.off:+.1%} off"
-        return f"{self.name}: predicted {predicted}, measured {self._text(self.measured, self.note)}{off}"
+        included = f" ({self.note})" if self.note and self.measured is not None else ""
+        measured = self._text(self.measured, self.note)
+        return f"{self.name}: predicted {predicted}, measured {measured}{off}{included}"
 
     def _text(self, value: float | None, reason: str) -> str:
         if value is None:
@@ -76,13 +83,15 @@ def run_report(
     """
     memory = decisions.memory
     seconds_by, bytes_by = decisions.source("step_seconds"), decisions.source("memory")
-    waiting = "" if measured.runs else f"{NOT_MEASURED}: no run yet behind the first one"
+    waiting = f"{NOT_MEASURED}: no run yet behind the first one"
     untold = f"{NOT_MEASURED}: torch does not count what is allocated on a CPU"
 
     def seconds(name: str, predicted: float | None, taken: float | None) -> ReportedFigure:
-        return ReportedFigure(name, "s", predicted, taken, seconds_by, waiting)
+        return ReportedFigure(name, "s", predicted, taken, seconds_by, "" if taken is not None else waiting)
 
-    def held(name: str, predicted: float | None, taken: int | None, note: str = waiting) -> ReportedFigure:
+    def held(name: str, predicted: float | None, taken: int | None, missing: str = waiting) -> ReportedFigure:
+        is_peak = taken is not None and missing == untold
+        note = _PEAK if is_peak else "" if taken is not None else missing
         return ReportedFigure(name, "B", predicted, taken, bytes_by, note)
 
     weights, slots = weight_bytes, measured.slot_bytes

@@ -42,6 +42,7 @@ from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import home_named
 from moepass.passes.machine.hardware import Hardware
+from moepass.runtime.banks.whole_models import keep_whole_model_store, whole_model_store
 from moepass.runtime.homes.disk.disk_home import streams_as_it_is
 from moepass.runtime.homes.peer_home import weights_digest
 from moepass.runtime.homes.peers import PeerGroup
@@ -52,8 +53,9 @@ from moepass.runtime.offload.offload import (
     BankedParameter,
     OffloadReport,
     expert_parameters,
+    expert_weights,
     find_expert_modules,
-    offload_experts,
+    move_experts,
     place_experts,
     resolve_device,
     split_layers,
@@ -122,32 +124,23 @@ def load_pretrained(
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
-            residents = Residents(resident_bytes, resident_layers)
-            plan = _plan(path, dtype, experts_implementation, residents)
-            if memory_budget is not None:
-                # As offload_experts will decide it: the weights that stay are read as dense ones are.
-                route = options.route(resolve_device(plan.model, device))
-                wish = PlanWish(memory_budget, hardware, tokens)
-                placement = place_experts(plan.model, wish, route, residents, slots)
-                plan = dataclasses.replace(plan, residents=placement.residents)
+            given = Residents(resident_bytes, resident_layers)
+            plan = _plan(path, dtype, experts_implementation)
+            compute_device = resolve_device(plan.model, device)
+            wish, route = PlanWish(memory_budget, hardware, tokens), options.route(compute_device)
+            placement = place_experts(plan.model, wish, route, given, slots)
+            # The weights that stay are read as dense ones are.
+            plan = dataclasses.replace(plan, residents=placement.residents)
             own_bytes = plan.own_bytes(rank, ranks, home_named(options.home).is_in_files)
             if meeting is not None:
-                deque(agree(meeting, _CHECKPOINT, plan.topics()), maxlen=0)
+                deque(agree(meeting, _CHECKPOINT, [*placement.topics, *plan.topics()]), maxlen=0)
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             plan.files.on_read = on_read
-            report = offload_experts(
-                plan.model,
-                options,
-                device,
-                slots,
-                resident_bytes,
-                resident_layers,
-                memory_budget,
-                hardware,
-                tokens,
-            )
+            report = move_experts(plan.model, options, compute_device, given, placement)
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
+            if not report.layers:  # its experts were read as dense weights are
+                keep_whole_model_store(expert_weights(plan.model), report.store)
             plan.files.close()
             plan.files.check()
     return plan.model
@@ -156,11 +149,14 @@ def load_pretrained(
 def offload_report(model: nn.Module) -> OffloadReport:
     """Homes and bytes of a model whose experts were offloaded. Raises InputError for any other model."""
     banked = [module for module in model.modules() if isinstance(module, BankedParameter)]
+    resident = tuple(find_expert_modules(model))
+    if not banked and (whole := whole_model_store(expert_weights(model))) is not None:
+        assert whole.placed is not None
+        return OffloadReport(whole, whole.placed.decisions.home, (), 0, 0, resident)
     if not banked:
         raise InputError(f"{type(model).__name__} has no offloaded experts; call offload_experts or load_pretrained")
     store = banked[0].store
     layers = tuple(bank.spec.name for bank in store.banks)
-    resident = tuple(find_expert_modules(model))
     home = store.banks[0].spec.home
     return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.staging_bytes)
 
@@ -229,11 +225,7 @@ class _Plan:
         dense = weights_digest(dict(sorted(samples.items())))
         self.files.close()
         checkpoint = "give every rank the same checkpoint"
-        layers = sorted(self.residents.layers) if self.residents.layers else list(self.residents.paths)
         return [
-            # First: they decide which weights count as dense.
-            Topic("resident_bytes", self.residents.nbytes, "give every rank the same resident_bytes"),
-            Topic("resident_layers", layers, "give every rank the same resident_layers"),
             Topic(f"{checkpoints.CONFIG_FILE} (a digest)", config, checkpoint),
             Topic(
                 "the tensors in the checkpoint (a digest of names, types and shapes)", self.files.digest(), checkpoint
@@ -242,7 +234,7 @@ class _Plan:
         ]
 
 
-def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str, residents: Residents) -> _Plan:
+def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str) -> _Plan:
     """Let transformers build the model from unread tensors. Raises CheckpointError and InputError."""
     folder = checkpoints.resolve_model(path)
     stamps = FileStamps(folder / name for name in (checkpoints.CONFIG_FILE, INDEX_FILE, _GENERATION_FILE))
@@ -277,7 +269,7 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
     check_loading(folder, info)
     _name_after(model, folder)
     model.requires_grad_(False)
-    return _Plan(folder, files, model.eval(), residents)
+    return _Plan(folder, files, model.eval(), Residents())
 
 
 def _check_options(dtype: object, progress: object) -> None:

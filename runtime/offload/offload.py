@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,13 +15,19 @@ from moepass.models.errors import InputError, OptionError
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import BankedParameter, bank_parameters, banked_parameters, move_as_a_whole
 from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.banks.whole_models import keep_whole_model_store
 from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.host_home import Packer
+from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.registry.home_options import BankRoute, HomeOptions
 from moepass.runtime.homes.registry.packers import make_packer, options_of
 from moepass.runtime.offload.placement import Placement, PlanWish, place
 from moepass.runtime.offload.residents import Residents
+from moepass.runtime.ranks.agree import agree
 from moepass.runtime.transfer.link import parse_link
+
+# What ranks compare first: what all of them decide their plans by.
+_PLAN = "plan of its layers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +76,11 @@ def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if expert_parameters(module)}
 
 
+def expert_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that form banks."""
+    return [value for module in find_expert_modules(model).values() for value in expert_parameters(module).values()]
+
+
 def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list[nn.Module]], tuple[str, ...]]:
     """Layers that move and layers that stay: the modules of each bank by path, and the paths of the `residents`.
 
@@ -85,7 +97,14 @@ def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list
 def place_experts(
     model: nn.Module, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
 ) -> Placement:
-    """Choose the layers of `model` that stay, and the number of slots. Raises as `place`."""
+    """What stays of `model` and how many slots there are. Raises as `place`, and OptionError for fewer than 1 slot."""
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
+        raise OptionError(
+            f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation",
+            name="slots",
+            value=slots,
+            expected="at least 1",
+        )
     banks = _in_banks(find_expert_modules(model))
     return place(
         model, {path: expert_parameters(modules[0]) for path, modules in banks.items()}, wish, route, residents, slots
@@ -155,17 +174,17 @@ def offload_experts(
         SharedMemoryError: ranks on this machine can have no memory in common. The model is then as it was.
     """
     options = options_of(home)
-    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
-        raise OptionError(
-            f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation",
-            name="slots",
-            value=slots,
-            expected="at least 1",
-        )
     given = Residents(resident_bytes, resident_layers)
     compute_device = resolve_device(model, device)
     route = options.route(compute_device)
     placement = place_experts(model, PlanWish(memory_budget, hardware, tokens), route, given, slots)
+    return move_experts(model, options, compute_device, given, placement)
+
+
+def move_experts(
+    model: nn.Module, options: HomeOptions, device: torch.device, given: Residents, placement: Placement
+) -> OffloadReport:
+    """`offload_experts` of a model for which `placement` was decided, where `given` was to stay. Raises as that."""
     banks, resident = split_layers(model, placement.residents)
     if resident and not banks and given.is_given:
         raise given.complaint(len(resident))
@@ -178,10 +197,13 @@ def offload_experts(
             "have, or one holds matrices with different numbers of experts"
         )
         raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
-    packer = make_packer(options, compute_device)
-    store = BankStore(compute_device, placement.slots, parse_link(options.link), packer.home)
+    packer = make_packer(options, device)
+    store = BankStore(device, placement.slots, parse_link(options.link), packer.home)
     store.placed = placement.placed
+    if isinstance(packer, PeerPacker):
+        deque(agree(packer.group.rendezvous, _PLAN, placement.topics), maxlen=0)
     if not banks:  # all of them fit into the memory budget
+        keep_whole_model_store(expert_weights(model), store)
         return OffloadReport(store, options.home, (), 0, 0, resident)
     with torch.inference_mode(False), torch.no_grad():
         packer.agree({path: expert_parameters(modules[0]) for path, modules in banks.items()})
@@ -191,6 +213,7 @@ def offload_experts(
         packer.connect(store.banks)
     if isinstance(packer.home.transport, CollectiveTransport):
         _mark_forwards(model, packer.home.transport)
+    keep_whole_model_store(expert_weights(model), None)
     staging_bytes = packer.home.staging_bytes
     return OffloadReport(store, options.home, tuple(banks), store.home_bytes, store.ring_bytes, resident, staging_bytes)
 
@@ -264,6 +287,6 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 __all__ = [
-    "BankedParameter", "OffloadReport", "check_device", "expert_parameters", "find_expert_modules", "offload_experts",
-    "place_experts", "resolve_device", "split_layers",
+    "BankedParameter", "OffloadReport", "check_device", "expert_parameters", "expert_weights", "find_expert_modules",
+    "move_experts", "offload_experts", "place_experts", "resolve_device", "split_layers",
 ]  # fmt: skip

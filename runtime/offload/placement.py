@@ -7,9 +7,11 @@ the machine: the profile that was given, else the one that `moepass calibrate` h
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from torch import nn
 
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
+from moepass.models.formulas.expert_placement import largest_shard_bytes
 from moepass.models.formulas.memory import bank_bytes
-from moepass.models.homes import home_named
+from moepass.models.homes import COLLECTIVE, home_named
 from moepass.models.limits import MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
 from moepass.models.sizes.families import from_config
@@ -27,15 +30,19 @@ from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_ranks
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
-from moepass.passes.planner.graph_problem import bank_phases, layer_numbers
+from moepass.passes.planner.graph_problem import bank_phases, layer_numbers, memory_source
 from moepass.passes.planner.make_plan import DEFAULT_SLOTS, NO_PROFILE, MadePlan, PlanningProblem, make_plan
-from moepass.passes.planner.model_problem import model_problem
+from moepass.passes.planner.model_problem import model_problem, resting_bytes
 from moepass.passes.planner.schedule_search import BudgetError
+from moepass.passes.planner.simulate import Machine
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
 from moepass.runtime.homes.registry.home_options import BankRoute
 from moepass.runtime.offload.residents import Residents
-from moepass.runtime.profiles.hardware_profiles import load_hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware, profile_json
 from moepass.runtime.profiles.stored_profiles import calibrate_command, stored_profile
+from moepass.runtime.ranks.agree import Topic
+
+logger = logging.getLogger("moepass")
 
 # One sequence of so many tokens is planned for where nobody says another number.
 DEFAULT_TOKENS = (1, 4096)
@@ -98,11 +105,13 @@ class PlanWish:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """`residents` stay as they are; the others stream through `slots` slots."""
+    """`residents` stay as they are; the others stream through `slots` slots. By `topics` ranks find out why theirs
+    differ."""
 
     residents: Residents
     slots: int
     placed: PlacedModel
+    topics: tuple[Topic, ...]
 
 
 def place(
@@ -133,16 +142,36 @@ def place(
         made.decisions,
         streamed,
         known.weights(),
+        made.schedule.resident_bytes + made.schedule.shard_bytes,
         known.dtype,
         known.architecture,
         known.hardware,
         route.transport,
         known.unknown,
     )
+    topics = tuple(_topics(wish, known.hardware, residents, slots))
     if slots is None:
         # A ring has no more slots than banks, whatever is asked for; banks may come later.
         slots = DEFAULT_SLOTS if budget is None else max(1, made.decisions.slots)
-    return Placement(Residents(paths=paths), slots, placed)
+    return Placement(Residents(paths=paths), slots, placed, topics)
+
+
+def _topics(wish: PlanWish, hardware: Hardware | None, residents: Residents, slots: int | None) -> Iterator[Topic]:
+    """What decides how layers are placed, from cause to effect; without a budget only what stays by name or bytes."""
+    budget, sequences = wish.budget_bytes, wish.sequences
+    machine = None
+    if hardware is not None:
+        machine = f"{hardware.name} ({hashlib.blake2b(profile_json(hardware), digest_size=8).hexdigest()})"
+    yield Topic("memory_budget in bytes", budget, "give every rank the same memory_budget")
+    decided = {
+        "tokens": ([sequences.count, sequences.length], "tokens"),
+        "slots": (slots, "slots"),
+        "the hardware profile (its name and a digest)": (machine, "hardware, or calibrate the machines anew"),
+    }
+    for name, (value, same) in decided.items():
+        yield Topic(name, None if budget is None else value, f"give every rank the same {same}")
+    yield Topic("resident_bytes", residents.nbytes, "give every rank the same resident_bytes")
+    yield Topic("resident_layers", sorted(residents.layers), "give every rank the same resident_layers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +181,7 @@ class _Known:
     wish: PlanWish
     route: BankRoute
     bank_bytes: dict[str, int]
+    shard_bytes: dict[str, int]
     numbers: dict[str, int]
     dense_bytes: int
     dtype: str
@@ -162,6 +192,8 @@ class _Known:
     @staticmethod
     def of(model: nn.Module, experts: Experts, wish: PlanWish, route: BankRoute) -> _Known:
         banks = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
+        counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
+        shards = {path: largest_shard_bytes(nbytes, counts[path], route.ranks) for path, nbytes in banks.items()}
         numbers = layer_numbers(banks)
         if len(set(numbers.values())) < len(numbers):  # several banks in one layer
             numbers = {path: place for place, path in enumerate(banks)}
@@ -174,14 +206,11 @@ class _Known:
         if hardware is not None or wish.budget_bytes is not None:
             architecture, why = _architecture(model, experts, numbers, dtype)
             unknown = unknown or why
-        return _Known(wish, route, banks, numbers, dense, dtype, architecture, hardware, unknown)
+        return _Known(wish, route, banks, shards, numbers, dense, dtype, architecture, hardware, unknown)
 
     def weights(self) -> DeviceMemory:
-        """What rests on the device in any case, but activations."""
-        keeps_shards = home_named(self.route.home).keeps_shards_on_device
-        shards = sum(self.bank_bytes.values()) / self.route.ranks if keeps_shards else 0.0
-        staging_bytes = self.route.staging_buffers * max(self.bank_bytes.values(), default=0) / self.route.ranks
-        return DeviceMemory(self.dense_bytes + shards, staging_bytes, 0.0)
+        """What rests on the device whatever is decided, but activations."""
+        return resting_bytes(self.dense_bytes, self.shard_bytes.values(), self.route.staging_buffers)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
         """The plan, with the layers that `stay` where that is decided."""
@@ -216,7 +245,8 @@ class _Known:
         if self.architecture is not None:
             activations = peak_activation_bytes(self.architecture, sequences.tokens, self.dtype)
             weights = dataclasses.replace(weights, activation_bytes=activations)
-        phases = bank_phases(self.bank_bytes.items(), self.numbers)
+        shards = self.shard_bytes if home_named(self.route.home).keeps_shards_on_device else {}
+        phases = bank_phases(self.bank_bytes.items(), self.numbers, shards)
         places = None if stay is None else tuple(place for place, one in enumerate(phases) if one.name in stay)
         budget = self.wish.budget_bytes
         return PlanningProblem(
@@ -225,13 +255,12 @@ class _Known:
             resting=weights,
             batch=sequences.count,
             sequence=sequences.length,
+            machine=Machine(fills_ahead=self.route.transport != COLLECTIVE),
             budget_bytes=None if budget is None else float(budget),
             resident=places,
             slots=slots,
             unknown=self.unknown,
-            memory_source="predicted: weights as they are and the formula of activations"
-            if self.architecture is not None
-            else "predicted: weights as they are; activations are not counted, since the sizes of layers are not known",
+            memory_source=memory_source(self.architecture is not None),
         )
 
     def _made(self, problem: PlanningProblem) -> MadePlan:
@@ -242,10 +271,10 @@ class _Known:
             resting = problem.resting
             enough_bytes = math.ceil(resting.peak_bytes) + error.needed_bytes
             raise InputError(
-                f"memory_budget is {self.wish.memory_budget!r}, which is too small: dense weights and shards take "
-                f"{resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of {problem.batch} sequences of "
-                f"{problem.sequence} tokens {resting.activation_bytes:.0f}, and slots {error.needed_bytes}; "
-                f"{enough_bytes} bytes would do, and less with fewer tokens",
+                f"memory_budget is {self.wish.memory_budget!r}, which is too small: dense weights and staging buffers "
+                f"take {resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of {problem.batch} "
+                f"sequences of {problem.sequence} tokens {resting.activation_bytes:.0f}, and slots and shards "
+                f"{error.needed_bytes}; {enough_bytes} bytes would do, and less with fewer tokens",
                 name="memory_budget",
                 value=self.wish.memory_budget,
                 expected=enough_bytes,
@@ -257,9 +286,18 @@ def _machine(wish: PlanWish, route: BankRoute, dtype: str) -> tuple[Hardware | N
 
     Raises InputError where the profile that was given has no link from the home, or no rate for `dtype`.
     """
-    hardware = wish.machine(route.device, route.ranks)
+    command = calibrate_command(route.device, route.ranks)
+    try:
+        hardware = wish.machine(route.device, route.ranks)
+    except InputError as error:
+        if wish.hardware is not None:
+            raise
+        # A profile that nobody asked for: damaged, or of another version.
+        unknown = f"the stored profile of this machine is not used: {error}; {command} stores another one"
+        logger.warning("%s", unknown)
+        return None, unknown
     if hardware is None:
-        return None, f"{NO_PROFILE}; {calibrate_command(route.device, route.ranks)} makes one"
+        return None, f"{NO_PROFILE}; {command} makes one"
     hardware = with_ranks(hardware, route.ranks)
     for link, rate in route.links.items():
         hardware = with_emulated_link(hardware, rate, (link,))
@@ -270,7 +308,7 @@ def _machine(wish: PlanWish, route: BankRoute, dtype: str) -> tuple[Hardware | N
     except InputError as error:
         if wish.hardware is not None:
             raise
-        return None, str(error)  # a profile that nobody asked for
+        return None, str(error)  # as above
     return hardware, ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moepass
 from moepass.backend import Compilation
+from moepass.models.errors import InputError
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.sizes.families import from_config
 from moepass.passes.ir.decisions import STRUCTURAL, Decisions
@@ -97,6 +99,29 @@ def test_the_report_and_the_compiled_plan_agree(banks: float) -> None:
     stated = msgspec.json.decode(msgspec.json.encode(ran))
     assert {name: stated[name] for name in same} == {name: printed["plan"][name] for name in same}
     assert ran.exposed_seconds > 0, "a machine on which nothing waits would tell nothing"
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_model_whose_experts_all_fit_is_predicted_too(loads: bool, tmp_path: Path) -> None:
+    machine = made_up_machine()
+    model = tiny_model()
+    if loads:
+        model.save_pretrained(tmp_path)
+        model = moepass.load_pretrained(
+            tmp_path, memory_budget="1GB", hardware=machine, tokens=(BATCH, SEQUENCE), dtype=torch.float32
+        )
+    else:
+        moepass.offload_experts(model, memory_budget="1GB", hardware=machine, tokens=(BATCH, SEQUENCE))
+    report = moepass.offload_report(model)
+    assert (report.layers, report.home, len(report.resident_layers)) == ((), "host", 5)
+    compilation = compiled(model)
+    decisions = compilation.plan.decisions
+    assert decisions is not None
+    assert (decisions.profile, decisions.resident_layers) == ("made up", (0, 2, 3, 4, 5))
+    assert decisions.step_seconds == decisions.compute_seconds is not None
+    assert "machine: made up" in str(compilation.report())
+    with pytest.raises(InputError, match="has no offloaded experts"):
+        moepass.offload_report(tiny_model())
 
 
 def test_a_plan_with_decisions_is_read_back_as_it_was_written() -> None:

@@ -286,6 +286,10 @@ def test_an_emulated_link_takes_no_less_than_its_bytes_nor_than_the_true_copies(
     assert times.pull_seconds(slow, BANK_BYTES) == pytest.approx(BANK_BYTES * 7 / 8 / 1e9)
     fast = with_emulated_link(_plain(H100), 1e15)
     assert times.pull_seconds(fast, BANK_BYTES) == pytest.approx(times.pull_seconds(_plain(H100), BANK_BYTES))
+    # All ranks gather together, over the same emulated link.
+    assert times.gather_seconds(slow, BANK_BYTES, "peer", "collective") == times.pull_seconds(slow, BANK_BYTES)
+    gathering = times.gather_seconds(_plain(H100), BANK_BYTES, "peer", "collective")
+    assert times.gather_seconds(fast, BANK_BYTES, "peer", "collective") == gathering
     assert slow.sources()["peer.emulated_bytes_per_s"] == "emulated: link emulated"
     with refused(InputError, name="bytes_per_s", value=0):
         with_emulated_link(H100, 0)

@@ -249,7 +249,9 @@ def test_a_rank_that_never_offloads_is_named() -> None:
     first, absent, last = run_ranks(3, _only_some_offload)
     assert absent is None
     assert first == last
-    assert first.startswith("rank 1 did not publish a list of banks within 0.5 s; every rank of the group must call")
+    assert first.startswith(
+        "rank 1 did not publish a plan of its layers within 0.5 s; every rank of the group must call"
+    )
 
 
 def _comes_too_late(transport: str) -> list[str]:
@@ -272,7 +274,9 @@ def _comes_too_late(transport: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["pull", "collective"])
 def test_a_rank_that_comes_too_late_keeps_its_model(transport: str) -> None:
     (first, again), late = run_ranks(2, _comes_too_late, transport)
-    assert first.startswith("rank 1 did not publish a list of banks within 0.5 s; every rank of the group must call")
+    assert first.startswith(
+        "rank 1 did not publish a plan of its layers within 0.5 s; every rank of the group must call"
+    )
     for text in (again, *late):
         assert f"missed each other before, and cannot meet any more: {first}; start all ranks again, or let" in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from moepass.passes.ir.decisions import STRUCTURAL
 from moepass.passes.machine.hardware import Conditions, Figure, Hardware, TransferLink
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.schedule_search import spread_evenly
-from moepass.passes.planner.simulate import simulate_phases
+from moepass.passes.planner.simulate import Machine, simulate_phases
 from moepass.runtime.offload.offload import OffloadReport
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.profiles.stored_profiles import store_profile
@@ -134,11 +135,14 @@ def test_without_a_profile_layers_that_stay_are_spread_evenly() -> None:
     assert decisions.step_seconds is None
 
 
+@pytest.mark.parametrize("fills_ahead", [True, False])
 @given(st.integers(2, 9), st.integers(1, 8), st.integers(1, 3), st.integers(1, 8), st.integers(1, 8), st.integers(0, 8))
-def test_an_even_spread_is_never_slower_than_the_first_layers(
-    layers: int, staying: int, slots: int, transfer: int, experts: int, attention: int
+def test_an_even_spread_is_never_slower_than_another(
+    fills_ahead: bool, layers: int, staying: int, slots: int, transfer: int, experts: int, attention: int
 ) -> None:
-    """Why the default is an even spread: in the steady state of equal layers it is as good or better."""
+    """Why the default is an even spread: in the steady state of equal layers it is as good or better than the first
+    layers, or, where nothing fills ahead, than the spread that begins with a layer that streams."""
+    machine = Machine(fills_ahead=fills_ahead)
     phases = [
         LayerPhase(*[f"{number}"] * 2, seconds, *bank)
         for number in range(layers)
@@ -146,11 +150,14 @@ def test_an_even_spread_is_never_slower_than_the_first_layers(
     ]
     banks = list(range(1, 2 * layers, 2))
     staying = min(staying, layers - 1)
-    even, first = (
-        simulate_phases(phases, min(slots, layers - staying), chosen).step_seconds
-        for chosen in (spread_evenly(banks, staying), banks[:staying])
+    even, other = (
+        simulate_phases(phases, min(slots, layers - staying), chosen, machine).step_seconds
+        for chosen in (
+            spread_evenly(banks, staying, fills_ahead),
+            banks[:staying] if fills_ahead else spread_evenly(banks, staying),
+        )
     )
-    assert even <= first * (1 + 1e-9)
+    assert even <= other * (1 + 1e-9)
 
 
 def test_a_stored_profile_is_used_where_none_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
@@ -168,6 +175,27 @@ def test_a_stored_profile_is_used_where_none_is_given(monkeypatch: pytest.Monkey
     assert report.store.placed is not None
     assert report.store.placed.decisions.profile == ""
     assert "has no fp32 rate" in report.store.placed.decisions.source("step_seconds")
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"schema": "moepass.hardware/0", "name": "old"}'])
+def test_a_stored_profile_that_cannot_be_read_stops_nobody(
+    content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    conditions = Conditions(
+        "2026-01-01", device_name(torch.device("cpu")), 1, torch.get_num_threads(), {}, computes_on_host=True
+    )
+    path = store_profile(dataclasses.replace(machine(), ranks=1, conditions=conditions))
+    path.write_bytes(content)
+    with caplog.at_level("WARNING", "moepass"):
+        report = placed(tiny())
+    assert report.store.placed is not None
+    source = report.store.placed.decisions.source("step_seconds")
+    for text in (source, caplog.text):
+        assert str(path) in text
+        assert "moepass calibrate --device cpu --ranks 1" in text
+    with pytest.raises(InputError):
+        placed(tiny(), hardware=path)
 
 
 def test_a_profile_that_was_given_has_to_do() -> None:
