@@ -55,7 +55,8 @@ def make_scorer(model: str, *, lower: str, slots: int, stream: bool, device: str
                 name="model",
                 value=model,
             )
-        offload_experts(loaded, Host(link=link), compute_device, slots)
+        offloaded = offload_experts(loaded, Host(link=link), compute_device, slots)
+        offloaded.store.tells_of_uncompiled_calls = compiled
     loaded.to(compute_device)
 
     def compile_module(module: torch.nn.Module) -> Forward:

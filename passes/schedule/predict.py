@@ -5,13 +5,14 @@ Contract
     out   the same graph, untouched; `plan.sequences` and `plan.decisions`
 
 Pseudo-code
-    the number of sequences and their tokens: the sizes of the first input that holds token ids
+    the number of sequences and their tokens: the sizes of the argument that holds token ids
     the planner's decisions, with what was fixed before: residents when the model was placed, slots by its ring
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +20,7 @@ from torch.fx import Graph, GraphModule
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs
+from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.decisions import Decisions
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
@@ -41,9 +43,16 @@ def decisions_for(plan: Plan, sizes: Mapping[str, float], context: PassContext) 
 
 
 def _sequences(graph: Graph) -> tuple[str, ...]:
-    """Token ids are whole numbers [sequences, tokens], and so are masks and positions."""
+    """Token ids are whole numbers [sequences, tokens], and so are masks and positions.
+
+    Positions may be given once for all sequences, so the largest such argument counts; buffers of the model do not.
+    """
+    found = {}
     for node in graph_inputs(graph):
         value = fake_value(node)
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32):
-            return tuple(str(size_expression(size)) for size in value.shape)
-    return ()
+        if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype not in (torch.int64, torch.int32):
+            continue
+        if node.meta.get(ARGUMENT_KEY, True):
+            known = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
+            found[tuple(str(size_expression(size)) for size in value.shape)] = math.prod(size or 0 for size in known)
+    return max(found, key=lambda sizes: found[sizes], default=())

@@ -114,7 +114,9 @@ class BankStore(BankKeeper):
         self.banks: list[Bank] = []
         self.placed: PlacedModel | None = None
         self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
-        self._has_told_of_uncompiled_calls = self._has_warned_of_graph_breaks = False
+        # Set to False where uncompiled calls are meant; the first is told otherwise.
+        self.tells_of_uncompiled_calls = True
+        self._has_warned_of_graph_breaks = False
         _stores[self.number] = self
 
     def __reduce__(self) -> NoReturn:
@@ -185,8 +187,8 @@ class BankStore(BankKeeper):
 
     def _warn_of_uncompiled_code(self, bank: int) -> None:
         if not _is_called_by_compiled_model():
-            if not self._has_told_of_uncompiled_calls:
-                self._has_told_of_uncompiled_calls = True
+            if self.tells_of_uncompiled_calls:
+                self.tells_of_uncompiled_calls = False
                 logger.warning(
                     "%s: this call runs the uncompiled model, whose experts are copied layer by layer without overlap. "
                     "Compile it with torch.compile(model, backend='asyncep') and call the compiled model itself, "

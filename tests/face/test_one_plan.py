@@ -101,6 +101,29 @@ def test_the_report_and_the_compiled_plan_agree(banks: float) -> None:
     assert ran.exposed_seconds > 0, "a machine on which nothing waits would tell nothing"
 
 
+class Wrapped(torch.nn.Module):
+    """Asks for positions before token ids, and has a table of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offsets", torch.arange(15).reshape(3, 5))
+        self.inner = tiny_model()
+
+    def forward(self, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(ids, position_ids=positions + self.offsets[0, 0], logits_to_keep=1).logits
+        return hidden
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sequences_are_counted_by_the_arguments_that_have_all_of_them(batch: int) -> None:
+    torch._dynamo.reset()
+    ids, positions = torch.zeros((batch, 8), dtype=torch.int64), torch.arange(8)[None]
+    with moepass.record_compilations() as compilations, torch.no_grad():
+        torch.compile(Wrapped(), backend="asyncep", options={"lower": "eager"})(positions, ids)
+    (compilation,) = compilations
+    assert compilation.plan.sequences == (str(batch), "8")
+
+
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_model_whose_experts_all_fit_is_predicted_too(loads: bool, tmp_path: Path) -> None:
     machine = made_up_machine()

@@ -482,11 +482,11 @@ def _touch(file: Path) -> None:
     ("step", "file", "change"),
     [
         ("check_numbers", "model.safetensors", _replace),
-        ("offload_experts", "model.safetensors", _replace),
+        ("move_experts", "model.safetensors", _replace),
         ("_read_dense", "model.safetensors", _replace),
         ("_read_dense", "model.safetensors", Path.touch),
-        ("offload_experts", "config.json", _touch),
-        ("offload_experts", "model.safetensors.index.json", Path.touch),
+        ("move_experts", "config.json", _touch),
+        ("move_experts", "model.safetensors.index.json", Path.touch),
     ],
 )
 def test_a_checkpoint_that_changes_while_it_is_read_is_an_error(
