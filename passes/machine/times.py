@@ -277,16 +277,6 @@ def _floor_seconds(hardware: Hardware, moved_bytes: float) -> float:
     return max(0.0, moved_bytes) / (hardware.memory_bytes_per_s.value * hardware.efficiency.bandwidth.value)
 
 
-def computing_beside_copies(alone_seconds: float, copy_seconds: float, slowdown: float) -> float:
-    """Seconds of computation that takes `alone_seconds` by itself, while copies run for the first `copy_seconds`.
-
-    As long as they do, everything takes `slowdown` times as long.
-    """
-    if slowdown * alone_seconds <= copy_seconds:
-        return slowdown * alone_seconds
-    return alone_seconds + copy_seconds * (1.0 - 1.0 / slowdown)
-
-
 # ---- Collectives -----------------------------------------------------------------------------------------------------
 
 

@@ -368,15 +368,6 @@ def test_nothing_takes_no_time() -> None:
     assert times.collective_seconds(H100, "all_to_all", 0) == times.collective_seconds(H100, "p2p", 5, ranks=1) == 0
 
 
-@given(st.floats(1e-6, 10), st.floats(0, 20), st.floats(1, 3))
-def test_copies_slow_down_what_runs_beside_them(alone: float, copy: float, slowdown: float) -> None:
-    seconds = times.computing_beside_copies(alone, copy, slowdown)
-    assert alone * (1 - 1e-9) <= seconds <= alone * slowdown * (1 + 1e-9)
-    # Work done: at 1 / slowdown of the speed while the copy runs, at full speed afterwards.
-    beside = min(copy, seconds)
-    assert beside / slowdown + (seconds - beside) == pytest.approx(alone)
-
-
 # ---- Collectives -----------------------------------------------------------------------------------------------------
 
 
