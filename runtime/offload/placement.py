@@ -166,7 +166,7 @@ def _topics(wish: PlanWish, hardware: Hardware | None, residents: Residents, slo
     decided = {
         "tokens": ([sequences.count, sequences.length], "tokens"),
         "slots": (slots, "slots"),
-        "the hardware profile (its name and a digest)": (machine, "hardware, or calibrate the machines anew"),
+        "the hardware profile (its name and a digest)": (machine, "hardware, as a preset or one profile's file"),
     }
     for name, (value, same) in decided.items():
         yield Topic(name, None if budget is None else value, f"give every rank the same {same}")
