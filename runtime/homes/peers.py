@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
@@ -80,7 +81,7 @@ class PeerGroup:
         self.rendezvous = Rendezvous(store, rank, size, float(timeout_s), title)
         self._watch = watch or ProcessWatch()
         self._processes: dict[int, ProcessIdentity] = {}
-        self._states: dict[int, torch.Tensor] = {}
+        self._states: dict[int, np.ndarray] = {}
         self._segment: SharedSegment | None = None
         self._leave: weakref.finalize[..., object] | None = None
         self._owner = OwnerProcess()
@@ -162,8 +163,9 @@ class PeerGroup:
         Raises SharedMemoryError where there is none.
         """
         self._segment = create_segment(PAGE_BYTES + nbytes, f"moepass-rank-{self.rank}")
-        state = self._segment.map(0, 1)
-        self._leave = finalize_in_owner(self, state.fill_, _LEFT)
+        # Not by torch, which may be tracing a graph when the garbage collector finds this object.
+        state = self._segment.map(0, 1).numpy()
+        self._leave = finalize_in_owner(self, state.fill, _LEFT)
         self._leave.atexit = False  # `_leave_all` does it then
         _groups.add(self)
         return self._segment
@@ -182,7 +184,7 @@ class PeerGroup:
                 continue
             try:
                 segments[rank] = open_segment(address)
-                self._states[rank] = segments[rank].map(0, 1)
+                self._states[rank] = segments[rank].map(0, 1).numpy()
             except SharedMemoryError as error:
                 # It may have given up because of one that is gone: that one is the cause.
                 self.check_alive()
@@ -201,7 +203,7 @@ class PeerGroup:
         """Raises PeerError where a rank has ended that did not say goodbye. One system call; waits for nothing."""
         self._owner.check()
         missed = [
-            rank for rank in sorted(self._watch.gone()) if rank not in self._states or int(self._states[rank]) != _LEFT
+            rank for rank in sorted(self._watch.gone()) if rank not in self._states or self._states[rank][0] != _LEFT
         ]
         if missed:
             verb = "is" if len(missed) == 1 else "are"

@@ -17,6 +17,7 @@ from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
+from torch.fx.experimental.proxy_tensor import make_fx
 from workers import Worker
 
 from moepass.models.errors import InputError, OptionError
@@ -246,6 +247,20 @@ def test_a_rank_that_fails_tells_the_others_at_once() -> None:
     assert str(waiting) == "rank 1 failed: MemoryError: no room for the shard"
     assert isinstance(waiting, PeerError)
     assert waiting.rank == 1
+
+
+def test_a_group_that_goes_while_torch_traces_says_goodbye_and_is_in_no_graph() -> None:
+    """The garbage collector finds groups at any moment."""
+
+    def ends_a_group(rows: torch.Tensor) -> torch.Tensor:
+        group.leave()
+        return rows + 1
+
+    group = PeerGroup(HashStore(), 0, 1, timeout_s=5)
+    state = group.make_segment(10).map(0, 1)
+    graph = make_fx(ends_a_group, tracing_mode="fake")(torch.zeros(2)).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
+    assert int(state) == 1
 
 
 def test_a_record_of_another_version_is_an_error() -> None:
