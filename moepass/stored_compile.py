@@ -34,7 +34,7 @@ from moepass.runtime.captures.fingerprint import (
     versions,
 )
 from moepass.runtime.captures.stored_capture import CaptureRecord, StoredCapture, record_capture
-from moepass.runtime.torch_private import is_autocasting
+from moepass.runtime.torch_private import function_modes, is_autocasting
 
 logger = logging.getLogger("moepass")
 
@@ -65,14 +65,18 @@ class StoredModule:
         self._store = None if is_inspected else store or find_store()
         self._compiled: Any = torch.compile(module, backend="asyncep", options=dict(options))
         self._captures: list[StoredCapture] | None = None
+        self._modes: list[type] = []
         # Key of the stored captures; empty if the compiled model cannot be stored.
         self._key = ""
 
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
         if self._store is None or torch.is_grad_enabled() or is_autocasting():
             return self._call_compiled(*arguments)
+        modes = [type(mode) for mode in function_modes()]
         if self._captures is None:
-            self._captures = self._load(self._store)
+            self._captures, self._modes = self._load(self._store), modes
+        if modes != self._modes:
+            return self._call_compiled(*arguments)
         for capture in list(self._captures):
             inputs = capture.inputs_for(arguments)
             if inputs is not None and self._is_ready(capture):

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import dis
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +81,22 @@ def suppresses_errors() -> bool:
 def is_autocasting() -> bool:
     """Whether autocast is on for some kind of device."""
     return bool(torch._C._is_any_autocast_enabled())
+
+
+def function_modes() -> list[object]:
+    """The modes that see each call of a function of torch, as that of torch.set_default_device."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    modes: list[object] = _get_current_function_mode_stack()
+    return modes
+
+
+def frames_compiled() -> tuple[int, int]:
+    """How many functions Dynamo has begun to compile, and how many it has compiled."""
+    from torch._dynamo.utils import counters
+
+    found = counters["frames"]
+    return found["total"], found["ok"]
 
 
 def eager_stance() -> str | None:
@@ -224,6 +241,21 @@ def traced_names() -> dict[str, frozenset[str]]:
             # What dataclasses and named tuples write reads none.
             raise NotStorableError(f"{code.co_name} of {code.co_filename}, whose {sorted(read)} cannot be compared")
     return found
+
+
+def looked_up_names(is_of_interest: Callable[[str], bool]) -> frozenset[str]:
+    """The names of what the code that Dynamo captures at this moment reads of globals, also names that it computes.
+
+    Of other files than that of the captured function, those of the modules that are `is_of_interest`.
+    """
+    found: set[str] = set()
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        for root, path in re.findall(r"G\['(\w+)'\](.*)", guard.name):
+            if not root.startswith("__"):
+                found |= {root, *re.findall(r"[^\W\d]\w*", path)}
+            elif root.startswith("__import_") and is_of_interest(root.removeprefix("__import_").replace("_dot_", ".")):
+                found |= set(re.findall(r"[^\W\d]\w*", path))
+    return frozenset(found)
 
 
 def _names(code: CodeType) -> frozenset[str]:

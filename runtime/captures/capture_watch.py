@@ -9,13 +9,17 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from moepass.passes.graph.graph_records import NotStorableError
-from moepass.runtime.captures.code_values import is_covered_file
+from moepass.runtime.captures.code_values import is_covered_file, is_covered_module
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.segment_records import SegmentRecord, record_segments
-from moepass.runtime.torch_private import traced_names
+from moepass.runtime.torch_private import frames_compiled, looked_up_names, traced_names
+
+# Operators of libraries that are known by their versions.
+_LIBRARIES = {"aten", "prim", "prims", "quantized", "mkldnn", "_c10d_functional", "inductor", "moepass", "transformers"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,12 @@ class CaptureWatch:
         self.graphs: list[CompiledGraph] = []
         self.runs: list[GraphRun] = []
         self.problem = ""
+        self._began = frames_compiled()
+
+    def frames(self) -> tuple[int, int]:
+        """How many functions Dynamo has begun to compile since the watch began, and how many it has compiled."""
+        (began, compiled), (earlier_began, earlier_compiled) = frames_compiled(), self._began
+        return began - earlier_began, compiled - earlier_compiled
 
     def check(self, graph: GraphModule) -> None:
         """`graph` is Dynamo's. What it calls as one function, AOT traces, and no list of sources has its code."""
@@ -55,6 +65,10 @@ class CaptureWatch:
             target = node.target if node.op == "call_function" else None
             if isinstance(target, types.FunctionType) and not is_covered_file(target.__code__.co_filename):
                 self.problem = f"a call of {target.__qualname__}, into which Dynamo does not look"
+            if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+                library = str(target).partition(".")[0]
+                if library not in _LIBRARIES:
+                    self.problem = f"a call of the operator {target}, into which Dynamo does not look"
             if node.op == "call_module" and not isinstance(graph.get_submodule(node.target), GraphModule):
                 self.problem = f"a call of the module {node.target}, into which Dynamo does not look"
 
@@ -64,7 +78,11 @@ class CaptureWatch:
         Call it while Dynamo captures, before the first run.
         """
         try:
-            graph = CompiledGraph(captured, top, record_segments(top), executor, traced_names())
+            looked_up = looked_up_names(lambda module: not is_covered_module(module))
+            names = {
+                file: names if is_covered_file(file) else names | looked_up for file, names in traced_names().items()
+            }
+            graph = CompiledGraph(captured, top, record_segments(top), executor, names)
             self.graphs.append(graph)
         except NotStorableError as error:
             self.problem = str(error)

@@ -31,7 +31,7 @@ from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.torch_private import IMPORTED
 
-_SIMPLE = (bool, int, float, complex, str, bytes, range, type(...), type(None), re.Pattern)
+_SIMPLE = (bool, int, float, complex, str, bytes, range, type(...), type(None))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Functions that are written in C, and types that only annotations have.
 _NAMED = (
@@ -52,6 +52,7 @@ _NOT_READ = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstrac
 _WRITTEN = ("___needs_generation_tag", "_moepass")
 # Of nn.Module: what Dynamo replaces when it first compiles, and transformers adds where it initialises weights.
 _TAGGED = {"__init__", "__setstate__", "smart_apply"}
+_READ_ENVIRONMENT = (os.getenv, os.getenvb)
 # The flag of classes that a class statement made, and some of C.
 _IS_OF_PYTHON = 1 << 9
 # The folders of this package, whose sources decide what is compiled.
@@ -72,12 +73,14 @@ def describe_names(names_of: Mapping[str, Iterable[str]]) -> dict[str, Any]:
     found = {}
     for file, names in sorted(names_of.items()):
         path = os.path.abspath(file)
-        if path.startswith(_folder_of(torch)):
-            continue
         if path not in modules:
             raise NotStorableError(f"{file}, of which this process has loaded no module")
         # Which variables other code asks the environment for is not known.
         describe = Description(read, is_environment_known=is_covered_file(path))
+        if path.startswith(_folder_of(torch)):
+            # Its own values change as it works. What a program may have put in their place are functions and classes.
+            found[file] = [describe.replaced(values, names) for values in modules[path]]
+            continue
         found[file] = [
             [name, describe.value(value, f"{name} in {file}")]
             for values in modules[path]
@@ -128,6 +131,8 @@ class Description:
             return value
         if kind in _SIMPLE or isinstance(value, _OF_TORCH):
             return [kind.__name__, repr(value)]
+        if isinstance(value, re.Pattern):
+            return [kind.__name__, repr(value.pattern), value.flags]
         if isinstance(value, types.CodeType):
             return describe_code(value)
         if isinstance(value, _NAMED):
@@ -153,9 +158,17 @@ class Description:
             return [_name_of(value), *(self.value(part, where) for part in parts)]
         return [self.value(kind, where), *self._content(value, where)]
 
+    def replaced(self, values: Mapping[str, Any], names: Iterable[str]) -> Any:
+        """Those of `names` whose function, class or module in the covered module of `values` is not its own."""
+        kinds = (types.FunctionType, type, types.ModuleType)
+        read = {name: values[name] for name in sorted(names) if isinstance(values.get(name), kinds)}
+        return self._owned(values["__name__"], read, is_covered=True)
+
     def _parts(self, value: Any, where: str) -> list[Any] | None:
         """What decides what a value of a known kind does; None for other kinds."""
         if isinstance(value, types.FunctionType):
+            if value in _READ_ENVIRONMENT:
+                return [self._environment(where)]
             if "_dynamo_marked_constant" in vars(value) and not is_covered_file(value.__code__.co_filename):
                 raise NotStorableError(f"{where} is marked with assume_constant_result")
             return [value.__code__, value.__defaults__, value.__kwdefaults__, _held(value), _compared(value)]
@@ -176,7 +189,7 @@ class Description:
         if isinstance(value, weakref.ref):
             return [value()]
         if isinstance(value, contextvars.ContextVar):
-            return [value.name, value.get(None)]
+            return [value.name, *_current(value)]
         if isinstance(value, logging.Logger):
             return [value.name, value.getEffectiveLevel()]
         return None
@@ -185,9 +198,7 @@ class Description:
         """Items and members of an object."""
         items: list[Any] = []
         if isinstance(value, os._Environ):
-            if not self._is_environment_known:
-                raise NotStorableError(f"{where} has the environment, which traced code reads")
-            return [[name, value.get(name)] for name in sorted(self._names)]
+            return [self._environment(where)]
         if isinstance(value, Mapping):
             items = [[self.value(key, where), self.value(item, where)] for key, item in value.items()]
             items.append(self.value(getattr(value, "default_factory", None), where))
@@ -202,6 +213,11 @@ class Description:
         slots = [slot for base in type(value).__mro__ for slot in _slots_of(base)]
         members = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
         return [items, self._members({**members, **_compared(value)}, where)]
+
+    def _environment(self, where: str) -> Any:
+        if not self._is_environment_known:
+            raise NotStorableError(f"{where} has the environment, which traced code reads")
+        return [[name, os.environ.get(name)] for name in sorted(self._names)]
 
     def _members(self, members: Mapping[str, Any], where: str) -> Any:
         return [[name, self.value(item, f"{where}.{name}")] for name, item in members.items()]
@@ -230,10 +246,11 @@ class Description:
                 if base is not nn.Module or name not in _TAGGED
             }
             members.append(self._owned(_name_of(base), read, is_covered=_is_covered_class(base)))
-        return [_name_of(kind), [_name_of(base) for base in kind.__mro__], members]
+        of_kind = [] if type(kind) is type else [self.value(type(kind), where)]
+        return [_name_of(kind), [_name_of(base) for base in kind.__mro__], members, of_kind]
 
     def _python_module(self, module: types.ModuleType, where: str) -> Any:
-        is_covered = _is_covered(module.__name__)
+        is_covered = is_covered_module(module.__name__)
         if not is_covered and not self._names:
             raise NotStorableError(f"{where} is the Python module {module.__name__}")
         if not is_covered and ("__getattr__" in vars(module) or type(module) is not types.ModuleType):
@@ -254,7 +271,9 @@ class Description:
                 described.append([name, self.value(value, expected)])
             elif isinstance(value, types.ModuleType):
                 # Which of torch's modules are loaded, and so are members of others, changes as a program runs.
-                is_read = self._names and type(value) is types.ModuleType and _is_covered(value.__name__)
+                # Those of other packages, as torch.os, nobody reads there.
+                is_own = value.__name__.partition(".")[0] == owner.partition(".")[0]
+                is_read = self._names and type(value) is types.ModuleType and is_own
                 members_of_it = self._python_module(value, expected) if is_read else []
                 described.extend([[name, members_of_it]] if members_of_it else [])
             elif not self._is_as_written(value, expected):
@@ -267,12 +286,15 @@ class Description:
             return self._is_as_written(value.__func__, expected)
         if isinstance(value, type):
             return _is_covered_class(value)
-        is_plain = isinstance(value, types.FunctionType) and value.__closure__ is None
+        is_plain = (
+            isinstance(value, types.FunctionType) and value.__closure__ is None and value not in _READ_ENVIRONMENT
+        )
         return is_plain and is_covered_file(value.__code__.co_filename) and _name_of(value) == expected
 
     def _replaceable(self, value: Any, where: str) -> Any:
         """What a program may have put in the place of a member that is covered; of anything else, the type."""
-        if isinstance(value, types.FunctionType) and is_covered_file(value.__code__.co_filename):
+        is_read = isinstance(value, types.FunctionType) and value in _READ_ENVIRONMENT
+        if isinstance(value, types.FunctionType) and is_covered_file(value.__code__.co_filename) and not is_read:
             # A decorator's function holds what it decorates.
             known = self._number(value)
             return known or [_name_of(value), *(self._replaceable(part, where) for part in _held(value))]
@@ -302,6 +324,13 @@ def _held(function: types.FunctionType) -> list[Any]:
     return [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
 
 
+def _current(value: contextvars.ContextVar[Any]) -> list[Any]:
+    try:
+        return [value.get()]
+    except LookupError:
+        return []
+
+
 def _compared(value: object) -> dict[str, Any]:
     return {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in _NOT_COMPARED}
 
@@ -329,7 +358,7 @@ def _describe_tensor(value: torch.Tensor, where: str) -> list[Any]:
     return [type(value).__name__, str(value.dtype), str(value.device), layout, value.requires_grad]
 
 
-def _is_covered(module: str) -> bool:
+def is_covered_module(module: str) -> bool:
     """Whether the text of `module` is known by a version, or by the digest of our own sources."""
     root = module.partition(".")[0]
     file = getattr(sys.modules.get(root), "__file__", None)
@@ -338,7 +367,7 @@ def _is_covered(module: str) -> bool:
 
 def _is_covered_class(kind: type) -> bool:
     """Whether a covered module has it under its name: a class that a program makes may claim any module."""
-    if not isinstance(kind.__module__, str) or not _is_covered(kind.__module__):
+    if not isinstance(kind.__module__, str) or not is_covered_module(kind.__module__):
         return False
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):

@@ -21,6 +21,7 @@ from torch import nn
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.captures.code_values import Description, describe_names
 from moepass.runtime.system.device_names import cpu_info
+from moepass.runtime.torch_private import function_modes
 
 
 def versions() -> dict[str, str]:
@@ -46,6 +47,7 @@ def machine() -> dict[str, Any]:
         "processor": [platform.machine(), cpu_info("model name"), cpu_info("flags")],
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
     }
 
 
@@ -77,8 +79,23 @@ def settings() -> dict[str, Any]:
             torch.backends.cuda.flash_sdp_enabled(),
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
         ],
+        "autocast": [str(torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")],
+        "ranks": _ranks(),
+        "modes": [
+            torch.is_inference_mode_enabled(),
+            [Description().value(mode, "a mode") for mode in function_modes()],
+        ],
+        # A program may have replaced its methods.
+        "tensors": Description().value(torch.Tensor, "torch.Tensor"),
     }
+
+
+def _ranks() -> list[Any]:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    return [torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.distributed.get_backend()]
 
 
 def digest_of(description: Any) -> str:

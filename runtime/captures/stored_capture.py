@@ -133,8 +133,8 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
     own = {id(value) for value in run.inputs} - tensors.keys()
     if len(places) != len(arguments) or places.keys() - own:
         raise NotStorableError("a call in which an argument is no tensor, is not read, or is given twice")
-    if any(isinstance(value, torch.Tensor) and _has_own_attributes(value) for value in arguments):
-        raise NotStorableError("a call in which an argument has attributes of its own")
+    if any(isinstance(value, torch.Tensor) and not _is_plain(value) for value in arguments):
+        raise NotStorableError("a call in which an argument is a parameter or has attributes of its own")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
@@ -208,7 +208,7 @@ class StoredCapture:
                 inputs.append(next(state))
             else:
                 value = arguments[item.position]
-                if value.requires_grad or _has_own_attributes(value) or not item.layout.holds_for(value, sizes):
+                if value.requires_grad or not _is_plain(value) or not item.layout.holds_for(value, sizes):
                     return None
                 inputs.append(value)
         return inputs
@@ -275,9 +275,9 @@ def _is_lazy(value: torch.Tensor) -> bool:
     return value.is_conj() or value.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
-def _has_own_attributes(value: torch.Tensor) -> bool:
-    """Whether somebody wrote attributes on it, which traced code may have read."""
-    return any("_dynamo_" not in name and name != "_specialize_on" for name in vars(value))
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether it is of torch's own type, and has no attributes that somebody wrote on it: traced code may read both."""
+    return type(value) is torch.Tensor and all("_dynamo_" in name or name == "_specialize_on" for name in vars(value))
 
 
 def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
@@ -285,6 +285,9 @@ def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
         raise NotStorableError(watch.problem)
     if len(watch.graphs) != 1 or len(watch.runs) != 1 or watch.runs[0].executor is not watch.graphs[0].executor:
         raise NotStorableError(f"a call of {len(watch.runs)} runs of {len(watch.graphs)} new graphs; it must be one")
+    if watch.frames() != (1, 1):
+        # Between them and around them runs code that the graph does not have, which may decide what is computed.
+        raise NotStorableError("a call that Dynamo does not compile as one function")
     graph = watch.graphs[0]
     plan, nodes = graph.executor.plan, graph.captured.graph.nodes
     if plan.local_blocks or plan.dispatch or any(bank.group for bank in plan.banks):
