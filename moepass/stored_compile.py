@@ -22,7 +22,6 @@ from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.banks.whole_models import whole_model_store
 from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store
 from moepass.runtime.captures.capture_watch import watch_capture
-from moepass.runtime.captures.code_values import OUR_PACKAGES
 from moepass.runtime.captures.fingerprint import (
     describe_model,
     digest_of,
@@ -33,6 +32,7 @@ from moepass.runtime.captures.fingerprint import (
     traced_sources,
     versions,
 )
+from moepass.runtime.captures.known_code import OUR_PACKAGES
 from moepass.runtime.captures.stored_capture import CaptureRecord, StoredCapture, record_capture
 from moepass.runtime.torch_private import function_modes, is_autocasting
 
@@ -45,9 +45,9 @@ class StoredModule:
     The first call takes what earlier processes stored for this module. If no stored graph fits a call,
     `torch.compile` handles it, and what that compiles is stored, if it can be.
 
-    The module, torch's settings and the functions that transformers has registered must stay as they are from the first
-    call on. So this is for programs that make their model themselves, as the command line does. `torch.compile` is for
-    everybody else.
+    Only models whose code is of torch, transformers or moepass are stored. The module, torch's settings and the
+    functions that transformers has registered must stay as they are from the first call on. So this is for programs that
+    make their model themselves, as the command line does. `torch.compile` is for everybody else.
     """
 
     def __init__(

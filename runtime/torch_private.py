@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import dis
 import functools
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +15,6 @@ from torch._guards import TracingContext
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
-
-from moepass.passes.graph.graph_records import NotStorableError
-
-# Before the names of modules that functions import.
-IMPORTED = "import "
 
 # Dynamo and Inductor are imported where they are used: homes and ranks need neither.
 
@@ -226,49 +218,9 @@ def same_layouts(expected: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return check
 
 
-def traced_names() -> dict[str, frozenset[str]]:
-    """The source files whose code stands in the graph that Dynamo captures at this moment, and the names that it reads.
-
-    Among the names are those of attributes, texts that may be names, and, behind `IMPORTED`, modules that the code
-    imports. Raises NotStorableError for code that is in no file and reads globals.
-    """
-    found: dict[str, frozenset[str]] = {}
-    for code in TracingContext.get_traced_code() or ():
-        names = _names(code)
-        if not code.co_filename.startswith("<"):
-            found[code.co_filename] = found.get(code.co_filename, frozenset()) | names
-        elif not code.co_filename.startswith("<frozen ") and (read := _globals(code) - vars(builtins).keys()):
-            # What dataclasses and named tuples write reads none.
-            raise NotStorableError(f"{code.co_name} of {code.co_filename}, whose {sorted(read)} cannot be compared")
-    return found
-
-
-def looked_up_names(is_of_interest: Callable[[str], bool]) -> frozenset[str]:
-    """The names of what the code that Dynamo captures at this moment reads of globals, also names that it computes.
-
-    Of other files than that of the captured function, those of the modules that are `is_of_interest`.
-    """
-    found: set[str] = set()
-    for guard in TracingContext.get().guards_context.dynamo_guards:
-        for root, path in re.findall(r"G\['(\w+)'\](.*)", guard.name):
-            if not root.startswith("__"):
-                found |= {root, *re.findall(r"[^\W\d]\w*", path)}
-            elif root.startswith("__import_") and is_of_interest(root.removeprefix("__import_").replace("_dot_", ".")):
-                found |= set(re.findall(r"[^\W\d]\w*", path))
-    return frozenset(found)
-
-
-def _names(code: CodeType) -> frozenset[str]:
-    imported = {f"{IMPORTED}{step.argval}" for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    texts = (text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
-    return frozenset(code.co_names).union(imported, texts, *inner)
-
-
-def _globals(code: CodeType) -> frozenset[str]:
-    steps = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    inner = (_globals(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(steps).union(*inner)
+def traced_code() -> list[CodeType]:
+    """The functions whose code stands in the graph that Dynamo captures at this moment."""
+    return list(TracingContext.get_traced_code() or ())
 
 
 def _compilation() -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 from torch.fx import GraphModule
 
 from moepass.passes.graph.graph_records import NotStorableError
-from moepass.runtime.captures.code_values import is_covered_file, is_covered_module
+from moepass.runtime.captures.known_code import check_known, names_read
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.segment_records import SegmentRecord, record_segments
-from moepass.runtime.torch_private import frames_compiled, looked_up_names, traced_names
+from moepass.runtime.torch_private import frames_compiled, traced_code
 
 # Operators of libraries that are known by their versions.
 _LIBRARIES = {"aten", "prim", "prims", "quantized", "mkldnn", "_c10d_functional", "inductor", "moepass", "transformers"}
@@ -63,8 +62,6 @@ class CaptureWatch:
         """`graph` is Dynamo's. What it calls as one function, AOT traces, and no list of sources has its code."""
         for node in graph.graph.nodes:
             target = node.target if node.op == "call_function" else None
-            if isinstance(target, types.FunctionType) and not is_covered_file(target.__code__.co_filename):
-                self.problem = f"a call of {target.__qualname__}, into which Dynamo does not look"
             if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
                 library = str(target).partition(".")[0]
                 if library not in _LIBRARIES:
@@ -78,11 +75,7 @@ class CaptureWatch:
         Call it while Dynamo captures, before the first run.
         """
         try:
-            looked_up = looked_up_names(lambda module: not is_covered_module(module))
-            names = {
-                file: names if is_covered_file(file) else names | looked_up for file, names in traced_names().items()
-            }
-            graph = CompiledGraph(captured, top, record_segments(top), executor, names)
+            graph = CompiledGraph(captured, top, record_segments(top), executor, _traced_names())
             self.graphs.append(graph)
         except NotStorableError as error:
             self.problem = str(error)
@@ -103,6 +96,19 @@ class _Watched:
         outputs: Sequence[Any] = self._executor(inputs)
         watch.runs.append(GraphRun(self._executor, given, tuple(outputs)))
         return outputs
+
+
+def _traced_names() -> dict[str, frozenset[str]]:
+    """The files whose code stands in the graph that is captured now, and the names that this code reads.
+
+    Raises NotStorableError as `check_known`.
+    """
+    found: dict[str, frozenset[str]] = {}
+    for code in traced_code():
+        check_known(code, "a part of the model")
+        if not code.co_filename.startswith("<"):  # as Python's own frozen modules, and what dataclasses write
+            found[code.co_filename] = found.get(code.co_filename, frozenset()) | names_read(code)
+    return found
 
 
 _current: contextvars.ContextVar[CaptureWatch | None] = contextvars.ContextVar("watch", default=None)

@@ -1,7 +1,7 @@
 """What a capture depends on beside its inputs, as one digest: the model, its settings, and everything that compiles it.
 
 Whatever code may branch on while it is traced belongs here: attributes of modules, configurations, hooks, torch's
-settings. A value without a stable description raises NotStorableError, and the model is not stored.
+settings. A value without a stable text raises NotStorableError, and the model is not stored.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from moepass.passes.graph.graph_records import NotStorableError
-from moepass.runtime.captures.code_values import Description, describe_names
+from moepass.runtime.captures.value_texts import Description, describe_names
 from moepass.runtime.system.device_names import cpu_info
 from moepass.runtime.torch_private import function_modes
 
 
 def versions() -> dict[str, str]:
+    """Of everything whose code counts as known."""
+    import huggingface_hub
     import numpy
     import transformers
 
@@ -32,6 +34,7 @@ def versions() -> dict[str, str]:
         "python": f"{platform.python_implementation()} {sys.version}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "transformers": transformers.__version__,
+        "huggingface_hub": huggingface_hub.__version__,
         "numpy": numpy.__version__,
     }
 
@@ -118,10 +121,7 @@ def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
 
 
 class TracedSource(msgspec.Struct, frozen=True):
-    """A file whose code was traced: the digest of its text, the names that this code reads, and that of their values.
-
-    Of torch's own files the text alone counts.
-    """
+    """A file whose code was traced: the digest of its text, the names that it reads, the digest of their values."""
 
     digest: str
     names: tuple[str, ...]
@@ -129,7 +129,7 @@ class TracedSource(msgspec.Struct, frozen=True):
 
 
 def traced_sources(names_of: Mapping[str, Iterable[str]]) -> dict[str, TracedSource]:
-    """By file. Raises NotStorableError as `file_digests`, and for a file that this process has not loaded."""
+    """By file. Raises NotStorableError as `file_digests` and `describe_names`."""
     values = describe_names(names_of)
     return {
         file: TracedSource(digest, tuple(sorted(names_of[file])), digest_of(values.get(file)))

@@ -250,14 +250,15 @@ class JointTruths:
             return
         if all(each.is_of_id for each in together) and any(each.state is State.MOVED for each in together):
             return  # which ids come together is not the model's to say
-        for each in together:
+        ordered = tuple(sorted(together, key=lambda each: (each.truth.name, each.state)))
+        for each in ordered:
             others = [other for other in together if other.group != each.group]
             if each.state is State.MOVED and not all(is_single(other.truth) for other in others):
                 raise NotThisForm(
                     f"{node.name} ({node.target}) depends on {_names(together)}, of which {each.truth.name} was moved "
                     f"since, so that it cannot be told which of them were tried together; {_CHANGE}"
                 )
-        self._meetings[node] = _Meeting(tuple(sorted(together, key=lambda each: (each.truth.name, each.state))))
+        self._meetings[node] = _Meeting(ordered)
         self._watched.update(each.truth for each in together)
 
     # -------------------------------------------------------------------------------------------------------- runs

@@ -320,6 +320,7 @@ def test_a_threshold_behind_a_chain_of_operations_is_not_taken(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=CHEAP)
 @given(**CHAIN_CASES, dynamic=st.booleans())
 def test_no_threshold_behind_a_chain_of_operations_is_taken(

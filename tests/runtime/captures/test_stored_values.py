@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from known_tests import known_tests
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -23,6 +24,12 @@ from moepass.runtime.captures.fingerprint import describe_model, digest_of
 from moepass.stored_compile import StoredModule
 
 EAGER = {"lower": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def _known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with known_tests(tmp_path, monkeypatch):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -251,16 +258,6 @@ def test_a_value_of_another_file_is_compared(
     assert _compiles(store, script(body, 3.0))
 
 
-def test_code_that_reads_the_environment_while_it_is_traced_is_not_stored(
-    store: CaptureStore, script: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = "return rows * settings.read"
-    for value in ("2", "3"):
-        monkeypatch.setenv("VALUE_OF_TEST", value)
-        assert _compiles(store, script(body))
-    assert store.entries() == []
-
-
 def test_code_of_no_file_that_reads_globals_is_not_stored(store: CaptureStore) -> None:
     text = "class Model(nn.Module):\n    def forward(self, rows):\n        return rows * LIMIT\n"
     for limit in (2.0, 3.0):
@@ -278,26 +275,6 @@ def test_a_class_that_claims_a_module_of_torch_is_described() -> None:
             model.held = type("Linear", (), {"factor": factor, "__module__": module})()
             keys.add(digest_of(describe_model(model)))
     assert len(keys) == 6
-
-
-def test_arguments_of_the_program_that_code_reads_are_compared(
-    store: CaptureStore, script: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = "import sys; return rows * len(sys.argv)"
-    monkeypatch.setattr(sys, "argv", ["one"])
-    assert _compiles(store, script(body))
-    assert not _compiles(store, script(body))
-    monkeypatch.setattr(sys, "argv", ["one", "two"])
-    assert _compiles(store, script(body))
-
-
-def test_functions_that_dynamo_does_not_look_into_are_not_stored(
-    store: CaptureStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="moepass")
-    assert _compiles(store, Holder(torch.compiler.allow_in_graph(lambda rows: rows * 2)))
-    assert store.entries() == []
-    assert "into which Dynamo does not look" in caplog.text
 
 
 def test_an_environment_variable_that_transformers_reads_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +296,56 @@ def test_a_function_of_torch_that_was_replaced_is_compared(monkeypatch: pytest.M
     monkeypatch.setattr(nn.functional, "silu", lambda rows: rows)
     after = (digest_of(describe_model(linear)), digest_of(fingerprint.describe_names(names)))
     assert all(old != new for old, new in zip(before, after, strict=True))
+
+
+# ---- code that is not known ------------------------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * 2 if self.held is None else self.held(rows)  # type: ignore[no-any-return]
+
+
+def _made(text: str) -> Any:
+    """What stands in a file of the program."""
+    return eval(compile(text, "/srv/program.py", "eval"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Calls(_made("lambda rows: rows * 2")),
+        lambda: Calls(functools.partial(_made("lambda rows, factor: rows * factor"), factor=2)),
+        lambda: Calls(_made("type('Own', (), {'__call__': lambda self, rows: rows * 2})()")),
+        lambda: _made("type('Own', (Scale,), {'forward': lambda self, rows: rows * 2})()"),
+    ],
+)
+def test_a_model_with_other_code_is_not_stored(
+    store: CaptureStore, make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="moepass")
+    assert _compiles(store, make())
+    assert store.entries() == []
+    assert "whose code is not known by a version" in caplog.text
+
+
+def test_a_model_whose_traced_code_is_other_code_is_not_stored(
+    store: CaptureStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="moepass")
+    monkeypatch.setattr(sys.modules[__name__], "_times", _made("lambda rows, factor: rows * factor * 2"))
+    assert _compiles(store, Scaled())
+    assert store.entries() == []
+    assert "whose code is not known by a version" in caplog.text
+
+
+class Scaled(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return _times(rows, 2.0)
 
 
 # ---- tensors at each call --------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
-"""Texts of values, equal where code that reads the values does the same: of attributes of modules, of globals, of code.
+"""Texts of values, equal where known code that reads the values does the same: attributes of modules, globals.
 
-A file's text does not tell that a number in it came from the environment, that a function was replaced after the file
-was read, or that the class of a model is one of the same name in another file. So values are described down to their
-numbers, and objects with their classes. A value without a stable description raises NotStorableError. Classes and
-modules of torch, transformers, NumPy and Python are known by their versions; of them, functions and simple values are
-described, which a program may have replaced.
+Code itself is told by its name, because its version is part of the key (see `known_code`). But a program may have put
+other values, functions and classes in the place of those that known code reads, so these are looked at one by one. A
+value without a stable text, and code that is not known, raise NotStorableError.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import os
 import re
 import struct
 import sys
-import sysconfig
 import types
 import weakref
 from collections.abc import Iterable, Mapping
@@ -29,7 +26,7 @@ from torch import nn
 
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banks import BankStore
-from moepass.runtime.torch_private import IMPORTED
+from moepass.runtime.captures.known_code import check_known, is_known_class, is_known_file, is_known_module, is_of_torch
 
 _SIMPLE = (bool, int, float, complex, str, bytes, range, type(...), type(None))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -52,18 +49,15 @@ _NOT_READ = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstrac
 _WRITTEN = ("___needs_generation_tag", "_moepass")
 # Of nn.Module: what Dynamo replaces when it first compiles, and transformers adds where it initialises weights.
 _TAGGED = {"__init__", "__setstate__", "smart_apply"}
-_READ_ENVIRONMENT = (os.getenv, os.getenvb)
 # The flag of classes that a class statement made, and some of C.
 _IS_OF_PYTHON = 1 << 9
-# The folders of this package, whose sources decide what is compiled.
-OUR_PACKAGES = ("moepass", "moepass.models", "moepass.passes", "moepass.runtime")
 
 
 def describe_names(names_of: Mapping[str, Iterable[str]]) -> dict[str, Any]:
-    """The values of `names_of` each file in this process, by file. The names come from `traced_names`.
+    """The values of `names_of` each file in this process, by file. The names come from `names_read`.
 
-    Raises NotStorableError for a value without a stable description, and for a file that this process has not loaded:
-    the model's code then lies elsewhere.
+    Raises NotStorableError for a value without a stable text, and for a file that is not known, or that this process
+    has not loaded.
     """
     modules: dict[str, list[dict[str, Any]]] = {}
     for module in list(sys.modules.values()):
@@ -73,68 +67,43 @@ def describe_names(names_of: Mapping[str, Iterable[str]]) -> dict[str, Any]:
     found = {}
     for file, names in sorted(names_of.items()):
         path = os.path.abspath(file)
-        if path not in modules:
-            raise NotStorableError(f"{file}, of which this process has loaded no module")
-        # Which variables other code asks the environment for is not known.
-        describe = Description(read, is_environment_known=is_covered_file(path))
-        if path.startswith(_folder_of(torch)):
-            # Its own values change as it works. What a program may have put in their place are functions and classes.
-            found[file] = [describe.replaced(values, names) for values in modules[path]]
-            continue
-        found[file] = [
-            [name, describe.value(value, f"{name} in {file}")]
-            for values in modules[path]
-            for name in sorted(names)
-            for value in ([values[name]] if name in values else _imported(name, values))
-        ]
+        if not is_known_file(file) or path not in modules:
+            raise NotStorableError(f"{file}, of which this process has loaded no module, or which no version tells")
+        describe, texts = Description(read), []
+        for values in modules[path]:
+            here = {name: values[name] for name in sorted(names) if name in values}
+            if is_of_torch(path):
+                # Its own values change as it works. What a program may have replaced are functions and classes.
+                texts.append(describe.replaced(values["__name__"], here))
+            else:
+                texts.append([[name, describe.value(value, f"{name} in {file}")] for name, value in here.items()])
+        # A name that the code reads may be that of an environment variable.
+        found[file] = [texts, [[name, os.environ[name]] for name in sorted(names) if name in os.environ]]
     return found
-
-
-def _imported(name: str, values: Mapping[str, Any]) -> list[types.ModuleType]:
-    """The modules that a statement in a function may import, where `name` is of such a statement."""
-    if not name.startswith(IMPORTED):
-        return []
-    # A relative import of `a.b` has that name too, and one of nothing is of the package.
-    name = name.removeprefix(IMPORTED) or str(values.get("__package__")).rpartition(".")[2]
-    return [
-        module
-        for key, module in sorted(sys.modules.items())
-        if (key == name or key.endswith(f".{name}")) and isinstance(module, types.ModuleType)
-    ]
-
-
-def describe_code(code: types.CodeType) -> Any:
-    """Equal for code that does the same with what it is given, wherever it stands."""
-    constants = [describe_code(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts]
-    return [code.co_code.hex(), list(code.co_names), list(code.co_freevars), constants]
 
 
 class Description:
     """Texts of values. A repeated object is replaced by its number, which also ends cycles."""
 
-    def __init__(self, names: frozenset[str] = frozenset(), *, is_environment_known: bool = False) -> None:
-        """`names` are those that traced code reads: of Python modules, only members of these names are described.
-
-        `is_environment_known` says that they include those of all environment variables that the code reads.
-        """
+    def __init__(self, names: frozenset[str] = frozenset()) -> None:
+        """`names` are those that traced code reads: of Python modules, only members of these names are described."""
         self._names = names
-        self._is_environment_known = is_environment_known
         self._known: dict[int, int] = {}
         # What is known by its address must stay.
         self._kept: list[object] = []
         self._described_modules: set[str] = set()
 
     def value(self, value: Any, where: str) -> Any:
-        """Raises NotStorableError, which names `where` the value without a description is."""
+        """Raises NotStorableError, which names `where` the value without a text is."""
         kind = type(value)
         if kind in (bool, str) or value is None:
             return value
         if kind in _SIMPLE or isinstance(value, _OF_TORCH):
             return [kind.__name__, repr(value)]
+        if isinstance(value, types.CodeType):
+            return _code_text(value)
         if isinstance(value, re.Pattern):
             return [kind.__name__, repr(value.pattern), value.flags]
-        if isinstance(value, types.CodeType):
-            return describe_code(value)
         if isinstance(value, _NAMED):
             return [kind.__name__, str(value)]
         if isinstance(value, _BOUND) and (value.__self__ is None or isinstance(value.__self__, types.ModuleType)):
@@ -153,52 +122,19 @@ class Description:
         if isinstance(value, BankStore):
             specs = [self.value(msgspec.to_builtins(bank.spec), where) for bank in value.banks]
             return ["banks", str(value.device), value.slots, _name_of(type(value.home)), specs]
-        parts = self._parts(value, where)
+        parts = _parts(value, where)
         if parts is not None:
             return [_name_of(value), *(self.value(part, where) for part in parts)]
         return [self.value(kind, where), *self._content(value, where)]
 
-    def replaced(self, values: Mapping[str, Any], names: Iterable[str]) -> Any:
-        """Those of `names` whose function, class or module in the covered module of `values` is not its own."""
+    def replaced(self, owner: str, members: Mapping[str, Any]) -> list[Any]:
+        """The functions, classes and modules among `members` of the module `owner` that are not its own."""
         kinds = (types.FunctionType, type, types.ModuleType)
-        read = {name: values[name] for name in sorted(names) if isinstance(values.get(name), kinds)}
-        return self._owned(values["__name__"], read, is_covered=True)
-
-    def _parts(self, value: Any, where: str) -> list[Any] | None:
-        """What decides what a value of a known kind does; None for other kinds."""
-        if isinstance(value, types.FunctionType):
-            if value in _READ_ENVIRONMENT:
-                return [self._environment(where)]
-            if "_dynamo_marked_constant" in vars(value) and not is_covered_file(value.__code__.co_filename):
-                raise NotStorableError(f"{where} is marked with assume_constant_result")
-            return [value.__code__, value.__defaults__, value.__kwdefaults__, _held(value), _compared(value)]
-        if isinstance(value, (types.MethodType, *_BOUND)):
-            return [getattr(value, "__func__", None), value.__self__]
-        if isinstance(value, (staticmethod, classmethod)):
-            return [value.__func__]
-        if type(value) is property:
-            return [value.fget, value.fset]
-        if isinstance(value, functools.cached_property):
-            return [value.func]
-        if isinstance(value, functools.partial):
-            return [value.func, value.args, value.keywords, _compared(value)]
-        if isinstance(value, functools._lru_cache_wrapper):
-            return [_compared(value)]  # among them the function
-        if isinstance(value, slice):
-            return [value.start, value.stop, value.step]
-        if isinstance(value, weakref.ref):
-            return [value()]
-        if isinstance(value, contextvars.ContextVar):
-            return [value.name, *_current(value)]
-        if isinstance(value, logging.Logger):
-            return [value.name, value.getEffectiveLevel()]
-        return None
+        return self._owned(owner, {name: value for name, value in members.items() if isinstance(value, kinds)})
 
     def _content(self, value: Any, where: str) -> list[Any]:
         """Items and members of an object."""
         items: list[Any] = []
-        if isinstance(value, os._Environ):
-            return [self._environment(where)]
         if isinstance(value, Mapping):
             items = [[self.value(key, where), self.value(item, where)] for key, item in value.items()]
             items.append(self.value(getattr(value, "default_factory", None), where))
@@ -213,11 +149,6 @@ class Description:
         slots = [slot for base in type(value).__mro__ for slot in _slots_of(base)]
         members = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
         return [items, self._members({**members, **_compared(value)}, where)]
-
-    def _environment(self, where: str) -> Any:
-        if not self._is_environment_known:
-            raise NotStorableError(f"{where} has the environment, which traced code reads")
-        return [[name, os.environ.get(name)] for name in sorted(self._names)]
 
     def _members(self, members: Mapping[str, Any], where: str) -> Any:
         return [[name, self.value(item, f"{where}.{name}")] for name, item in members.items()]
@@ -234,7 +165,10 @@ class Description:
         return [self.value(type(module), where), parts]
 
     def _class(self, kind: type, where: str) -> Any:
-        """Its members and those of its bases."""
+        """Its name, and what is not as written in it and its bases.
+
+        Of classes that a program makes, as torch does for parametrizations, all members: known functions and values.
+        """
         members = []
         for base in kind.__mro__:
             if not base.__flags__ & _IS_OF_PYTHON:
@@ -245,69 +179,56 @@ class Description:
                 if name not in _NOT_READ and not name.startswith(_WRITTEN)
                 if base is not nn.Module or name not in _TAGGED
             }
-            members.append(self._owned(_name_of(base), read, is_covered=_is_covered_class(base)))
+            is_known = is_known_class(base)
+            members.append(self._owned(_name_of(base), read) if is_known else self._members(read, _name_of(base)))
         of_kind = [] if type(kind) is type else [self.value(type(kind), where)]
         return [_name_of(kind), [_name_of(base) for base in kind.__mro__], members, of_kind]
 
     def _python_module(self, module: types.ModuleType, where: str) -> Any:
-        is_covered = is_covered_module(module.__name__)
-        if not is_covered and not self._names:
-            raise NotStorableError(f"{where} is the Python module {module.__name__}")
-        if not is_covered and ("__getattr__" in vars(module) or type(module) is not types.ModuleType):
-            raise NotStorableError(f"{where} is the Python module {module.__name__}, which makes its members when read")
+        if not is_known_module(module.__name__):
+            raise NotStorableError(
+                f"{where} is the Python module {module.__name__}, whose code is not known by a version"
+            )
         if module.__name__ in self._described_modules:
             return []
         self._described_modules.add(module.__name__)
         names = sorted(name for name in self._names & vars(module).keys() if not name.startswith("__"))
-        read = {name: vars(module)[name] for name in names}
-        return self._owned(module.__name__, read, is_covered=is_covered)
+        return self._owned(module.__name__, {name: vars(module)[name] for name in names})
 
-    def _owned(self, owner: str, members: Mapping[str, Any], *, is_covered: bool) -> Any:
-        """Members of a class or a module."""
+    def _owned(self, owner: str, members: Mapping[str, Any]) -> list[Any]:
+        """Members of a known class or module: those that a program may have put there."""
         described = []
         for name, value in members.items():
             expected = f"{owner}.{name}"
-            if not is_covered:
-                described.append([name, self.value(value, expected)])
-            elif isinstance(value, types.ModuleType):
+            if isinstance(value, types.ModuleType):
                 # Which of torch's modules are loaded, and so are members of others, changes as a program runs.
                 # Those of other packages, as torch.os, nobody reads there.
                 is_own = value.__name__.partition(".")[0] == owner.partition(".")[0]
                 is_read = self._names and type(value) is types.ModuleType and is_own
                 members_of_it = self._python_module(value, expected) if is_read else []
                 described.extend([[name, members_of_it]] if members_of_it else [])
-            elif not self._is_as_written(value, expected):
+            elif not _is_as_written(value, expected):
                 described.append([name, self._replaceable(value, expected)])
         return described
 
-    def _is_as_written(self, value: Any, expected: str) -> bool:
-        """Whether it is a function or a class that stands in sources that are covered, under the name `expected`."""
-        if isinstance(value, (staticmethod, classmethod)):
-            return self._is_as_written(value.__func__, expected)
-        if isinstance(value, type):
-            return _is_covered_class(value)
-        is_plain = (
-            isinstance(value, types.FunctionType) and value.__closure__ is None and value not in _READ_ENVIRONMENT
-        )
-        return is_plain and is_covered_file(value.__code__.co_filename) and _name_of(value) == expected
-
     def _replaceable(self, value: Any, where: str) -> Any:
-        """What a program may have put in the place of a member that is covered; of anything else, the type."""
-        is_read = isinstance(value, types.FunctionType) and value in _READ_ENVIRONMENT
-        if isinstance(value, types.FunctionType) and is_covered_file(value.__code__.co_filename) and not is_read:
+        """What a program may have put in the place of a member; of anything else, the type."""
+        if isinstance(value, types.FunctionType):
             # A decorator's function holds what it decorates.
             known = self._number(value)
-            return known or [_name_of(value), *(self._replaceable(part, where) for part in _held(value))]
+            check_known(value.__code__, where)
+            held = [self._replaceable(part, where) for part in _held(value)] if known is None else []
+            return known or [_name_of(value), _code_text(value.__code__), *held]
         if isinstance(value, (staticmethod, classmethod)):
             return self._replaceable(value.__func__, where)
         if type(value) is property:
             return self._replaceable(value.fget, where)
-        if isinstance(value, type) and _is_covered_class(value):
+        if isinstance(value, type) and is_known_class(value):
             return _name_of(value)
         # Of collections, those of Python's modules that hold texts or numbers, as sys.argv.
         items = [*value, *value.values()] if type(value) is dict else value if type(value) in (list, tuple, set) else ()
         is_simple = type(value) in _SIMPLE or (bool(items) and all(type(item) in _SIMPLE for item in items))
-        if is_simple or isinstance(value, (*_OF_TORCH, type, types.FunctionType, os._Environ)):
+        if is_simple or isinstance(value, (*_OF_TORCH, type)):
             return self.value(value, where)
         return _name_of(type(value))
 
@@ -318,6 +239,50 @@ class Description:
         self._known[id(value)] = len(self._known)
         self._kept.append(value)
         return None
+
+
+def _parts(value: Any, where: str) -> list[Any] | None:
+    """What decides what a value of a known kind does; None for other kinds. Raises NotStorableError for other code."""
+    if isinstance(value, types.FunctionType):
+        check_known(value.__code__, where)
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, _held(value), _compared(value)]
+    if isinstance(value, (types.MethodType, *_BOUND)):
+        return [getattr(value, "__func__", None), value.__self__]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if type(value) is property:
+        return [value.fget, value.fset]
+    if isinstance(value, functools.cached_property):
+        return [value.func]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords, _compared(value)]
+    if isinstance(value, functools._lru_cache_wrapper):
+        return [_compared(value)]  # among them the function
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, contextvars.ContextVar):
+        return [value.name, *_current(value)]
+    if isinstance(value, logging.Logger):
+        return [value.name, value.getEffectiveLevel()]
+    return None
+
+
+def _code_text(code: types.CodeType) -> list[Any]:
+    """Tells functions of one name apart, as the lambdas of one function."""
+    constants = [_code_text(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), list(code.co_freevars), constants]
+
+
+def _is_as_written(value: Any, expected: str) -> bool:
+    """Whether it is a function or a class that stands in known sources under the name `expected`."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return _is_as_written(value.__func__, expected)
+    if isinstance(value, type):
+        return is_known_class(value)
+    is_plain = isinstance(value, types.FunctionType) and value.__closure__ is None
+    return is_plain and is_known_file(value.__code__.co_filename) and _name_of(value) == expected
 
 
 def _held(function: types.FunctionType) -> list[Any]:
@@ -356,46 +321,6 @@ def _describe_tensor(value: torch.Tensor, where: str) -> list[Any]:
         raise NotStorableError(f"{where} is a {type(value).__name__} of layout {value.layout}")
     layout = [list(value.shape), list(value.stride())]
     return [type(value).__name__, str(value.dtype), str(value.device), layout, value.requires_grad]
-
-
-def is_covered_module(module: str) -> bool:
-    """Whether the text of `module` is known by a version, or by the digest of our own sources."""
-    root = module.partition(".")[0]
-    file = getattr(sys.modules.get(root), "__file__", None)
-    return root in sys.builtin_module_names or (file is None and root == "os") or bool(file and is_covered_file(file))
-
-
-def _is_covered_class(kind: type) -> bool:
-    """Whether a covered module has it under its name: a class that a program makes may claim any module."""
-    if not isinstance(kind.__module__, str) or not is_covered_module(kind.__module__):
-        return False
-    found: Any = sys.modules.get(kind.__module__)
-    for name in kind.__qualname__.split("."):
-        found = getattr(found, "__dict__", {}).get(name)
-    return found is kind
-
-
-@functools.cache
-def is_covered_file(file: str) -> bool:
-    path = os.path.abspath(file)
-    if file.startswith("<frozen ") or path.startswith(_folders()):
-        return True
-    python = sysconfig.get_path("stdlib") + os.sep
-    return path.startswith(python) and "site-packages" not in path
-
-
-@functools.cache
-def _folders() -> tuple[str, ...]:
-    import numpy
-    import transformers
-
-    own = [os.path.join(path, "") for name in OUR_PACKAGES for path in sys.modules[name].__path__]
-    return (*(_folder_of(package) for package in (torch, transformers, numpy)), *own)
-
-
-def _folder_of(package: types.ModuleType) -> str:
-    assert package.__file__ is not None
-    return os.path.dirname(os.path.abspath(package.__file__)) + os.sep
 
 
 def _name_of(value: Any) -> str:
