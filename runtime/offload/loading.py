@@ -47,7 +47,7 @@ from moepass.runtime.homes.disk.disk_home import streams_as_it_is
 from moepass.runtime.homes.peer_home import weights_digest
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptions
-from moepass.runtime.homes.registry.packers import options_of
+from moepass.runtime.homes.registry.packers import make_packer, options_of
 from moepass.runtime.offload.loading_progress import Progress, shown_progress
 from moepass.runtime.offload.offload import (
     BankedParameter,
@@ -136,7 +136,9 @@ def load_pretrained(
                 deque(agree(meeting, _CHECKPOINT, [*placement.topics, *plan.topics()]), maxlen=0)
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             plan.files.on_read = on_read
-            report = move_experts(plan.model, options, compute_device, given, placement)
+            report = move_experts(
+                plan.model, options, make_packer(options, compute_device), compute_device, given, placement
+            )
             plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
             _read_dense(plan.model, report.store.device)
             if not report.layers:  # its experts were read as dense weights are

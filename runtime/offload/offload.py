@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -97,7 +98,10 @@ def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list
 def place_experts(
     model: nn.Module, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
 ) -> Placement:
-    """What stays of `model` and how many slots there are. Raises as `place`, and OptionError for fewer than 1 slot."""
+    """What stays of `model` and how many slots there are.
+
+    Raises as `place`, OptionError for fewer than 1 slot, and InputError for a model without experts.
+    """
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
         raise OptionError(
             f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation",
@@ -106,6 +110,15 @@ def place_experts(
             expected="at least 1",
         )
     banks = _in_banks(find_expert_modules(model))
+    if not banks:
+        banked = any(isinstance(module, BankedParameter) for module in model.modules())
+        reason = (
+            "they were offloaded before"
+            if banked
+            else "no module holds two matrices [experts, ., .] with a width in common, as an up and a down projection "
+            "have, or one holds matrices with different numbers of experts"
+        )
+        raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
     return place(
         model, {path: expert_parameters(modules[0]) for path, modules in banks.items()}, wish, route, residents, slots
     )
@@ -177,31 +190,33 @@ def offload_experts(
     given = Residents(resident_bytes, resident_layers)
     compute_device = resolve_device(model, device)
     route = options.route(compute_device)
-    placement = place_experts(model, PlanWish(memory_budget, hardware, tokens), route, given, slots)
-    return move_experts(model, options, compute_device, given, placement)
+    packer = make_packer(options, compute_device)
+    meeting = packer.group.rendezvous if isinstance(packer, PeerPacker) else None
+    with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
+        wish = PlanWish(memory_budget, hardware, tokens)
+        placement = place_experts(model, wish, route, given, slots)
+    if meeting is not None:
+        deque(agree(meeting, _PLAN, placement.topics), maxlen=0)
+    return move_experts(model, options, packer, compute_device, given, placement)
 
 
 def move_experts(
-    model: nn.Module, options: HomeOptions, device: torch.device, given: Residents, placement: Placement
+    model: nn.Module,
+    options: HomeOptions,
+    packer: Packer,
+    device: torch.device,
+    given: Residents,
+    placement: Placement,
 ) -> OffloadReport:
-    """`offload_experts` of a model for which `placement` was decided, where `given` was to stay. Raises as that."""
+    """`offload_experts` of a model for which all ranks have decided `placement`, where `given` was to stay.
+
+    `packer` is that of `options`. Raises as that.
+    """
     banks, resident = split_layers(model, placement.residents)
     if resident and not banks and given.is_given:
         raise given.complaint(len(resident))
-    if not banks and not resident:
-        banked = any(isinstance(module, BankedParameter) for module in model.modules())
-        reason = (
-            "they were offloaded before"
-            if banked
-            else "no module holds two matrices [experts, ., .] with a width in common, as an up and a down projection "
-            "have, or one holds matrices with different numbers of experts"
-        )
-        raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
-    packer = make_packer(options, device)
     store = BankStore(device, placement.slots, parse_link(options.link), packer.home)
     store.placed = placement.placed
-    if isinstance(packer, PeerPacker):
-        deque(agree(packer.group.rendezvous, _PLAN, placement.topics), maxlen=0)
     if not banks:  # all of them fit into the memory budget
         keep_whole_model_store(expert_weights(model), store)
         return OffloadReport(store, options.home, (), 0, 0, resident)

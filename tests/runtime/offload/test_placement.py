@@ -246,3 +246,14 @@ def test_more_tokens_leave_less_room() -> None:
     many = caught.value.expected
     assert isinstance(many, int)
     assert many > least_bytes(tiny())
+
+
+@pytest.mark.parametrize("wishes", [{}, {"memory_budget": "1GB", "hardware": machine(), "tokens": TOKENS}])
+def test_a_model_without_experts_to_move_is_refused_for_that(wishes: dict[str, object]) -> None:
+    offloaded = tiny()
+    moepass.offload_experts(offloaded)
+    config = copy.deepcopy(offloaded.config)
+    config.mlp_only_layers = list(range(config.num_hidden_layers))
+    for model in (nn.Linear(4, 4), offloaded, Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32)):
+        with pytest.raises(InputError, match=f"{type(model).__name__} has no expert weights to offload"):
+            moepass.offload_experts(model, **wishes)  # type: ignore[arg-type]

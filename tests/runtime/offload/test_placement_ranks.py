@@ -123,6 +123,20 @@ def test_ranks_that_plan_by_other_things_are_told_which(differing: str) -> None:
     assert f"give every rank the same {differing}" in first
 
 
+def _failing_where_it_is_placed(wrong: dict[str, object]) -> tuple[str, str]:
+    wishes = {"home": _home("peer"), "memory_budget": "10MB", "hardware": _machine(), "tokens": TOKENS}
+    with pytest.raises((InputError, PeerError)) as caught:
+        moepass.offload_experts(tiny(), **{**wishes, **(wrong if dist.get_rank() else {})})  # type: ignore[arg-type]
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"memory_budget": 1000}, {"hardware": "none"}])
+def test_a_rank_that_cannot_be_placed_tells_the_others_why(wrong: dict[str, object]) -> None:
+    (kind, told), (own_kind, own) = run_ranks(2, _failing_where_it_is_placed, wrong)
+    assert (kind, own_kind) == ("PeerError", "InputError")
+    assert told == f"rank 1 failed: InputError: {own}"
+
+
 def _loads_with_other_tokens(folder: Path) -> str:
     wishes = {"home": _home("peer"), "memory_budget": "10MB", "hardware": _machine(), "tokens": 32 + dist.get_rank()}
     with pytest.raises(PeerError) as caught:
