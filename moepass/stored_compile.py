@@ -46,8 +46,8 @@ class StoredModule:
     `torch.compile` handles it, and what that compiles is stored, if it can be.
 
     Only models whose code is of torch, transformers or moepass are stored. The module, torch's settings and the
-    functions that transformers has registered must stay as they are from the first call on. So this is for programs that
-    make their model themselves, as the command line does. `torch.compile` is for everybody else.
+    functions that transformers has registered must stay as they are from the first call on. So this is for programs
+    that make their model themselves, as the command line does. `torch.compile` is for everybody else.
     """
 
     def __init__(
