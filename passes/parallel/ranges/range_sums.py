@@ -93,6 +93,8 @@ class RangeSums(RangeArithmetic):
 def _times(node: Node, used: Node) -> float:
     """How many elements `node` has for each of `used`."""
     given = fake_value(used)
+    if isinstance(given, (list, tuple)):
+        return 1.0  # `node` is one of several results
     if not isinstance(given, torch.Tensor):
         return float(fake_value(node).numel())
     return 1.0 if grows_in_size(used) else max(1.0, fake_value(node).numel() / max(1, given.numel()))

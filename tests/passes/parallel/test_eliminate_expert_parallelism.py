@@ -216,6 +216,16 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
         assert len(result.plan.banks) == 1
 
 
+@pytest.mark.parametrize(("experts", "ranks", "top_k"), [(32, 2, 1), (128, 8, 8)])
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int, ranks: int, top_k: int) -> None:
+    """Sums over the counts of a rank's experts count every token once, however many these are."""
+    config = StackConfig(layers=1, hidden=16, width=16, experts=experts, top_k=top_k, max_tokens=12)
+    result = _eliminated(capture(config, form, 1, ranks, 12))
+    assert not result.refusals
+    assert len(result.plan.banks) == 1
+
+
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -> None:
