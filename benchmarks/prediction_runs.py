@@ -217,6 +217,10 @@ class CrossoverModels:
         self._exchanged = torch.compile(exchanging, backend="asyncep", dynamic=True, options=options)
         options = {"link": f"emulate:{link_bytes_per_s}", "timeout_s": 300.0}
         self._gathered = torch.compile(gathering, backend="asyncep", dynamic=True, options=options)
+        with moepass.record_compilations() as compilations, torch.no_grad():
+            self._gathered(**_inputs(CROSSOVER_TOKENS[0], sequence))
+        for compilation in compilations:
+            assert not compilation.plan.refusals, compilation.plan.refusals[0].reason
 
     @torch.no_grad()
     def both_forms(self, repeats: int) -> list[BothForms]:
