@@ -28,6 +28,7 @@ import typer
 from common import print_table, verdict
 from emulated_exchange import exchanges_take
 
+import moepass
 from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
 from moepass.runtime.kernels.cpu_gemm_library import multiply
 
@@ -149,7 +150,10 @@ def _rank(
             hidden = torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(rank))
             variants, expected = _variants(config, link)
             wanted = expected(hidden)
-            outputs = [run(hidden) for run in variants.values()]  # on every rank, whatever comes out
+            with moepass.record_compilations() as compilations:
+                outputs = [run(hidden) for run in variants.values()]  # on every rank, whatever comes out
+            for compilation in compilations:
+                assert not compilation.plan.refusals, compilation.plan.refusals[0].reason
             close = all(_is_close(output, wanted) for output in outputs)
             seconds = _interleaved(variants, hidden, repeats)
             slowest = {name: _slowest(times) for name, times in seconds.items()}
