@@ -271,8 +271,15 @@ def _parts(value: Any, where: str) -> list[Any] | None:
 
 def _code_text(code: types.CodeType) -> list[Any]:
     """Tells functions of one name apart, as the lambdas of one function."""
-    constants = [_code_text(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts]
+    constants = [_constant_text(constant) for constant in code.co_consts]
     return [code.co_code.hex(), list(code.co_names), list(code.co_freevars), constants]
+
+
+def _constant_text(constant: object) -> Any:
+    if isinstance(constant, types.CodeType):
+        return _code_text(constant)
+    # The order of a set differs between processes.
+    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
 
 
 def _is_as_written(value: Any, expected: str) -> bool:

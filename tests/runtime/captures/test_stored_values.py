@@ -179,6 +179,14 @@ def test_a_value_without_a_stable_description_is_named(store: CaptureStore, capl
     assert "Scale.generator is of type torch._C.Generator" in caplog.text
 
 
+def test_sets_in_code_have_the_same_text_in_each_process() -> None:
+    def is_one(name: str) -> bool:
+        return name in {"one", "two", "three", "four", "five"}
+
+    model = Holder(is_one)
+    assert "['five', 'four', 'one', 'three', 'two']" in str(describe_model(model)).replace('"', "")
+
+
 # ---- values that code reads by name ----------------------------------------------------------------------------------
 
 LAYER = """
