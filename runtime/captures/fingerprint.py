@@ -7,6 +7,7 @@ settings. A value without a stable text raises NotStorableError, and the model i
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterable, Mapping
@@ -36,6 +37,7 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "huggingface_hub": huggingface_hub.__version__,
         "numpy": numpy.__version__,
+        "typing_extensions": importlib.metadata.version("typing_extensions"),
     }
 
 

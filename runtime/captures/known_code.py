@@ -36,9 +36,12 @@ def known_folders() -> tuple[str, ...]:
     import huggingface_hub
     import numpy
     import transformers
+    import typing_extensions
 
     own = [os.path.join(path, "") for name in OUR_PACKAGES for path in sys.modules[name].__path__]
-    return (*(_folder_of(package) for package in (torch, transformers, huggingface_hub, numpy)), *own)
+    # The last one, whose decorators torch uses, is a single file.
+    packages = (torch, transformers, huggingface_hub, numpy)
+    return (*map(_folder_of, packages), *own, os.path.abspath(typing_extensions.__file__))
 
 
 def is_of_torch(file: str) -> bool:
