@@ -216,6 +216,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
         assert len(result.plan.banks) == 1
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("experts", "ranks", "top_k"), [(32, 2, 1), (128, 8, 8)])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int, ranks: int, top_k: int) -> None:

@@ -71,6 +71,7 @@ def _placed(home: str, folder: Path | None, banks: float) -> tuple[tuple[str, ..
     return report.resident_layers, report.store.slots
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize("home", ["peer", "hybrid"])
 def test_ranks_place_alike_within_the_budget_and_stay_exact(home: str, loads: bool, tmp_path: Path) -> None:
@@ -114,6 +115,7 @@ DIFFERING = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("differing", DIFFERING)
 def test_ranks_that_plan_by_other_things_are_told_which(differing: str) -> None:
     """Also where the plan of one rank moves nothing, so that it has no banks to compare."""
