@@ -15,10 +15,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["MOEPASS_CACHE_DIR"] = ""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from moepass.runtime.captures.capture_store import CaptureStore
 
 # The same examples in every run, however busy the machine is.
 settings.register_profile("moepass", deadline=None, derandomize=True)
@@ -50,6 +55,26 @@ def _fresh_dynamo() -> Iterator[None]:
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CaptureStore:
+    """An empty store of captures."""
+    from moepass.runtime.captures.capture_store import CaptureStore
+
+    return CaptureStore(tmp_path / "captures")
+
+
+@pytest.fixture
+def known_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Captures are stored of code that a version tells; here also of the models of tests and the files they write."""
+    from moepass.runtime.captures import known_code
+
+    folders = (*known_code.known_folders(), *(os.path.join(path, "") for path in (Path(__file__).parent, tmp_path)))
+    monkeypatch.setattr(known_code, "known_folders", lambda: folders)
+    known_code.is_known_file.cache_clear()
+    yield
+    known_code.is_known_file.cache_clear()
 
 
 def pytest_collection_finish() -> None:

@@ -33,6 +33,7 @@ def is_known_file(file: str) -> bool:
 
 @functools.cache
 def known_folders() -> tuple[str, ...]:
+    """What the paths of known files begin with; `fingerprint.versions` has the versions of these packages."""
     import huggingface_hub
     import numpy
     import transformers
@@ -51,7 +52,7 @@ def is_of_torch(file: str) -> bool:
 def is_known_module(name: str) -> bool:
     root = name.partition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None) or getattr(sys.modules.get(root), "__file__", None)
-    return root in sys.builtin_module_names or (file is None and root == "os") or bool(file and is_known_file(file))
+    return root in sys.builtin_module_names or bool(file and is_known_file(file))
 
 
 def is_known_class(kind: type) -> bool:

@@ -1,8 +1,8 @@
 """Texts of values, equal where known code that reads the values does the same: attributes of modules, globals.
 
-Code itself is told by its name, because its version is part of the key (see `known_code`). But a program may have put
-other values, functions and classes in the place of those that known code reads, so these are looked at one by one. A
-value without a stable text, and code that is not known, raise NotStorableError.
+The code of packages is not described, because their versions are part of the key (see `known_code`). But a program may
+have replaced what that code reads: values, functions, classes. So members are described where they are not as written.
+A value without a stable text, and code that is not known, raise NotStorableError.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def describe_names(names_of: Mapping[str, Iterable[str]]) -> dict[str, Any]:
     found = {}
     for file, names in sorted(names_of.items()):
         path = os.path.abspath(file)
-        if not is_known_file(file) or path not in modules:
-            raise NotStorableError(f"{file}, of which this process has loaded no module, or which no version tells")
+        if not is_known_file(file):
+            raise NotStorableError(f"{file}, whose code is not known by a version")
+        if path not in modules:
+            raise NotStorableError(f"{file}, of which this process has loaded no module")
         describe, texts = Description(read), []
         for values in modules[path]:
             here = {name: values[name] for name in sorted(names) if name in values}
@@ -225,7 +227,7 @@ class Description:
             return self._replaceable(value.fget, where)
         if isinstance(value, type) and is_known_class(value):
             return _name_of(value)
-        # Of collections, those of Python's modules that hold texts or numbers, as sys.argv.
+        # Of collections, those that hold texts or numbers alone.
         items = [*value, *value.values()] if type(value) is dict else value if type(value) in (list, tuple, set) else ()
         is_simple = type(value) in _SIMPLE or (bool(items) and all(type(item) in _SIMPLE for item in items))
         if is_simple or isinstance(value, (*_OF_TORCH, type)):

@@ -210,7 +210,7 @@ def move_experts(
 ) -> OffloadReport:
     """`offload_experts` of a model for which all ranks have decided `placement`, where `given` was to stay.
 
-    `packer` is that of `options`. Raises as that.
+    `packer` is that of `options`. Raises as `offload_experts`.
     """
     banks, resident = split_layers(model, placement.residents)
     if resident and not banks and given.is_given:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from known_tests import known_tests
+from stored_models import EAGER, graphs_compiled_by
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.modules.module import register_module_forward_hook
@@ -24,14 +21,13 @@ import moepass
 from moepass import stored_compile
 from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
 from moepass.models.testing.tiny import TINY_FAMILIES, tiny_model
-from moepass.runtime.captures import fingerprint
 from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.runtime.captures.fingerprint import digest_of
 from moepass.runtime.serving.scoring import PromptModel
 from moepass.stored_compile import StoredModule
 
 SMALL = StackConfig(layers=2, hidden=16, width=16, experts=4)
-EAGER = {"lower": "eager"}
+pytestmark = pytest.mark.usefixtures("known_tests", "no_grad")
 
 
 class Sum(nn.Module):
@@ -79,11 +75,6 @@ class Broken(nn.Module):
         return half * 4
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> CaptureStore:
-    return CaptureStore(tmp_path / "captures")
-
-
 # A store with the capture of `_stack()`, and what that gave, by number of tokens.
 Filled = tuple[CaptureStore, dict[int, torch.Tensor]]
 
@@ -103,18 +94,6 @@ def filled(captured: Filled, store: CaptureStore) -> Filled:
     return store, captured[1]
 
 
-@pytest.fixture(autouse=True)
-def _known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with known_tests(tmp_path, monkeypatch):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 def _stack(config: StackConfig = SMALL, slots: int = 2) -> MoEStack:
     model = build_stack(config)
     moepass.offload_experts(model, slots=slots)
@@ -128,18 +107,10 @@ def _tokens(count: int, hidden: int = SMALL.hidden, *, dynamic: bool = True) -> 
     return rows
 
 
-def _graphs_compiled_by(call: Callable[[], Any]) -> int:
-    """By Dynamo, which knows nothing from before."""
-    torch._dynamo.reset()
-    counters.clear()
-    call()
-    return int(counters["stats"]["unique_graphs"])
-
-
 def _compiles(store: CaptureStore, model: nn.Module, options: dict[str, Any] | None = None, tokens: int = 6) -> bool:
     """Whether a new process would compile `model`."""
     stored = StoredModule(model, options or EAGER, "stack", store)
-    return _graphs_compiled_by(lambda: stored(_tokens(tokens))) > 0
+    return graphs_compiled_by(lambda: stored(_tokens(tokens))) > 0
 
 
 # ---- hits ------------------------------------------------------------------------------------------------------------
@@ -151,7 +122,7 @@ def test_a_stored_capture_gives_the_same_bits_for_all_sizes_without_dynamo(fille
     loaded = StoredModule(_stack(), EAGER, "stack", store)
     found: dict[int, torch.Tensor] = {}
     with moepass.record_compilations() as compilations:
-        assert _graphs_compiled_by(lambda: found.update({n: loaded(_tokens(n)) for n in (33, 6, 2)})) == 0
+        assert graphs_compiled_by(lambda: found.update({n: loaded(_tokens(n)) for n in (33, 6, 2)})) == 0
     assert all(torch.equal(found[count], expected[count]) for count in expected)
     # The plan is that of the first process, and the experts really stream.
     (compilation,) = compilations
@@ -167,13 +138,13 @@ def test_weights_are_those_of_the_model_at_hand(filled: Filled) -> None:
     expected = StoredModule(other, EAGER, "stack", CaptureStore(store.folder / "none"))(_tokens(6))
     loaded = StoredModule(other, EAGER, "stack", store)
     found: list[torch.Tensor] = []
-    assert _graphs_compiled_by(lambda: found.append(loaded(_tokens(6)))) == 0
+    assert graphs_compiled_by(lambda: found.append(loaded(_tokens(6)))) == 0
     assert torch.equal(found[0], expected)
     # A parameter that is replaced later is read anew, as Dynamo's code would.
     other.dense[0].weight = nn.Parameter(torch.zeros_like(other.dense[0].weight), requires_grad=False)
     assert not torch.equal(loaded(_tokens(6)), expected)
     other.dense[0].weight = nn.Parameter(other.dense[0].weight.t().contiguous().t(), requires_grad=False)
-    assert _graphs_compiled_by(lambda: loaded(_tokens(6))) == 1  # of other strides
+    assert graphs_compiled_by(lambda: loaded(_tokens(6))) == 1  # of other strides
 
 
 def test_sizes_that_a_capture_is_not_right_for_are_compiled_and_stored_too(store: CaptureStore) -> None:
@@ -226,7 +197,7 @@ def test_code_of_inductor_gives_the_same_bits(store: CaptureStore) -> None:
     expected = {count: fresh(_tokens(count)) for count in counts}
     loaded = StoredModule(_stack(), options, "stack", store)
     found: dict[int, torch.Tensor] = {}
-    assert _graphs_compiled_by(lambda: found.update({count: loaded(_tokens(count)) for count in counts})) == 0
+    assert graphs_compiled_by(lambda: found.update({count: loaded(_tokens(count)) for count in counts})) == 0
     assert not any("fxgraph" in name for name in counters["inductor"])
     assert all(torch.equal(found[count], expected[count]) for count in counts)
     record = (store.folder / next(store.folder.iterdir()).name).read_bytes()
@@ -258,7 +229,7 @@ def test_families_are_stored_and_give_the_same_bits(store: CaptureStore, family:
     expected = [fresh(*inputs(*size)) for size in sizes]
     loaded = StoredModule(make(), EAGER, family, store)
     found: list[torch.Tensor] = []
-    assert _graphs_compiled_by(lambda: found.extend(loaded(*inputs(*size)) for size in sizes)) == 0
+    assert graphs_compiled_by(lambda: found.extend(loaded(*inputs(*size)) for size in sizes)) == 0
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 
 
@@ -373,125 +344,7 @@ def test_another_key_is_compiled_anew(filled: Filled) -> None:
     assert _compiles(store, model)
 
 
-def test_code_that_was_edited_is_compiled_anew(
-    store: CaptureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: time.time() + 1)
-    source = tmp_path / "edited_model.py"
-    text = "from torch import nn\n\n\nclass Model(nn.Module):\n    def forward(self, rows):\n        return rows * 2\n"
-
-    def model() -> nn.Module:
-        spec = importlib.util.spec_from_file_location("edited_model", source)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "edited_model", module)
-        spec.loader.exec_module(module)
-        made: nn.Module = module.Model()
-        return made
-
-    source.write_text(text)
-    StoredModule(model(), EAGER, "edited", store)(torch.ones(4))
-    assert not _compiles_rows(store, model())
-    source.write_text(text.replace("* 2", "* 3  # and more"))
-    loaded = StoredModule(model(), EAGER, "edited", store)
-    assert _graphs_compiled_by(lambda: loaded(torch.ones(4))) == 1
-    assert torch.equal(loaded(torch.ones(4)), torch.full((4,), 3.0))
-    source.unlink()
-    assert _compiles_rows(store, type(loaded._module)())
-
-
-def test_code_that_was_edited_while_the_process_ran_is_not_stored(
-    store: CaptureStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="moepass")
-    began = Path(__file__).stat().st_ctime
-    monkeypatch.setattr(stored_compile, "_own_digest", lambda: "")
-    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: began)
-    StoredModule(Sum(), EAGER, "sum", store)(torch.ones(4), torch.ones(4))
-    assert store.entries() == []
-    assert "test_stored_compile.py, which was changed since this process began" in caplog.text
-
-
-def _compiles_rows(store: CaptureStore, model: nn.Module) -> bool:
-    stored = StoredModule(model, EAGER, "edited", store)
-    return _graphs_compiled_by(lambda: stored(torch.ones(4))) > 0
-
-
 # ---- misses: other code under the same names -------------------------------------------------------------------------
-
-SCRIPT = """import os
-from torch import nn
-
-SCALE = int(os.environ.get("SCALE_OF_TEST", "2"))
-
-
-def scaled(rows):
-    return rows * SCALE
-
-
-class Model(nn.Module):
-    def forward(self, rows):
-        return scaled(rows)
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
-    """Makes the model of a module `script`, as a process would that began after it was written."""
-    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: time.time() + 1)
-
-    def make(text: str = SCRIPT, name: str = "first.py") -> nn.Module:
-        source = tmp_path / name
-        if not source.exists() or source.read_text() != text:
-            source.write_text(text)
-        spec = importlib.util.spec_from_file_location("script", source)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "script", module)
-        spec.loader.exec_module(module)
-        made: nn.Module = module.Model()
-        return made
-
-    return make
-
-
-@pytest.fixture
-def stored_script(script: Callable[..., nn.Module], store: CaptureStore) -> CaptureStore:
-    result = StoredModule(script(), EAGER, "edited", store)(torch.ones(4))
-    assert torch.equal(result, torch.full((4,), 2.0))
-    assert not _compiles_rows(store, script())
-    return store
-
-
-def test_classes_of_one_name_in_two_files_are_told_apart(
-    stored_script: CaptureStore, script: Callable[..., nn.Module]
-) -> None:
-    """As two scripts have them, whose module is called `__main__`."""
-    assert not _compiles_rows(stored_script, script())
-    assert _compiles_rows(stored_script, script(SCRIPT.replace("* SCALE", "* SCALE * 2"), "second.py"))
-
-
-def test_a_number_in_a_module_is_compared(
-    stored_script: CaptureStore, script: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SCALE_OF_TEST", "3")
-    assert _compiles_rows(stored_script, script())
-
-
-def test_a_function_that_was_replaced_is_compared(
-    stored_script: CaptureStore, script: Callable[..., nn.Module]
-) -> None:
-    model = script()
-    sys.modules["script"].scaled = lambda rows: rows * 7  # type: ignore[attr-defined]
-    assert _compiles_rows(stored_script, model)
-
-
-def test_a_method_that_was_replaced_is_compared(stored_script: CaptureStore, script: Callable[..., nn.Module]) -> None:
-    model = script()
-    type(model).forward = lambda self, rows: rows * 7
-    assert _compiles_rows(stored_script, model)
 
 
 def test_an_attribute_of_a_class_is_compared() -> None:
@@ -507,7 +360,7 @@ def test_functions_that_transformers_has_registered_are_compared(store: CaptureS
         model = tiny_model("qwen3_moe", num_hidden_layers=1)
         given = [torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 1).long()]
         called = StoredModule(PromptModel(model), EAGER, "qwen3_moe", store)
-        return _graphs_compiled_by(lambda: called(*given)) == 0
+        return graphs_compiled_by(lambda: called(*given)) == 0
 
     assert not stored()
     assert stored()
@@ -614,7 +467,7 @@ def test_a_damaged_capture_is_reported_once_and_compiled_anew(
     _rewritten(store, edit)
     loaded = StoredModule(_stack(), EAGER, "stack", store)
     found: list[torch.Tensor] = []
-    compiled = _graphs_compiled_by(lambda: found.extend([loaded(_tokens(6)), loaded(_tokens(6))]))
+    compiled = graphs_compiled_by(lambda: found.extend([loaded(_tokens(6)), loaded(_tokens(6))]))
     assert compiled == 1
     assert all(torch.equal(result, expected[6]) for result in found)
     assert sum(record.levelname == "WARNING" for record in caplog.records) == 1

@@ -22,11 +22,6 @@ KEY = "a" * 64
 VERSIONS = {"torch": "2.13.0"}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> CaptureStore:
-    return CaptureStore(tmp_path / "deep" / "captures")
-
-
 def _save(store: CaptureStore, content: bytes = b"content", key: str = KEY, name: str = "one") -> bool:
     return store.save(key, name, content, "demo", VERSIONS)
 

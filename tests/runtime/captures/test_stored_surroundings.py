@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from known_tests import known_tests
+from stored_models import EAGER, compiles
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 
 from moepass.runtime.captures import fingerprint
@@ -27,25 +26,8 @@ from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.runtime.captures.fingerprint import describe_model, digest_of
 from moepass.stored_compile import StoredModule
 
-EAGER = {"lower": "eager"}
+pytestmark = pytest.mark.usefixtures("known_tests", "no_grad")
 Script = Callable[..., nn.Module]
-
-
-@pytest.fixture(autouse=True)
-def _known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with known_tests(tmp_path, monkeypatch):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> CaptureStore:
-    return CaptureStore(tmp_path / "captures")
 
 
 @pytest.fixture
@@ -66,15 +48,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
         return made
 
     return make
-
-
-def _compiles(store: CaptureStore, model: nn.Module, rows: torch.Tensor | None = None) -> bool:
-    """Whether a new process would compile `model`. The result is always that of the model at hand."""
-    torch._dynamo.reset()
-    counters.clear()
-    given = torch.ones(4) if rows is None else rows
-    assert torch.equal(StoredModule(model, EAGER, "model", store)(given), model(given))
-    return counters["stats"]["unique_graphs"] > 0
 
 
 # ---- a graph that is a part of the call ------------------------------------------------------------------------------
@@ -125,9 +98,9 @@ def test_a_graph_that_is_a_part_of_a_call_is_not_stored(
     store: CaptureStore, script: Script, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="moepass")
-    assert _compiles(store, script(text))
+    assert compiles(store, script(text))
     assert "does not compile as one function" in caplog.text
-    _compiles(store, script(text), -torch.ones(4))
+    compiles(store, script(text), -torch.ones(4))
     assert store.entries() == []
 
 
@@ -152,7 +125,7 @@ def test_a_graph_with_an_operator_of_the_program_is_not_stored(
             library.define("own(Tensor rows) -> Tensor")
             for one in key:
                 library.impl("own", lambda rows, times=times: rows.repeat(times), one)
-            assert _compiles(store, script(OWN_OPERATOR))
+            assert compiles(store, script(OWN_OPERATOR))
         finally:
             library._destroy()
     assert store.entries() == []
@@ -170,11 +143,11 @@ class Model(nn.Module):
     def forward(self, rows):
         return self.layer(rows)
 """
-    assert _compiles(store, script(text))
-    assert not _compiles(store, script(text))
+    assert compiles(store, script(text))
+    assert not compiles(store, script(text))
     linear = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *given: 2 * linear(*given))
-    assert _compiles(store, script(text))
+    assert compiles(store, script(text))
 
 
 def test_a_method_of_tensors_that_was_replaced_is_compared(
@@ -182,10 +155,10 @@ def test_a_method_of_tensors_that_was_replaced_is_compared(
 ) -> None:
     text = "class Model(nn.Module):\n    def forward(self, rows):\n        return rows.silently_doubled()\n"
     monkeypatch.setattr(torch.Tensor, "silently_doubled", lambda rows: rows * 2, raising=False)
-    assert _compiles(store, script(text))
-    assert not _compiles(store, script(text))
+    assert compiles(store, script(text))
+    assert not compiles(store, script(text))
     monkeypatch.setattr(torch.Tensor, "silently_doubled", lambda rows: rows * 3)
-    assert _compiles(store, script(text))
+    assert compiles(store, script(text))
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -199,9 +172,9 @@ class Model(nn.Module):
         return rows * Config.LIMIT
 """
     constants = "class Kind(type):\n    LIMIT = {}\nclass Config(metaclass=Kind):\n    pass\n"
-    assert _compiles(store, script(text, constants.format(2.0)))
-    assert not _compiles(store, script(text, constants.format(2.0)))
-    assert _compiles(store, script(text, constants.format(3.0)))
+    assert compiles(store, script(text, constants.format(2.0)))
+    assert not compiles(store, script(text, constants.format(2.0)))
+    assert compiles(store, script(text, constants.format(3.0)))
 
 
 @pytest.mark.parametrize("read", ["os.getenv('VALUE_OF_TEST')", "getenv('VALUE_OF_TEST')", "environ['VALUE_OF_TEST']"])
@@ -216,10 +189,10 @@ class Model(nn.Module):
         return rows * float({read})
 """
     monkeypatch.setenv("VALUE_OF_TEST", "2")
-    assert _compiles(store, script(text))
-    assert not _compiles(store, script(text))
+    assert compiles(store, script(text))
+    assert not compiles(store, script(text))
     monkeypatch.setenv("VALUE_OF_TEST", "3")
-    assert _compiles(store, script(text))
+    assert compiles(store, script(text))
 
 
 @pytest.mark.parametrize(
@@ -287,9 +260,9 @@ def test_the_context_of_a_process_is_compared(
 ) -> None:
     text = f"class Model(nn.Module):\n    def forward(self, rows):\n        {body}\n"
     rows = torch.randn(4, generator=torch.Generator().manual_seed(0))
-    for context, compiles in ((first, True), (first, False), (second, True)):
+    for context, is_compiled in ((first, True), (first, False), (second, True)):
         with context():
-            assert _compiles(store, script(text), rows) == compiles
+            assert compiles(store, script(text), rows) == is_compiled
 
 
 def test_a_mode_that_is_entered_after_the_first_call_goes_to_the_compiler(store: CaptureStore, script: Script) -> None:
@@ -313,8 +286,8 @@ class Model(nn.Module):
         return rows * 2 if isinstance(rows, nn.Parameter) else rows * 3
 """
     parameter = nn.Parameter(torch.ones(4), requires_grad=False)
-    assert _compiles(store, script(text), parameter)
+    assert compiles(store, script(text), parameter)
     assert store.entries() == []
-    assert _compiles(store, script(text))
-    assert not _compiles(store, script(text))
-    assert _compiles(store, script(text), parameter)
+    assert compiles(store, script(text))
+    assert not compiles(store, script(text))
+    assert compiles(store, script(text), parameter)

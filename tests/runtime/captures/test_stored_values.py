@@ -7,15 +7,14 @@ import importlib
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from known_tests import known_tests
+from stored_models import EAGER, compiles
 from torch import nn
-from torch._dynamo.utils import counters
 
 import moepass
 from moepass.runtime.captures import fingerprint
@@ -23,33 +22,7 @@ from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.runtime.captures.fingerprint import describe_model, digest_of
 from moepass.stored_compile import StoredModule
 
-EAGER = {"lower": "eager"}
-
-
-@pytest.fixture(autouse=True)
-def _known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with known_tests(tmp_path, monkeypatch):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> CaptureStore:
-    return CaptureStore(tmp_path / "captures")
-
-
-def _compiles(store: CaptureStore, model: nn.Module, rows: torch.Tensor | None = None) -> bool:
-    """Whether a new process would compile `model`. The result is always that of the model at hand."""
-    torch._dynamo.reset()
-    counters.clear()
-    given = torch.ones(4) if rows is None else rows
-    assert torch.equal(StoredModule(model, EAGER, "model", store)(given), model(given))
-    return counters["stats"]["unique_graphs"] > 0
+pytestmark = pytest.mark.usefixtures("known_tests", "no_grad")
 
 
 # ---- values that modules hold ----------------------------------------------------------------------------------------
@@ -158,9 +131,9 @@ def _class_of_held(factor: float) -> nn.Module:
 def test_a_value_that_is_held_anywhere_in_a_model_is_compared(
     store: CaptureStore, make: Callable[[float], nn.Module]
 ) -> None:
-    assert _compiles(store, make(2.0))
-    assert not _compiles(store, make(2.0))
-    assert _compiles(store, make(3.0))
+    assert compiles(store, make(2.0))
+    assert not compiles(store, make(2.0))
+    assert compiles(store, make(3.0))
 
 
 def test_a_class_attribute_that_changes_while_a_program_runs_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +147,7 @@ def test_a_value_without_a_stable_description_is_named(store: CaptureStore, capl
     caplog.set_level("INFO", logger="moepass")
     model = Scale()
     model.generator = torch.Generator()
-    assert _compiles(store, model)
+    assert compiles(store, model)
     assert store.entries() == []
     assert "Scale.generator is of type torch._C.Generator" in caplog.text
 
@@ -261,9 +234,9 @@ def test_a_value_of_another_file_is_compared(
     store: CaptureStore, script: Callable[..., nn.Module], body: str, tmp_path: Path
 ) -> None:
     body = body.format(prefix=f"{tmp_path.name}_")
-    assert _compiles(store, script(body))
-    assert not _compiles(store, script(body))
-    assert _compiles(store, script(body, 3.0))
+    assert compiles(store, script(body))
+    assert not compiles(store, script(body))
+    assert compiles(store, script(body, 3.0))
 
 
 def test_code_of_no_file_that_reads_globals_is_not_stored(store: CaptureStore) -> None:
@@ -271,7 +244,7 @@ def test_code_of_no_file_that_reads_globals_is_not_stored(store: CaptureStore) -
     for limit in (2.0, 3.0):
         values: dict[str, Any] = {"nn": nn, "LIMIT": limit, "__name__": "made"}
         exec(text, values)
-        assert _compiles(store, values["Model"]())
+        assert compiles(store, values["Model"]())
     assert store.entries() == []
 
 
@@ -336,7 +309,7 @@ def test_a_model_with_other_code_is_not_stored(
     store: CaptureStore, make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="moepass")
-    assert _compiles(store, make())
+    assert compiles(store, make())
     assert store.entries() == []
     assert "whose code is not known by a version" in caplog.text
 
@@ -346,7 +319,7 @@ def test_a_model_whose_traced_code_is_other_code_is_not_stored(
 ) -> None:
     caplog.set_level("INFO", logger="moepass")
     monkeypatch.setattr(sys.modules[__name__], "_times", _made("lambda rows, factor: rows * factor * 2"))
-    assert _compiles(store, Scaled())
+    assert compiles(store, Scaled())
     assert store.entries() == []
     assert "whose code is not known by a version" in caplog.text
 
@@ -380,7 +353,7 @@ class Weighted(nn.Module):
 def test_a_parameter_that_gets_other_memory_is_compiled_anew(
     store: CaptureStore, swap: Callable[[nn.Parameter], Any]
 ) -> None:
-    assert _compiles(store, Weighted())
+    assert compiles(store, Weighted())
     model = Weighted()
     loaded = StoredModule(model, EAGER, "model", store)
     (capture,) = loaded._load(store)
@@ -390,7 +363,7 @@ def test_a_parameter_that_gets_other_memory_is_compiled_anew(
 
 
 def test_an_argument_with_attributes_or_lazy_numbers_goes_to_the_compiler(store: CaptureStore) -> None:
-    assert _compiles(store, Scale())
+    assert compiles(store, Scale())
     (capture,) = StoredModule(Scale(), EAGER, "model", store)._load(store)
     assert capture.inputs_for([torch.ones(4)]) is not None
     marked = torch.ones(4)
