@@ -25,6 +25,7 @@ _EVERY_HOME = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
 _OFFLOAD = ("profiles", "homes/registry", *_EVERY_HOME)
 _EXECUTE = ("lowering", *_EVERY_HOME)
 _GRAPH = ("graph", "ir")
+_BATCHING = ("serving/batching", "serving/requests")
 ROOMS = {
     "models": {
         "sizes": (),
@@ -71,6 +72,15 @@ ROOMS = {
         "calibrate": (*_EXECUTE, "offload", "execute"),
         "integrations": (*_EXECUTE, "offload", "execute"),
         "serving": ("execute", "offload", "ranks"),
+        "serving/requests": (),
+        "serving/batching": ("serving/requests",),
+        "serving/cache": _BATCHING,
+        "serving/attention": ("serving/cache", "serving/batching"),
+        "serving/engine": (
+            *("serving/attention", "serving/cache", *_BATCHING),
+            *("execute", "offload", "ranks", "profiles", "system"),
+        ),
+        "serving/router": _BATCHING,
     },
     "moepass": {
         "explaining": (),

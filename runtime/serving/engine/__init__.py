@@ -1,0 +1,5 @@
+"""One rank: requests in, answers out, step by step, through a compiled model.
+
+May import serving/attention, serving/cache, serving/batching, serving/requests, execute, offload, ranks, profiles,
+system.
+"""
