@@ -23,7 +23,7 @@ class ReadAnswer:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScoredTokens:
-    """Of each token of a piece: its log-probability, its rank in the vocabulary (1: the most likely), and the top tokens.
+    """Of each token of a piece: its log-probability, its rank (1: the most likely), and the most likely tokens.
 
     Shapes: [tokens], [tokens], and [tokens, scored_top] twice. The first token of a request has NaN, 0 and -1.
     """
