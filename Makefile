@@ -15,7 +15,7 @@ help:
 	@echo "make demo        score real text with the embedded model, its experts streamed from host memory"
 	@echo "make install     a virtual environment in $(VENV) with pinned versions (the other targets do this first)"
 	@echo "make test        ruff, mypy and the fast tests (6 minutes on 2 cores)"
-	@echo "make test-slow   the tests that take longer (two hours on 2 cores)"
+	@echo "make test-slow   the tests that take longer (one hour on 2 cores)"
 	@echo "make test-gpu    the tests that need a CUDA device, and a torch that knows it"
 	@echo "make lint        ruff alone"
 	@echo "make types       mypy alone"
