@@ -42,6 +42,12 @@ class ModelHead:
         """[rows, width] for the states [rows, hidden], in the type of the model."""
         if self.kind == "states":
             return states
+        if self.kind == "classes" and self._model.config.get_text_config().pad_token_id is None:
+            # transformers refuses several sequences then, because it cannot tell where they end.
+            return torch.cat([self._logits(row) for row in states.split(1)]) if len(states) else self._logits(states)
+        return self._logits(states)
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
         name = self._model.base_model_prefix
         # The model with another backbone; the model itself stays as it is, for threads that run it.
         probe = copy.copy(self._model)
