@@ -6,7 +6,6 @@ Only safetensors are read, never a pickle; no code of a checkpoint runs, and not
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moepass.models.checkpoint.file_stamp import FileStamps
+from moepass.models.checkpoint.model_classes import check_model_type, class_options, model_class_of
 from moepass.models.checkpoint.weight_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -97,38 +97,18 @@ def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Pa
 
 
 def load_config(path: Path) -> PreTrainedConfig:
-    """The configuration in `path`, a checkpoint folder or a config file, of a causal language model.
+    """The configuration in `path`, a checkpoint folder or a config file.
+
+    It is that of a causal language model, of a classifier of sequences, or of a backbone alone.
 
     Raises CheckpointError where it is malformed, or of a model type that the installed transformers does not know.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     file = path / CONFIG_FILE if path.is_dir() else path
     values = read_json(file, dict)
     check_raw_config(values, str(file))
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str):
-        raise CheckpointError(
-            f"{file} names no model_type; it must be one that transformers knows, as qwen3_moe",
-            path=file,
-            expected="one that transformers knows, as qwen3_moe",
-        )
-    if model_type not in CONFIG_MAPPING_NAMES:
-        raise CheckpointError(
-            f"{file}: model_type {model_type!r} is unknown to transformers {_did_you_mean(model_type)}",
-            path=file,
-            name="model_type",
-            value=model_type,
-        )
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise CheckpointError(
-            f"{file}: model_type {model_type!r} has no language-model head; moepass reads its answers from the "
-            "next-token logits of causal language models, as qwen3_moe",
-            path=file,
-            name="model_type",
-            value=model_type,
-        )
+    model_type = check_model_type(file, values)
     try:
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
@@ -161,8 +141,8 @@ def load_model(
     for file in weight_files(folder):
         stamps.check(file)
     check_numbers(folder, check_weight_files(folder, config), experts_implementation)
-    model_class = _model_class(config)
-    options = _options(model_class, experts_implementation)
+    model_class = model_class_of(config)
+    options = class_options(model_class, experts_implementation)
     try:
         with quiet_transformers():
             model, info = model_class.from_pretrained(
@@ -206,14 +186,14 @@ def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: s
     """As `meta_model`, from a configuration; `name` stands in errors."""
     import torch
 
-    model_class = _model_class(config)
+    model_class = model_class_of(config)
     build: Any = model_class._from_config
     try:
         with quiet_transformers(), torch.device("meta"):
             dtype = config.dtype or torch.float32
             if dtype.itemsize == 1:
                 dtype = torch.bfloat16  # in which fp8 weights would be computed with; torch makes no model of fp8
-            model: PreTrainedModel = build(config, dtype=dtype, **_options(model_class, experts_implementation))
+            model: PreTrainedModel = build(config, dtype=dtype, **class_options(model_class, experts_implementation))
     except Exception as error:  # whatever the family's constructor raises about numbers of the config
         raise CheckpointError(f"{name} makes no {model_class.__name__}: {one_line(error)}", path=name) from error
     model.requires_grad_(False)
@@ -286,19 +266,6 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    chosen: type[PreTrainedModel] = found[0] if isinstance(found, (list, tuple)) else found
-    return chosen
-
-
-def _options(model_class: type[PreTrainedModel], experts_implementation: str) -> dict[str, str]:
-    settable = model_class._can_set_experts_implementation()
-    return {"experts_implementation": experts_implementation} if settable else {}
-
-
 def _switch_cache_off(config: PreTrainedConfig) -> None:
     config.use_cache = False
     for name in config.sub_configs:
@@ -318,12 +285,3 @@ def check_numbers(folder: Path, held: int, experts_implementation: str) -> None:
             expected=asked,
             path=folder,
         )
-
-
-def _did_you_mean(model_type: str) -> str:
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    close = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
-    hint = f"did you mean {close[0]}?" if close else "give one that it knows, as qwen3_moe"
-    return f"{transformers.__version__}; {hint}"

@@ -28,6 +28,7 @@ from moepass.models.checkpoint import checkpoint_folders as checkpoints
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
 from moepass.models.checkpoint.checkpoint_folders import check_numbers
 from moepass.models.checkpoint.file_stamp import FileStamps
+from moepass.models.checkpoint.model_classes import class_options, model_class_of
 from moepass.models.checkpoint.unread_tensors import UnreadTensor, unread
 from moepass.models.checkpoint.weight_files import (
     INDEX_FILE,
@@ -246,7 +247,7 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
     check_weight_files(folder, config)
     files = CheckpointFiles(weight_files(folder), stamps)
     check_numbers(folder, files.numbers, experts_implementation)
-    model_class = checkpoints._model_class(config)
+    model_class = model_class_of(config)
     try:
         with checkpoints.quiet_transformers():
             model, info = model_class.from_pretrained(
@@ -258,7 +259,7 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 trust_remote_code=False,
-                **checkpoints._options(model_class, experts_implementation),
+                **class_options(model_class, experts_implementation),
             )
     except InputError as error:
         raise InputError(

@@ -26,7 +26,5 @@ class RowsBackbone(nn.Module):
         self.backbone = backbone
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        states: torch.Tensor = self.backbone(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        )[0]
+        states: torch.Tensor = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]
         return states.flatten(0, 1)[places]

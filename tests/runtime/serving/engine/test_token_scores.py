@@ -28,7 +28,9 @@ def wanted_scores(draw: st.DrawFn) -> tuple[int, WantedScores]:
 
 @settings(max_examples=60, deadline=None)
 @given(asked=wanted_scores(), rows_at_once=st.integers(1, 5), seed=st.integers(0, 99))
-def test_scores_in_parts_equal_those_of_all_logits(asked: tuple[int, WantedScores], rows_at_once: int, seed: int) -> None:
+def test_scores_in_parts_equal_those_of_all_logits(
+    asked: tuple[int, WantedScores], rows_at_once: int, seed: int
+) -> None:
     count, wanted = asked
     states = torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,98 @@
+"""Which class of transformers a checkpoint's configuration asks for: a language model, a classifier or a backbone."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moepass.models.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# The ends of class names, and what the class's head gives.
+_CLASSIFIER, _BACKBONE = "ForSequenceClassification", "Model"
+
+
+def check_model_type(file: Path, values: Mapping[str, Any]) -> str:
+    """The model type of the configuration `values` in `file`.
+
+    Raises CheckpointError where the installed transformers does not know it, or has no class of it that moepass runs.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError(
+            f"{file} names no model_type; it must be one that transformers knows, as qwen3_moe",
+            path=file,
+            expected="one that transformers knows, as qwen3_moe",
+        )
+    if model_type not in CONFIG_MAPPING_NAMES:
+        raise CheckpointError(
+            f"{file}: model_type {model_type!r} is unknown to transformers {_did_you_mean(model_type)}",
+            path=file,
+            name="model_type",
+            value=model_type,
+        )
+    names = values.get("architectures")
+    end = _end_of(names)
+    if model_type not in _class_names(end):
+        raise CheckpointError(
+            f"{file}: model_type {model_type!r} has no language-model head; moepass reads its answers from the "
+            "next-token logits of causal language models, as qwen3_moe"
+            if not end
+            else f"{file}: architectures is {names!r}, and transformers has no such class for {model_type!r}",
+            path=file,
+            name="architectures" if end else "model_type",
+            value=names if end else model_type,
+        )
+    return model_type
+
+
+def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that `config.architectures` asks for; that of causal language models where it does not tell."""
+    from transformers.models.auto import modeling_auto
+
+    mapping = {
+        _CLASSIFIER: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        _BACKBONE: modeling_auto.MODEL_MAPPING,
+        "": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    }[_end_of(config.architectures)]
+    found: Any = mapping[type(config)]
+    chosen: type[PreTrainedModel] = found[0] if isinstance(found, (list, tuple)) else found
+    return chosen
+
+
+def class_options(model_class: type[PreTrainedModel], experts_implementation: str) -> dict[str, str]:
+    """Arguments for making a model of that class. Families without experts know no `experts_implementation`."""
+    settable = model_class._can_set_experts_implementation()
+    return {"experts_implementation": experts_implementation} if settable else {}
+
+
+def _end_of(architectures: object) -> str:
+    """The end of the class name in a configuration, of those that are told apart."""
+    name = architectures[0] if isinstance(architectures, (list, tuple)) and architectures else ""
+    return next((end for end in (_CLASSIFIER, _BACKBONE) if isinstance(name, str) and name.endswith(end)), "")
+
+
+def _class_names(end: str) -> Mapping[str, Any]:
+    from transformers.models.auto import modeling_auto
+
+    found: Mapping[str, Any] = {
+        _CLASSIFIER: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        _BACKBONE: modeling_auto.MODEL_MAPPING_NAMES,
+        "": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }[end]
+    return found
+
+
+def _did_you_mean(model_type: str) -> str:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    close = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
+    hint = f"did you mean {close[0]}?" if close else "give one that it knows, as qwen3_moe"
+    return f"{transformers.__version__}; {hint}"
