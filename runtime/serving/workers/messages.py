@@ -1,0 +1,148 @@
+"""What frontend and ranks tell each other, as MessagePack: typed, and never a pickle.
+
+Arrays travel as an extension type: one byte for the number of dimensions, the dimensions, the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from moepass.models.errors import InputError
+from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.request import Request
+
+# Extension codes of MessagePack, and the little-endian type of an array's numbers.
+_TYPES = {1: np.dtype("<i4"), 2: np.dtype("<i8"), 3: np.dtype("<f4")}
+_MOST_DIMENSIONS = 2
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: compute these requests."""
+
+    requests: tuple[Request, ...]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: nobody waits for these requests any more. Those of the running step are computed nevertheless."""
+
+    ids: tuple[str, ...]
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: end when all requests are answered."""
+
+
+class RankReady(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: it takes requests. `description` is what its engine says of itself, for people and reports."""
+
+    saturation_flops: int
+    most_tokens: int
+    description: dict[str, str]
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: a step with these requests begins."""
+
+    ids: tuple[str, ...]
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: a step is over.
+
+    stored, evicted   hashes of blocks that the cache holds from now on, or holds no more
+    tokens, flops     that were computed; `saved_flops` those that sharing saved
+    seconds           that the step took, and of them those in which computation waited for experts
+    nodes             of the step's trie: start, end and parent of each, for people who look at it
+    compilations      since the rank was ready, which must stay 0
+    """
+
+    answers: tuple[Answer, ...]
+    stored: tuple[bytes, ...]
+    evicted: tuple[bytes, ...]
+    tokens: int
+    flops: int
+    saved_flops: int
+    seconds: float
+    exposed_seconds: float
+    compilations: int
+
+
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: it cannot answer this request. `is_refused`: because of what is asked, so that no rank can."""
+
+    id: str
+    reason: str
+    is_refused: bool
+
+
+ToRank = Run | Cancel | Drain
+FromRank = RankReady | Started | StepDone | RequestFailed
+
+_Message = TypeVar("_Message")
+
+
+def _extension(value: Any) -> msgspec.msgpack.Ext:
+    for code, kind in _TYPES.items():
+        if isinstance(value, np.ndarray) and value.dtype == kind and value.ndim <= _MOST_DIMENSIONS:
+            header = struct.pack(f"<B{value.ndim}I", value.ndim, *value.shape)
+            return msgspec.msgpack.Ext(code, header + np.ascontiguousarray(value, kind).tobytes())
+    raise NotImplementedError(f"{type(value).__name__} has no form as a message")
+
+
+def _array(code: int, data: memoryview) -> Any:
+    kind = _TYPES.get(code)
+    if kind is None or not len(data) or data[0] > _MOST_DIMENSIONS or len(data) < 1 + 4 * data[0]:
+        raise ValueError(f"extension {code} is no array that a message can hold")
+    shape = struct.unpack_from(f"<{data[0]}I", data, 1)
+    numbers = data[1 + 4 * len(shape) :]
+    if len(numbers) != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"an array of shape {shape} has {len(numbers)} bytes of numbers")
+    return np.frombuffer(numbers, kind).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_extension)
+_to_rank = msgspec.msgpack.Decoder(ToRank, ext_hook=_array)
+_from_rank = msgspec.msgpack.Decoder(FromRank, ext_hook=_array)
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_for_rank(data: bytes) -> ToRank:
+    """Raises InputError for what is no message to a rank."""
+    return _decoded(_to_rank, data)
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    """Raises InputError for what is no message from a rank."""
+    return _decoded(_from_rank, data)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InputError(f"{len(data)} bytes are no message: {error}", name="message") from error
+
+
+__all__ = [
+    "Cancel",
+    "Drain",
+    "FromRank",
+    "RankReady",
+    "RequestFailed",
+    "Run",
+    "Started",
+    "StepDone",
+    "ToRank",
+    "decode_for_rank",
+    "decode_from_rank",
+    "encode",
+]
