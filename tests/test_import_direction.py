@@ -81,6 +81,7 @@ ROOMS = {
             *("execute", "offload", "ranks", "profiles", "system"),
         ),
         "serving/router": _BATCHING,
+        "serving/workers": ("serving/engine", "serving/router", *_BATCHING, "ranks", "system"),
     },
     "moepass": {
         "explaining": (),

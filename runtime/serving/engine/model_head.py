@@ -51,7 +51,7 @@ class ModelHead:
         name = self._model.base_model_prefix
         # The model with another backbone; the model itself stays as it is, for threads that run it.
         probe = copy.copy(self._model)
-        given = _GivenStates(self.backbone, states[:, None])
+        given = _StandInBackbone(self.backbone, states[:, None])
         probe.__dict__["_modules"] = {**self._model._modules, name: given}
         inputs = torch.ones((len(states), 1), dtype=torch.int64, device=states.device)
         try:
@@ -103,7 +103,7 @@ class _BackboneOutput(BaseModelOutputWithPast):  # type: ignore[misc]  # transfo
         return None
 
 
-class _GivenStates(nn.Module):
+class _StandInBackbone(nn.Module):
     """Stands in for a backbone: returns `states` for any input, and otherwise has the backbone's attributes."""
 
     def __init__(self, backbone: nn.Module, states: torch.Tensor) -> None:

@@ -5,20 +5,21 @@ Arrays travel as an extension type: one byte for the number of dimensions, the d
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.requests.request import Request
 
 # Extension codes of MessagePack, and the little-endian type of an array's numbers.
-_TYPES = {1: np.dtype("<i4"), 2: np.dtype("<i8"), 3: np.dtype("<f4")}
+_TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<i4"), 2: np.dtype("<i8"), 3: np.dtype("<f4")}
 _MOST_DIMENSIONS = 2
 
 
@@ -39,11 +40,9 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: it takes requests. `description` is what its engine says of itself, for people and reports."""
+    """From a rank: it takes requests."""
 
-    saturation_flops: int
-    most_tokens: int
-    description: dict[str, str]
+    facts: EngineFacts
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -53,23 +52,9 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: a step is over.
+    """From a rank: a step is over. `compilations` are those since the rank was ready, which should stay 0."""
 
-    stored, evicted   hashes of blocks that the cache holds from now on, or holds no more
-    tokens, flops     that were computed; `saved_flops` those that sharing saved
-    seconds           that the step took, and of them those in which computation waited for experts
-    nodes             of the step's trie: start, end and parent of each, for people who look at it
-    compilations      since the rank was ready, which must stay 0
-    """
-
-    answers: tuple[Answer, ...]
-    stored: tuple[bytes, ...]
-    evicted: tuple[bytes, ...]
-    tokens: int
-    flops: int
-    saved_flops: int
-    seconds: float
-    exposed_seconds: float
+    result: StepResult
     compilations: int
 
 
@@ -83,8 +68,6 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
 
 ToRank = Run | Cancel | Drain
 FromRank = RankReady | Started | StepDone | RequestFailed
-
-_Message = TypeVar("_Message")
 
 
 def _extension(value: Any) -> msgspec.msgpack.Ext:
@@ -107,8 +90,8 @@ def _array(code: int, data: memoryview) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_extension)
-_to_rank = msgspec.msgpack.Decoder(ToRank, ext_hook=_array)
-_from_rank = msgspec.msgpack.Decoder(FromRank, ext_hook=_array)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, ext_hook=_array)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank, ext_hook=_array)
 
 
 def encode(message: ToRank | FromRank) -> bytes:
@@ -117,18 +100,21 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 def decode_for_rank(data: bytes) -> ToRank:
     """Raises InputError for what is no message to a rank."""
-    return _decoded(_to_rank, data)
+    with _refusing(data):
+        return _to_rank.decode(data)
 
 
 def decode_from_rank(data: bytes) -> FromRank:
     """Raises InputError for what is no message from a rank."""
-    return _decoded(_from_rank, data)
+    with _refusing(data):
+        return _from_rank.decode(data)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message:
+@contextlib.contextmanager
+def _refusing(data: bytes) -> Iterator[None]:
     try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        yield
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise InputError(f"{len(data)} bytes are no message: {error}", name="message") from error
 
 

@@ -1,0 +1,208 @@
+"""A rank over a real socket: what it answers, refuses and gives up, and when it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from moepass.models.errors import InputError
+from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
+from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, Usage
+from moepass.runtime.serving.requests.request import Request, TokenPiece
+from moepass.runtime.serving.workers.messages import (
+    Cancel,
+    Drain,
+    FromRank,
+    RankReady,
+    RequestFailed,
+    Run,
+    Started,
+    StepDone,
+    ToRank,
+    decode_from_rank,
+    encode,
+)
+from moepass.runtime.serving.workers.rank_loop import FailingRankError, Mailbox, run_rank
+
+FACTS = EngineFacts("trie", 10, 100, 50, 32, True, None, (), {"attention": "trie"})
+
+
+class CountingEngine:
+    """Answers with the number of tokens. A step holds two requests; `gate` lets steps go on."""
+
+    facts = FACTS
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def check(self, request: Request) -> None:
+        if request.id.startswith("bad"):
+            raise InputError(f"{request.id} is bad")
+
+    def choose(self, waiting: Iterable[Request]) -> list[Request]:
+        return list(waiting)[:2]
+
+    def step(self, requests: Sequence[Request]) -> StepResult:
+        assert self.gate.wait(20)
+        if self.error is not None:
+            raise self.error
+        large = {request.id for request in requests if request.id.startswith("large")}
+        answers = tuple(
+            Answer(request.id, (PieceAnswer(),), Usage(len(request.pieces[0].tokens), 0, 1))
+            for request in requests
+            if request.id not in large
+        )
+        return StepResult(answers, (), (), 1, 1, 1, 0.0, 0.0, tuple((number, "too large") for number in large))
+
+    def compilations(self) -> int:
+        return 3
+
+
+class Watch:
+    gone = False
+
+    def is_gone(self) -> bool:
+        return self.gone
+
+
+class Frontend:
+    """The other end of the socket, and the rank in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        endpoint = f"ipc://{folder}/ranks"
+        self.socket.bind(endpoint)
+        self.engine, self.watch = CountingEngine(), Watch()
+        self.raised: list[Exception] = []
+        self.thread = threading.Thread(target=self._run, args=(endpoint,), daemon=True)
+        self.thread.start()
+
+    def _run(self, endpoint: str) -> None:
+        mailbox = Mailbox(self.context, endpoint, b"rank 0", self.engine.check, self.watch)
+        try:
+            run_rank(self.engine, mailbox)
+        except FailingRankError as error:
+            self.raised.append(error)
+        finally:
+            mailbox.close()
+
+    def send(self, message: ToRank) -> None:
+        self.socket.send_multipart([b"rank 0", encode(message)])
+
+    def receive(self) -> FromRank:
+        name, content = self.socket.recv_multipart()
+        assert name == b"rank 0"
+        return decode_from_rank(content)
+
+    def ended(self) -> bool:
+        self.thread.join(20)
+        return not self.thread.is_alive()
+
+
+@pytest.fixture
+def frontend(tmp_path: Path) -> Iterator[Frontend]:
+    made = Frontend(tmp_path)
+    yield made
+    made.engine.gate.set()
+    made.watch.gone = True
+    assert made.ended()
+    made.context.destroy(linger=0)
+
+
+def request(number: str, tokens: int = 1) -> Request:
+    return Request(number, (TokenPiece(-1, np.arange(tokens, dtype=np.int32)),))
+
+
+def ids(message: FromRank) -> list[str]:
+    assert isinstance(message, StepDone)
+    return [answer.id for answer in message.result.answers]
+
+
+def test_requests_are_answered_in_steps_in_the_order_in_which_they_came(frontend: Frontend) -> None:
+    ready = frontend.receive()
+    assert isinstance(ready, RankReady)
+    assert ready.facts == FACTS
+    frontend.send(Run((request("a", 3), request("b"), request("c"))))
+    assert frontend.receive() == Started(("a", "b"))
+    done = frontend.receive()
+    assert ids(done) == ["a", "b"]
+    assert isinstance(done, StepDone)
+    assert done.result.answers[0].usage.tokens == 3
+    assert done.compilations == 0
+    assert frontend.receive() == Started(("c",))
+    assert ids(frontend.receive()) == ["c"]
+    frontend.send(Drain())
+    assert frontend.ended()
+
+
+def test_cancelled_requests_do_not_run(frontend: Frontend) -> None:
+    frontend.receive()
+    frontend.engine.gate.clear()
+    frontend.send(Run((request("a"),)))
+    assert frontend.receive() == Started(("a",))
+    frontend.send(Run((request("b"), request("c"))))
+    frontend.send(Cancel(("b", "unknown")))
+    frontend.send(Run((request("bad one"),)))
+    refused = frontend.receive()  # so the messages before it have been read too
+    assert isinstance(refused, RequestFailed)
+    assert (refused.id, refused.is_refused) == ("bad one", True)
+    frontend.engine.gate.set()
+    assert ids(frontend.receive()) == ["a"]
+    assert frontend.receive() == Started(("c",))
+
+
+def test_a_draining_rank_answers_what_waits(frontend: Frontend) -> None:
+    frontend.receive()
+    frontend.engine.gate.clear()
+    frontend.send(Run(tuple(request(number) for number in "abc")))
+    frontend.send(Drain())
+    frontend.engine.gate.set()
+    found = [frontend.receive() for _ in range(4)]
+    assert [number for message in found if isinstance(message, StepDone) for number in ids(message)] == ["a", "b", "c"]
+    assert frontend.ended()
+
+
+def test_what_does_not_fit_into_memory_is_refused_and_the_rest_answered(frontend: Frontend) -> None:
+    frontend.receive()
+    frontend.send(Run((request("large"), request("a"))))
+    assert isinstance(frontend.receive(), Started)
+    assert frontend.receive() == RequestFailed("large", "too large", True)
+    assert ids(frontend.receive()) == ["a"]
+
+
+def test_a_rank_whose_steps_all_fail_ends(frontend: Frontend) -> None:
+    frontend.receive()
+    frontend.engine.error = RuntimeError("secret /path")
+    for number in "abc":
+        frontend.send(Run((request(number),)))
+        assert frontend.receive() == Started((number,))
+        assert frontend.receive() == RequestFailed(number, "a step failed: RuntimeError", False)
+    assert frontend.ended()
+    assert isinstance(frontend.raised[0].__cause__, RuntimeError)
+
+
+def test_a_step_that_fails_once_does_not_end_the_rank(frontend: Frontend) -> None:
+    frontend.receive()
+    for number in "abcd":
+        frontend.engine.error = RuntimeError("now and then") if number in "ac" else None
+        frontend.send(Run((request(number),)))
+        assert isinstance(frontend.receive(), Started)
+        assert isinstance(frontend.receive(), RequestFailed if number in "ac" else StepDone)
+
+
+@pytest.mark.parametrize("ending", ["the frontend is gone", "no message"])
+def test_a_rank_ends_with_its_frontend(frontend: Frontend, ending: str) -> None:
+    frontend.receive()
+    if ending == "no message":
+        frontend.socket.send_multipart([b"rank 0", b"\xc1"])
+    frontend.watch.gone = True
+    assert frontend.ended()
