@@ -16,6 +16,7 @@ class EngineFacts:
 
     form                  "trie": shared prefixes are computed once; "rows": every sequence is a padded row
     saturation_flops      a step with so many hides all transfers of experts; it is full then
+    flops_per_second      that a full step reaches
     most_tokens           that fit into memory in one step
     max_sequence_tokens   of one sequence, as the model takes them
     vector                what `TokenPiece.vector` is answered with, None where it is not
@@ -24,6 +25,7 @@ class EngineFacts:
 
     form: Literal["trie", "rows"]
     saturation_flops: int
+    flops_per_second: float
     most_tokens: int
     max_sequence_tokens: int
     vocabulary_size: int

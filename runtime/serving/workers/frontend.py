@@ -1,0 +1,373 @@
+"""The frontend's half of serving: requests go to the ranks that the router picks, answers come back.
+
+Everything runs in one event loop. A request has a future, and one assignment or several (parts of a request with many
+questions). What ranks report of assignments that are over is dropped, so nothing is answered twice.
+
+Pseudo-code
+    answer(request):    refuse it where the queue is full; tell the router; wait for its answer, or until time is up
+    after every event:  let the router decide a round; send what it assigned
+    a rank's message:   ready, started, done, failed: tell the router; answer what is complete
+    a rank is lost:     the router has its requests run once more, or they fail
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from moepass.models.errors import InputError
+from moepass.runtime.serving.batching.block_hashes import path_hashes
+from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.backend import (
+    AnswerTimeoutError,
+    BackendStatus,
+    NotServingError,
+    QueueFullError,
+    ServingState,
+)
+from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
+from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
+from moepass.runtime.serving.router.router import Router
+from moepass.runtime.serving.workers.messages import (
+    Cancel,
+    Drain,
+    RankReady,
+    RequestFailed,
+    Run,
+    Started,
+    StepDone,
+    ToRank,
+    decode_from_rank,
+    encode,
+)
+from moepass.runtime.serving.workers.waiting_request import WaitingRequest
+from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor
+
+# A rank computes a step while the requests of the next one wait for it there, so that it never waits for the frontend.
+STEPS_AT_A_RANK = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontendLimits:
+    """How much may wait: FLOPs that no rank has yet, and bytes of the tokens of all requests that are open."""
+
+    waiting_flops: float = math.inf
+    open_bytes: float = math.inf
+
+
+@dataclasses.dataclass
+class ServingCounters:
+    """Sums since the start, over all ranks."""
+
+    requests: int = 0
+    answered: int = 0
+    refused: int = 0
+    failed: int = 0
+    given_up: int = 0
+    rerun: int = 0
+    ranks_lost: int = 0
+    steps: int = 0
+    split_steps: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+    flops: int = 0
+    unshared_flops: int = 0
+    step_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+
+class Frontend:
+    """A `Backend` whose ranks are processes of their own.
+
+    Args:
+        ranks: how many.
+        command: how rank r is started for the a-th time, given the endpoint that it must connect to as `rank_name`.
+        endpoint: an `ipc://` address that nobody uses yet.
+        formula: what tokens cost.
+        make_router: makes the router when the facts of all engines are known.
+        key: of the hashes of blocks; the ranks' engines have the same.
+        ends_together: ranks hold parts of one model and cannot go on without each other.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        command: Callable[[int, int, str], RankCommand],
+        *,
+        endpoint: str,
+        formula: FlopsFormula,
+        make_router: Callable[[int, FlopsFormula, list[EngineFacts]], Router],
+        key: bytes,
+        limits: FrontendLimits = FrontendLimits(),
+        ends_together: bool = False,
+    ) -> None:
+        self._endpoint, self._key, self._limits = endpoint, key, limits
+        self._formula, self._make_router = formula, make_router
+        self._supervisor = Supervisor(
+            ranks, lambda rank, attempt: command(rank, attempt, endpoint), self._lost, ends_together=ends_together
+        )
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
+        self._facts: dict[int, EngineFacts] = {}
+        self._last_facts: EngineFacts | None = None
+        self._router: Router | None = None
+        self._state: ServingState = "starting"
+        self._waiting: dict[str, WaitingRequest] = {}
+        self._assigned: dict[str, Assignment] = {}
+        self._numbers = itertools.count()
+        self._open_bytes = 0
+        self._is_routing = False
+        self._compilations: dict[int, int] = {}
+        self._receiver: asyncio.Task[None] | None = None
+        self.counters = ServingCounters()
+
+    # ---- Life
+
+    async def start(self) -> None:
+        """Start the ranks and wait until all are ready. Raises RankStartError."""
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self._endpoint)
+        self._receiver = asyncio.create_task(self._receive())
+        await self._supervisor.start()
+        facts = [self._facts[rank] for rank in sorted(self._facts)]
+        self._router = self._make_router(len(facts), self._formula, facts)
+        self._state = "ready"
+
+    async def close(self, seconds: float) -> None:
+        """Take nothing more, wait up to `seconds` for what is open, and end the ranks."""
+        self._state = "draining"
+        end = time.monotonic() + seconds
+        while self._waiting and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        for rank in self._supervisor.processes:
+            self._send(rank, Drain())
+        for number in list(self._waiting):
+            self._fail(number, NotServingError("the server ends", value="draining"))
+        await self._supervisor.close(max(1.0, end - time.monotonic()))
+        if self._receiver is not None:
+            self._receiver.cancel()
+        self._context.destroy(linger=0)
+
+    # ---- Backend
+
+    async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
+        """As `Backend.answer`. Of two that wait, the one with the lower `priority` runs first."""
+        router = self._router
+        if self._state != "ready" or router is None or not self._facts:
+            state = self.status().state
+            raise NotServingError(f"no request is taken now: {state}", value=state)
+        size = sum(piece.tokens.nbytes for piece in request.pieces)
+        self._check_room(router, size)
+        number = str(next(self._numbers))
+        now = time.monotonic()
+        routable, prompt_pieces = routable_request(
+            dataclasses.replace(request, id=number),
+            lambda tokens, salt: path_hashes(tokens, self._key, salt),
+            priority=-priority,
+            deadline=now + timeout_seconds,
+            arrived=now,
+        )
+        router.submit(routable)
+        self.counters.requests += 1
+        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future())
+        self._waiting[number] = waiting
+        self._open_bytes += size
+        self._route_soon()
+        try:
+            return await asyncio.wait_for(waiting.future, timeout_seconds)
+        except asyncio.TimeoutError:
+            raise AnswerTimeoutError(
+                f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
+            ) from None
+        finally:
+            self._open_bytes -= size
+            if self._waiting.pop(number, None) is not None:  # timed out, or its client is gone
+                self.counters.given_up += 1
+                self._withdraw(router.cancel(number))
+                self._route_soon()
+
+    def status(self) -> BackendStatus:
+        state = self._state
+        if state == "ready" and not self._facts:
+            state = "no rank"
+        facts = next(iter(self._facts.values()), None) or self._last_facts
+        loads = self._router.loads if self._router is not None else ()
+        metrics = {name: float(value) for name, value in dataclasses.asdict(self.counters).items()}
+        metrics["compilations_after_ready"] = float(sum(self._compilations.values()))
+        metrics |= {f"load_flops_rank_{rank}": float(load) for rank, load in enumerate(loads)}
+        return BackendStatus(
+            state=state,
+            max_sequence_tokens=facts.max_sequence_tokens if facts else 0,
+            vocabulary_size=facts.vocabulary_size if facts else 0,
+            predicts_tokens=facts.predicts_tokens if facts else False,
+            vector=facts.vector if facts else None,
+            class_names=facts.class_names if facts else (),
+            details=dict(facts.notes) if facts else {},
+            metrics=metrics,
+        )
+
+    # ---- Requests
+
+    def _check_room(self, router: Router, size: int) -> None:
+        for name, value, limit in (
+            ("FLOPs", router.waiting_flops, self._limits.waiting_flops),
+            ("bytes", self._open_bytes + size, self._limits.open_bytes),
+        ):
+            if value >= limit:
+                rate = sum(facts.flops_per_second for facts in self._facts.values())
+                seconds = max(1.0, math.ceil(router.waiting_flops / rate)) if rate else 1.0
+                raise QueueFullError(
+                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
+                    retry_after_seconds=seconds,
+                    name=name,
+                    value=value,
+                    expected=limit,
+                )
+
+    def _fail(self, number: str, error: Exception) -> None:
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None and not waiting.future.done():
+            waiting.future.set_exception(error)
+
+    def _withdraw(self, withdrawal: Withdrawal | None) -> None:
+        """Tell ranks what they need no longer compute."""
+        by_rank: dict[int, list[str]] = {}
+        for assignment in withdrawal.assignments if withdrawal is not None else ():
+            by_rank.setdefault(assignment.rank, []).append(str(assignment.number))
+            self._assigned.pop(str(assignment.number), None)
+        for rank, numbers in by_rank.items():
+            self._send(rank, Cancel(tuple(numbers)))
+
+    # ---- Routing
+
+    def _route_soon(self) -> None:
+        """Once for all that happens before the loop comes to it, so that requests that come together meet in a step."""
+        if not self._is_routing:
+            self._is_routing = True
+            asyncio.get_running_loop().call_soon(self._route)
+
+    def _route(self) -> None:
+        self._is_routing = False
+        if self._router is None:
+            return
+        found = self._router.route(time.monotonic())
+        for withdrawal in found.expired:
+            self._withdraw(withdrawal)
+            self._fail(withdrawal.request_id, AnswerTimeoutError("no rank began it in time", name="timeout"))
+        by_rank: dict[int, list[Request]] = {}
+        for assignment in found.assignments:
+            self._assigned[str(assignment.number)] = assignment
+            work = self._waiting[assignment.request_id].work_of(assignment)
+            by_rank.setdefault(assignment.rank, []).append(work)
+        for rank, requests in by_rank.items():
+            self._send(rank, Run(tuple(requests)))
+
+    # ---- Ranks
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        name = rank_name(rank, self._supervisor.attempts[rank])
+        # Without waiting: a rank that is not there any more is seen by the supervisor.
+        self._socket.send_multipart([name, encode(message)], zmq.NOBLOCK)
+
+    async def _receive(self) -> None:
+        while True:
+            name, content = await self._socket.recv_multipart()
+            rank, attempt = _parsed_name(name)
+            if self._supervisor.is_current(rank, attempt):
+                self._heard(rank, content)
+
+    def _heard(self, rank: int, content: bytes) -> None:
+        message = decode_from_rank(content)
+        if isinstance(message, RankReady):
+            self._facts[rank] = self._last_facts = message.facts
+            self._supervisor.ready(rank)
+            if self._router is not None:
+                self._router.rank_back(rank)
+        elif self._router is None:
+            return
+        elif isinstance(message, Started):
+            for number in message.ids:
+                self._router.started(int(number))
+        elif isinstance(message, StepDone):
+            self._step_done(self._router, rank, message)
+        elif isinstance(message, RequestFailed):
+            self._request_failed(self._router, message)
+        self._route_soon()
+
+    def _step_done(self, router: Router, rank: int, message: StepDone) -> None:
+        result = message.result
+        for block in result.stored:
+            router.block_stored(rank, block)
+        for block in result.evicted:
+            router.block_evicted(rank, block)
+        for answer in result.answers:
+            assignment = self._assigned.pop(answer.id, None)
+            remaining = router.done(int(answer.id))
+            if assignment is None or remaining is None:
+                continue  # withdrawn, or answered by another rank meanwhile
+            waiting = self._waiting[assignment.request_id]
+            waiting.add(assignment, answer)
+            self.counters.cached_tokens += answer.usage.cached_tokens
+            if not remaining:
+                del self._waiting[assignment.request_id]
+                self.counters.answered += 1
+                if not waiting.future.done():
+                    waiting.future.set_result(waiting.answer())
+        self._compilations[rank] = message.compilations
+        counters = self.counters
+        counters.steps += 1
+        counters.split_steps += result.retries
+        counters.tokens += result.tokens
+        counters.flops += result.flops
+        counters.unshared_flops += result.unshared_flops
+        counters.step_seconds += result.seconds
+        counters.exposed_seconds += result.exposed_seconds
+
+    def _request_failed(self, router: Router, message: RequestFailed) -> None:
+        assignment = self._assigned.pop(message.id, None)
+        if assignment is None:
+            return
+        self._withdraw(router.cancel(assignment.request_id))
+        if message.is_refused:
+            self.counters.refused += 1
+            self._fail(assignment.request_id, InputError(message.reason, name="request"))
+        else:
+            self.counters.failed += 1
+            self._fail(assignment.request_id, NotServingError(message.reason, value="failed"))
+
+    def _lost(self, rank: int) -> None:
+        self._facts.pop(rank, None)
+        self._compilations.pop(rank, None)
+        self.counters.ranks_lost += 1
+        if self._router is None:
+            return
+        self._assigned = {
+            number: assignment for number, assignment in self._assigned.items() if assignment.rank != rank
+        }
+        loss = self._router.rank_lost(rank)
+        self.counters.rerun += len(loss.rerun)
+        for withdrawal in loss.failed:
+            self._withdraw(withdrawal)
+            self.counters.failed += 1
+            text = "the ranks that had the request were lost, twice"
+            self._fail(withdrawal.request_id, NotServingError(text, value="rank lost", rank=rank))
+        self._route_soon()
+
+
+def rank_name(rank: int, attempt: int) -> bytes:
+    """The name of a rank's socket."""
+    return f"{rank}.{attempt}".encode()
+
+
+def _parsed_name(name: bytes) -> tuple[int, int]:
+    rank, _, attempt = name.decode(errors="replace").partition(".")
+    return (int(rank), int(attempt)) if rank.isdecimal() and attempt.isdecimal() else (-1, -1)
