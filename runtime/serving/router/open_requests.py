@@ -1,0 +1,58 @@
+"""What a router remembers of a request until it is answered. Not frozen: this is the state of the machine."""
+
+from __future__ import annotations
+
+from moepass.runtime.serving.router.block_tables import PendingRun
+from moepass.runtime.serving.router.decisions import Assignment
+from moepass.runtime.serving.router.routable import Question, RoutableRequest
+
+
+class OpenRequest:
+    """A request that has no answer yet.
+
+    `unfinished` counts its work that is not done, `unstarted` that which no rank has started, `waiting_flops` is what
+    waits of it, without any sharing.
+    """
+
+    __slots__ = (
+        *("is_closed", "key", "order", "prompt_flops", "questions", "request", "running"),
+        *("unfinished", "unstarted", "waiting_flops"),
+    )
+
+    def __init__(
+        self, request: RoutableRequest, key: float, order: int, prompt_flops: int, questions: tuple[Question, ...]
+    ) -> None:
+        self.request = request
+        self.key = key
+        self.order = order
+        self.prompt_flops = prompt_flops
+        self.questions = questions
+        self.running: list[Running] = []
+        self.unfinished = 0
+        self.unstarted = 0
+        self.waiting_flops = 0
+        self.is_closed = False
+
+
+class Work:
+    """All of a request, or its prompt and some `questions`, that waits; `flops` without any sharing."""
+
+    __slots__ = ("attempt", "flops", "of", "questions")
+
+    def __init__(self, of: OpenRequest, questions: tuple[Question, ...], attempt: int, flops: int) -> None:
+        self.of = of
+        self.questions = questions
+        self.attempt = attempt
+        self.flops = flops
+
+
+class Running:
+    """Work that a rank has, and the blocks that it was promised with it."""
+
+    __slots__ = ("assignment", "is_started", "promised", "work")
+
+    def __init__(self, assignment: Assignment, work: Work, promised: PendingRun | None) -> None:
+        self.assignment = assignment
+        self.work = work
+        self.promised = promised
+        self.is_started = False

@@ -1,0 +1,139 @@
+"""The policy of this server: true FLOPs, saturation, and prefixes that are there or on their way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from moepass.models.errors import InputError
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
+from moepass.runtime.serving.router.open_requests import Work
+from moepass.runtime.serving.router.routable import FlopsFormula, Question
+from moepass.runtime.serving.router.router import Placement, Router, bits
+
+
+class PrefixRouter(Router):
+    """Of the ranks that are not saturated, the one that saves most; ties, and no match, to the least loaded.
+
+    A longer match always saves more FLOPs, so the most blocks decide. Two rules see beyond the one request and the one
+    rank: `_holder_to_wait_for` (spill or wait) and `_split` (questions of one request on several ranks).
+
+    Args:
+        saturation_flops: from the plan; a rank with this load or more takes no more.
+        flops_per_second: that a rank reaches, from the plan.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        formula: FlopsFormula,
+        *,
+        saturation_flops: int,
+        flops_per_second: float,
+        priority_seconds: float = 1.0,
+        keeps_blocks: bool = True,
+    ) -> None:
+        if not (flops_per_second > 0 and math.isfinite(flops_per_second)):
+            raise InputError.wrong("flops_per_second", flops_per_second, "a number above 0")
+        super().__init__(
+            ranks,
+            formula,
+            saturation_flops=saturation_flops,
+            priority_seconds=priority_seconds,
+            keeps_blocks=keeps_blocks,
+        )
+        self._flops_per_second = flops_per_second
+
+    def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
+        entry = work.of
+        holders = self._open
+        blocks = 0
+        if entry.request.blocks:
+            holders, blocks = self._tables.deepest(entry.request.blocks, holders)
+        rank = self._least_loaded(holders)
+        if entry.prompt_flops > self._saturation_flops:
+            holder = self._holder_to_wait_for(work, blocks, now)
+            if holder is not None:
+                self._queue.push(work, holder)
+                return ()
+        if len(work.questions) > 1 and self._loads[rank] + work.flops > self._saturation_flops:
+            return self._split(work, rank, blocks)
+        return ((rank, blocks, work.questions),)
+
+    def _holder_to_wait_for(self, work: Work, blocks: int, now: float) -> int | None:
+        """The saturated rank whose prefix is worth waiting for; None: compute it again where `blocks` of it are.
+
+        A hot prefix spills to a second rank as soon as its first one is saturated, unless that computes for longer than
+        all that the first one has to do. Then the request waits for it, and the second rank has time for others.
+        A request that would be late this way does not wait.
+        """
+        request = work.of.request
+        # Saturated ranks have at least the threshold to do, so shorter prompts never come here.
+        holders, most = self._tables.deepest(request.blocks, self._available)
+        if most <= blocks:
+            return None
+        holder = self._least_loaded(holders)
+        load = self._loads[holder]
+        there, here = most * BLOCK_TOKENS, blocks * BLOCK_TOKENS
+        if self._flops(here, there - here) <= load:
+            return None
+        left = self._flops(there, request.prompt_tokens - there) + sum(one.flops for one in work.questions)
+        if now + (load + left) / self._flops_per_second > request.deadline:
+            return None
+        return holder
+
+    def _split(self, work: Work, first: int, blocks: int) -> tuple[Placement, ...]:
+        """Questions go to more ranks while that ends earlier by more than computing the prompt there costs.
+
+        Nothing ends earlier than a saturated step: what a load has below the threshold does not count.
+        """
+        whole = ((first, blocks, work.questions),)
+        request = work.of.request
+        total = sum(question.flops for question in work.questions)
+        matched = {rank: self._tables.deepest(request.blocks, 1 << rank)[1] for rank in bits(self._open)}
+        prompts = {
+            rank: self._flops(count * BLOCK_TOKENS, request.prompt_tokens - count * BLOCK_TOKENS)
+            for rank, count in matched.items()
+        }
+        loads = {rank: self._loads[rank] + flops for rank, flops in prompts.items()}
+        ranks = [first]
+        end = before = self._end(loads[first] + total)
+        for rank in sorted(loads.keys() - {first}, key=lambda rank: (loads[rank], rank)):
+            earlier = self._end(_level([loads[one] for one in (*ranks, rank)], total))
+            if prompts[rank] < end - earlier:
+                ranks.append(rank)
+                end = earlier
+        shares = _shares(work.questions, [loads[rank] for rank in ranks], end)
+        used = list(itertools.takewhile(lambda placed: placed[1], zip(ranks, shares, strict=True)))
+        # Questions are not cut, so the ranks may end later than they would if they were.
+        end = self._end(max(loads[rank] + sum(one.flops for one in share) for rank, share in used))
+        if sum(prompts[rank] for rank, _ in used[1:]) >= before - end:
+            return whole
+        return tuple((rank, matched[rank], share) for rank, share in used)
+
+    def _end(self, load: int) -> int:
+        return max(load, int(self._saturation_flops))
+
+
+def _level(loads: list[int], total: int) -> int:
+    """The load of the fullest rank if `total` could be cut freely to make the loads as even as can be, rounded up."""
+    below = 0
+    for count, load in enumerate(ordered := sorted(loads), start=1):
+        below += load
+        level = -(-(below + total) // count)
+        if count == len(ordered) or level <= ordered[count]:
+            return level
+    raise AssertionError("there is at least one rank")
+
+
+def _shares(questions: tuple[Question, ...], loads: list[int], level: int) -> list[tuple[Question, ...]]:
+    """Questions in order, to each rank until it has reached `level`, at least one; the last one gets the others."""
+    shares: list[tuple[Question, ...]] = []
+    place = 0
+    for load in loads[:-1]:
+        start = place
+        while place < len(questions) and (place == start or load < level):
+            load += questions[place].flops
+            place += 1
+        shares.append(questions[start:place])
+    return [*shares, questions[place:]]

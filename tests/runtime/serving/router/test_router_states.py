@@ -1,0 +1,237 @@
+"""Any sequence of events: after each one the router knows and decides what the oracle computes from scratch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from router_oracle import BLOCK, LinearAndPairs, RouterOracle
+
+from moepass.runtime.serving.router.prefix_router import PrefixRouter
+from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
+from moepass.runtime.serving.router.router import Router
+from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
+
+FORMULA = LinearAndPairs()
+SATURATION = st.sampled_from([1, 300, 2000, 6000, 20000])
+
+
+def chain(path: tuple[int, ...]) -> tuple[int, ...]:
+    """Hashes of the blocks on a way through a tree, in which every block has a few next ones."""
+    hashes, block = [], 1
+    for turn in path:
+        block = block * 4 + turn
+        hashes.append(block)
+    return tuple(hashes)
+
+
+CHAINS = st.lists(st.integers(0, 1), max_size=6).map(lambda path: chain(tuple(path)))
+
+
+@st.composite
+def part_trees(draw: st.DrawFn) -> tuple[RoutablePart, ...]:
+    parts: list[RoutablePart] = []
+    for number in range(draw(st.integers(0, 8))):
+        # Mostly questions, some labels behind them.
+        parent = draw(st.sampled_from([-1, -1, -1, number - 1]))
+        parts.append(RoutablePart(parent, draw(st.integers(1, 40))))
+    return tuple(parts)
+
+
+class RouterMachine(RuleBasedStateMachine):
+    router: Router
+    oracle: RouterOracle
+    is_prefix_router = True
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        ranks = data.draw(st.integers(1, 4), label="ranks")
+        keeps_blocks = data.draw(st.booleans(), label="keeps blocks")
+        saturation: float = data.draw(SATURATION, label="saturation")
+        settled: dict[str, Any] = {"keeps_blocks": keeps_blocks}
+        self.is_prefix_router = data.draw(st.integers(0, 4), label="policy") > 0
+        if self.is_prefix_router:
+            self.router = PrefixRouter(
+                ranks,
+                FORMULA,
+                saturation_flops=int(saturation),
+                flops_per_second=1000.0,
+                priority_seconds=2.0,
+                **settled,
+            )
+        else:
+            saturation = math.inf
+            simple = data.draw(st.sampled_from([RoundRobinRouter, LeastTokensRouter]), label="simple")
+            self.router = simple(ranks, FORMULA, priority_seconds=2.0, **settled)
+        self.oracle = RouterOracle(
+            ranks,
+            FORMULA,
+            saturation_flops=saturation,
+            flops_per_second=1000.0,
+            priority_seconds=2.0,
+            keeps_blocks=keeps_blocks,
+        )
+        self.now = 0.0
+        self.submitted = 0
+        self.ended: list[str] = []
+        self.numbers: list[int] = []
+        self.lost_runs: dict[str, int] = {}
+
+    @rule(
+        blocks=CHAINS,
+        own_tokens=st.integers(1, 40),
+        parts=part_trees(),
+        priority=st.integers(-1, 2),
+        patience=st.sampled_from([math.inf, math.inf, 0.5, 3.0, 30.0]),
+    )
+    def submit(
+        self,
+        blocks: tuple[int, ...],
+        own_tokens: int,
+        parts: tuple[RoutablePart, ...],
+        priority: int,
+        patience: float,
+    ) -> None:
+        self.submitted += 1
+        request = RoutableRequest(
+            f"r{self.submitted}",
+            blocks,
+            len(blocks) * BLOCK + own_tokens,
+            parts,
+            priority,
+            self.now + patience,
+            self.now,
+        )
+        self.router.submit(request)
+        self.oracle.submit(request, self.submitted)
+
+    @rule(seconds=st.sampled_from([0.0, 0.25, 2.0]))
+    def route(self, seconds: float) -> None:
+        self.now += seconds
+        made = self.router.route(self.now)
+        self.oracle.check_round(made, self.now, is_prefix_router=self.is_prefix_router)
+        self.ended += [withdrawal.request_id for withdrawal in made.expired]
+        self.numbers += [assignment.number for assignment in made.assignments]
+
+    @precondition(lambda self: self.numbers)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.numbers), label="number")
+        piece = self.oracle.running().get(number)
+        assert self.router.started(number) == (piece is not None)
+        if piece is not None:
+            piece.is_started = True
+
+    @precondition(lambda self: self.numbers)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self._finish(data.draw(st.sampled_from(self.numbers), label="number"))
+
+    @precondition(lambda self: self.numbers)
+    @rule()
+    def finish_a_step(self) -> None:
+        for number in list(self.oracle.running()):
+            self._finish(number)
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = f"r{data.draw(st.integers(1, self.submitted), label='request')}"
+        is_open = request_id in self.oracle.open_ids()
+        withdrawal = self.router.cancel(request_id)
+        assert (withdrawal is not None) == is_open
+        if withdrawal is not None:
+            assert sorted(withdrawal.assignments) == sorted(self.oracle.end(request_id))
+            self.ended.append(request_id)
+
+    @rule(rank=st.integers(0, 3), blocks=CHAINS)
+    def store(self, rank: int, blocks: tuple[int, ...]) -> None:
+        if rank < self.oracle.ranks:
+            for block in blocks:
+                self.router.block_stored(rank, block)
+            if rank in self.oracle.available:
+                self.oracle.blocks[rank].update(blocks)
+
+    @rule(rank=st.integers(0, 3), blocks=CHAINS)
+    def evict(self, rank: int, blocks: tuple[int, ...]) -> None:
+        if rank < self.oracle.ranks:
+            for block in blocks[-1:]:
+                self.router.block_evicted(rank, block)
+                self.oracle.blocks[rank].discard(block)
+
+    @rule(rank=st.integers(0, 3))
+    def lose(self, rank: int) -> None:
+        if rank >= self.oracle.ranks:
+            return
+        loss = self.router.rank_lost(rank)
+        again, failed = self.oracle.lose(rank)
+        assert set(loss.rerun) == again
+        assert {withdrawal.request_id for withdrawal in loss.failed} == failed
+        assert len(loss.failed) == len(failed)
+        self.ended += failed
+
+    @rule(rank=st.integers(0, 3))
+    def bring_back(self, rank: int) -> None:
+        if rank < self.oracle.ranks:
+            self.router.rank_back(rank)
+            self.oracle.available.add(rank)
+
+    @invariant()
+    def knows_what_is(self) -> None:
+        if not hasattr(self, "router"):
+            return
+        assert self.router.loads == self.oracle.loads()
+        assert self.router.tables.pending == self.oracle.pending()
+        assert self.router.tables.committed == self.oracle.committed()
+        assert set(self.router.requests) == self.oracle.open_ids()
+        assert self.router.waiting == len(self.oracle.waiting())
+        assert self.router.waiting_flops == self.oracle.waiting_flops()
+        assert {one.number: one for one in self.router.assignments} == {
+            number: piece.assignment for number, piece in self.oracle.running().items()
+        }
+
+    def teardown(self) -> None:
+        """All ends: every request once, and nothing stays behind."""
+        if not hasattr(self, "router"):
+            return
+        for rank in range(self.oracle.ranks):
+            self.bring_back(rank)
+        while self.router.requests:
+            self.route(0.0)
+            assert self.router.assignments, "requests wait and no rank has anything to do"
+            self.finish_a_step()
+            self.knows_what_is()
+        assert sorted(self.ended) == sorted(f"r{number}" for number in range(1, self.submitted + 1))
+        assert not any(self.router.loads)
+        assert self.router.tables.pending == {}
+        assert (self.router.waiting, self.router.waiting_flops) == (0, 0)
+
+    def _finish(self, number: int) -> None:
+        piece = self.oracle.running().get(number)
+        left = self.router.done(number)
+        assert left == self.oracle.done(number)
+        if piece is not None and left == 0:
+            self.ended.append(piece.request.id)
+
+
+def test_the_router_is_what_the_oracle_computes() -> None:
+    run_state_machine_as_test(RouterMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_router_is_what_the_oracle_computes_in_ten_thousand_sequences() -> None:
+    run_state_machine_as_test(
+        RouterMachine, settings=settings(max_examples=10_000, stateful_step_count=40, deadline=None)
+    )
