@@ -49,8 +49,8 @@ from moepass.runtime.serving.workers.messages import (
     decode_from_rank,
     encode,
 )
-from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor
+from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
 # A rank computes a step while the requests of the next one wait for it there, so that it never waits for the frontend.
 STEPS_AT_A_RANK = 2
@@ -107,7 +107,7 @@ class Frontend:
         formula: FlopsFormula,
         make_router: Callable[[int, FlopsFormula, list[EngineFacts]], Router],
         key: bytes,
-        limits: FrontendLimits = FrontendLimits(),
+        limits: FrontendLimits,
         ends_together: bool = False,
     ) -> None:
         self._endpoint, self._key, self._limits = endpoint, key, limits
@@ -135,6 +135,7 @@ class Frontend:
     async def start(self) -> None:
         """Start the ranks and wait until all are ready. Raises RankStartError."""
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(self._endpoint)
         self._receiver = asyncio.create_task(self._receive())
         await self._supervisor.start()
@@ -275,7 +276,8 @@ class Frontend:
 
     def _send(self, rank: int, message: ToRank) -> None:
         name = rank_name(rank, self._supervisor.attempts[rank])
-        # Without waiting: a rank that is not there any more is seen by the supervisor.
+        # Never waits: the queue of a socket has no limit, because the router limits what a rank is given. What is for a
+        # rank that is gone is dropped; the supervisor sees that.
         self._socket.send_multipart([name, encode(message)], zmq.NOBLOCK)
 
     async def _receive(self) -> None:

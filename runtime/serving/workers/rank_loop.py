@@ -73,6 +73,8 @@ class Mailbox:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name)
         self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(endpoint)
         # Sockets belong to one thread each; what the other one sends comes through this pair.
         inner = f"inproc://mailbox-{id(self)}"

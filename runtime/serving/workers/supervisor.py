@@ -80,13 +80,11 @@ class Supervisor:
         """Start all ranks and wait until they are ready. Raises RankStartError."""
         self._failure = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._keep(rank)) for rank in self._ready]
-        everyone = asyncio.gather(*(event.wait() for event in self._ready.values()))
-        try:
-            await asyncio.wait((everyone, self._failure), return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                self._failure.result()
-        finally:
+        everyone = asyncio.create_task(self._everyone_ready())
+        await asyncio.wait((everyone, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        if self._failure.done():
             everyone.cancel()
+            self._failure.result()
 
     async def close(self, seconds: float) -> None:
         """Wait for the ranks to end by themselves, which they have been told to, and after `seconds` end them."""
@@ -99,6 +97,10 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for process in self._processes.values():
             await _end(process)
+
+    async def _everyone_ready(self) -> None:
+        for event in self._ready.values():
+            await event.wait()
 
     async def _keep(self, rank: int) -> None:
         """Run the rank again and again, until the supervisor closes."""

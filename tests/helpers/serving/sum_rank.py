@@ -1,0 +1,98 @@
+"""A rank without a model, as a process: every read is answered with the sum of the tokens of its sequence.
+
+    python sum_rank.py ENDPOINT RANK ATTEMPT [OPTION]...
+
+Options: `--step-seconds S` makes steps take time; `--fails` ends before it is ready; `--error` fails every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import zmq
+
+from moepass.models.errors import InputError
+from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
+from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, Usage
+from moepass.runtime.serving.requests.request import NO_TOKENS, Request
+from moepass.runtime.serving.workers.frontend import rank_name
+from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
+
+STEP_TOKENS = 40
+NO_FLOATS = np.empty(0, np.float32)
+
+
+class SumEngine:
+    facts = EngineFacts("trie", STEP_TOKENS, 1000.0, 1000, 500, 512, True, None, (), {"attention": "none"})
+
+    def __init__(self, step_seconds: float, fails: bool) -> None:
+        self.step_seconds, self.fails = step_seconds, fails
+
+    def check(self, request: Request) -> None:
+        if any(int(piece.tokens.max()) >= self.facts.vocabulary_size for piece in request.pieces):
+            raise InputError("a token is beyond the vocabulary")
+
+    def choose(self, waiting: Iterable[Request]) -> list[Request]:
+        chosen, tokens = [], 0
+        for request in waiting:
+            chosen.append(request)
+            tokens += sum(len(piece.tokens) for piece in request.pieces)
+            if tokens >= STEP_TOKENS:
+                break
+        return chosen
+
+    def step(self, requests: Sequence[Request]) -> StepResult:
+        if self.fails:
+            raise RuntimeError("this rank only fails")
+        time.sleep(self.step_seconds)
+        answers = tuple(self._answer(request) for request in requests)
+        return StepResult(answers, (), (), 1, 1, 1, self.step_seconds, 0.0)
+
+    def _answer(self, request: Request) -> Answer:
+        sums: list[int] = []
+        pieces = []
+        for piece in request.pieces:
+            sums.append((sums[piece.parent] if piece.parent >= 0 else 0) + int(piece.tokens.sum()))
+            value = np.array([sums[-1]], np.float32)
+            pieces.append(PieceAnswer(tuple(ReadAnswer(value, NO_TOKENS, NO_FLOATS) for _ in piece.reads)))
+        return Answer(request.id, tuple(pieces), Usage(len(request.pieces), 0, 1))
+
+    def compilations(self) -> int:
+        return 0
+
+
+class Parent:
+    def __init__(self) -> None:
+        self.number = os.getppid()
+
+    def is_gone(self) -> bool:
+        return os.getppid() != self.number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("endpoint")
+    parser.add_argument("rank", type=int)
+    parser.add_argument("attempt", type=int)
+    parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--fails", action="store_true")
+    parser.add_argument("--error", action="store_true")
+    asked = parser.parse_args()
+    assert sys.stdin.buffer.read() == b"options"
+    if asked.fails:
+        sys.exit(3)
+    engine = SumEngine(asked.step_seconds, asked.error)
+    mailbox = Mailbox(zmq.Context(), asked.endpoint, rank_name(asked.rank, asked.attempt), engine.check, Parent())
+    try:
+        run_rank(engine, mailbox)
+    finally:
+        mailbox.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Frontend and ranks as real processes: every request gets one answer, whatever happens to the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sum_rank
+
+from moepass.models.errors import InputError
+from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.serving.router.prefix_router import PrefixRouter
+from moepass.runtime.serving.router.routable import FlopsFormula
+from moepass.runtime.serving.router.router import Router
+from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
+from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
+
+KEY = bytes(range(32))
+TIMEOUT = 30.0
+NO_LIMITS = FrontendLimits()
+
+
+class TokensFormula:
+    def flops(self, prefix_tokens: int, new_tokens: int) -> int:
+        return new_tokens
+
+
+def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> Router:
+    saturation = 2 * facts[0].saturation_flops
+    return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=facts[0].flops_per_second)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path,
+    ranks: int = 2,
+    options: Callable[[int, int], tuple[str, ...]] = lambda rank, attempt: (),
+    limits: FrontendLimits = NO_LIMITS,
+    ends_together: bool = False,
+) -> AsyncIterator[Frontend]:
+    def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+        given = (endpoint, str(rank), str(attempt), *options(rank, attempt))
+        return RankCommand((sys.executable, sum_rank.__file__, *given), b"options")
+
+    frontend = Frontend(
+        ranks,
+        command,
+        endpoint=f"ipc://{folder}/ranks",
+        formula=TokensFormula(),
+        make_router=make_router,
+        key=KEY,
+        limits=limits,
+        ends_together=ends_together,
+    )
+    try:
+        await frontend.start()
+        yield frontend
+    finally:
+        await frontend.close(10)
+
+
+def run(work: Awaitable[None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))  # type: ignore[arg-type]
+
+
+def request(number: int, questions: int = 0) -> Request:
+    prompt = np.arange(1, 20 + number % 7, dtype=np.int32)
+    read = (TokenRead(0, np.array([1], np.int32)),)
+    parts = tuple(TokenPiece(0, np.array([number % 500 + part], np.int32), read) for part in range(questions))
+    return Request("the client's name", (TokenPiece(-1, prompt, read), *parts))
+
+
+def is_right(asked: Request, answer: Answer) -> bool:
+    expected: list[float] = []
+    for piece in asked.pieces:
+        expected.append((expected[piece.parent] if piece.parent >= 0 else 0) + float(piece.tokens.sum()))
+    found = [piece.reads[0].log_probabilities[0] for piece in answer.pieces]
+    return answer.id == asked.id and found == expected
+
+
+def slow(rank: int, attempt: int) -> tuple[str, ...]:
+    return ("--step-seconds", "0.05")
+
+
+def test_every_request_gets_its_own_answer(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path) as frontend:
+            asked = [request(number, number % 40) for number in range(120)]
+            answers = await asyncio.gather(*(frontend.answer(one, timeout_seconds=TIMEOUT) for one in asked))
+            assert all(map(is_right, asked, answers))
+            assert frontend.status().metrics["answered"] == 120
+            assert frontend._router is not None
+            assert frontend._router.loads == (0, 0)
+            assert frontend._open_bytes == 0
+
+    run(work())
+
+
+def test_killed_ranks_lose_no_request_and_come_back(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, options=slow) as frontend:
+            asked = [request(number, 30) for number in range(40)]
+            tasks = [asyncio.create_task(frontend.answer(one, timeout_seconds=TIMEOUT)) for one in asked]
+            await asyncio.sleep(0.2)
+            os.kill(frontend._supervisor.processes[1], signal.SIGKILL)
+            answers = await asyncio.gather(*tasks)
+            assert all(map(is_right, asked, answers))
+            assert frontend.counters.rerun > 0
+            while frontend._supervisor.attempts[1] == 0 or len(frontend._facts) < 2:
+                await asyncio.sleep(0.05)
+            assert is_right(asked[0], await frontend.answer(asked[0], timeout_seconds=TIMEOUT))
+
+    run(work())
+
+
+def test_ranks_that_need_each_other_end_together(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ends_together=True) as frontend:
+            os.kill(frontend._supervisor.processes[0], signal.SIGKILL)
+            while min(frontend._supervisor.attempts.values()) == 0 or len(frontend._facts) < 2:
+                await asyncio.sleep(0.05)
+            asked = request(3, 3)
+            assert is_right(asked, await frontend.answer(asked, timeout_seconds=TIMEOUT))
+
+    run(work())
+
+
+def test_what_a_rank_refuses_is_an_error_of_the_request(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1) as frontend:
+            bad = Request("bad", (TokenPiece(-1, np.array([9999], np.int32)),))
+            with pytest.raises(InputError, match="beyond the vocabulary"):
+                await frontend.answer(bad, timeout_seconds=TIMEOUT)
+            assert frontend._router is not None
+            assert frontend._router.loads == (0,)
+
+    run(work())
+
+
+def test_steps_that_fail_are_no_fault_of_the_request(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1, options=lambda rank, attempt: ("--error",)) as frontend:
+            with pytest.raises(NotServingError, match="RuntimeError"):
+                await frontend.answer(request(1), timeout_seconds=TIMEOUT)
+
+    run(work())
+
+
+def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1, options=slow) as frontend:
+            tasks = [asyncio.create_task(frontend.answer(request(n, 30), timeout_seconds=TIMEOUT)) for n in range(20)]
+            await asyncio.sleep(0)
+            with pytest.raises(AnswerTimeoutError):
+                await frontend.answer(request(1, 30), timeout_seconds=0.1)
+            cancelled = asyncio.create_task(frontend.answer(request(2, 30), timeout_seconds=TIMEOUT))
+            await asyncio.sleep(0.01)
+            cancelled.cancel()
+            await asyncio.gather(*tasks)
+            assert cancelled.cancelled()
+            assert frontend.counters.given_up == 2
+            assert frontend._router is not None
+            assert (frontend._router.loads, frontend._router.requests) == ((0,), ())
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"), [(FrontendLimits(waiting_flops=50), "FLOPs"), (FrontendLimits(open_bytes=2000), "bytes")]
+)
+def test_a_full_queue_refuses_and_says_when_to_come_again(limits: FrontendLimits, name: str, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1, options=slow, limits=limits) as frontend:
+            asked = (asyncio.create_task(frontend.answer(request(n, 30), timeout_seconds=TIMEOUT)) for n in range(20))
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            refused = [error for error in found if isinstance(error, QueueFullError)]
+            assert refused
+            assert {error.name for error in refused} == {name}
+            assert all(error.retry_after_seconds >= 1 for error in refused)
+            assert all(isinstance(answer, (Answer, QueueFullError)) for answer in found)
+            assert await frontend.answer(request(1), timeout_seconds=TIMEOUT)
+
+    run(work())
+
+
+def test_a_server_that_ends_answers_what_is_open_and_takes_nothing_more(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, options=slow) as frontend:
+            asked = [request(number, 5) for number in range(30)]
+            tasks = [asyncio.create_task(frontend.answer(one, timeout_seconds=TIMEOUT)) for one in asked]
+            await asyncio.sleep(0.05)
+            closing = asyncio.create_task(frontend.close(20))
+            await asyncio.sleep(0)
+            with pytest.raises(NotServingError) as refused:
+                await frontend.answer(request(1), timeout_seconds=TIMEOUT)
+            assert refused.value.value == "draining"
+            assert all(map(is_right, asked, await asyncio.gather(*tasks)))
+            await closing
+            assert not frontend._supervisor.processes
+
+    run(work())
+
+
+def test_a_rank_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    async def work() -> None:
+        with pytest.raises(RankStartError) as failed:
+            async with serving(tmp_path, options=lambda rank, attempt: ("--fails",) * rank):
+                pass
+        assert (failed.value.rank, failed.value.value) == (1, 3)
+
+    run(work())
+
+
+def test_names_of_sockets_that_are_no_ranks_are_ignored(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1) as frontend:
+            import zmq.asyncio
+
+            other = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+            other.setsockopt(zmq.IDENTITY, b"\xff.7")
+            other.connect(frontend._endpoint)
+            await other.send(b"anything")
+            assert await frontend.answer(request(1), timeout_seconds=TIMEOUT)
+            other.close(linger=0)
+
+    run(work())
+
+
+def test_status_tells_what_the_ranks_serve(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1) as frontend:
+            status = frontend.status()
+            facts = dataclasses.replace(sum_rank.SumEngine.facts)
+            assert (status.state, status.vocabulary_size) == ("ready", facts.vocabulary_size)
+            assert status.metrics["compilations_after_ready"] == 0
+
+    run(work())
