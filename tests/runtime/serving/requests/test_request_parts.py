@@ -1,0 +1,87 @@
+"""A request in parts: every piece is answered once, and behind the same tokens as in the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, Usage
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.serving.requests.request_parts import (
+    RequestPart,
+    chosen_parts,
+    everything,
+    halves,
+    merged_answer,
+    prompt_length,
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    """Piece n holds token n, so that paths can be told by tokens, and is read."""
+    pieces = []
+    for number in range(draw(st.integers(1, 12))):
+        parent = draw(st.integers(-1, number - 1))
+        read = TokenRead(0, np.array([number], np.int32))
+        pieces.append(TokenPiece(parent, np.full(1 + number % 3, number, np.int32), (read,)))
+    return Request("whole", tuple(pieces), b"salt")
+
+
+def path_tokens(request: Request, number: int) -> list[int]:
+    return [int(token) for part in request.path(number) for token in request.pieces[part].tokens]
+
+
+def answered(request: Request) -> Answer:
+    """A marker for each piece that is read: the vector holds the tokens of its path."""
+    pieces = tuple(
+        PieceAnswer(vector=np.array(path_tokens(request, number), np.float32)) if piece.reads else PieceAnswer()
+        for number, piece in enumerate(request.pieces)
+    )
+    return Answer(request.id, pieces, Usage(1, 1, 10))
+
+
+@given(request=requests())
+def test_halves_make_the_whole(request: Request) -> None:
+    found = halves(request)
+    prompt = prompt_length(request)
+    if found is None:
+        roots = [piece for piece in request.pieces[prompt:] if piece.parent < prompt]
+        assert len(roots) < 2
+        return
+    assert not found[0].answered & found[1].answered
+    assert found[0].answered | found[1].answered == set(range(len(request.pieces)))
+    parts = [(part, answered(part.of(request, "half"))) for part in found]
+    whole = merged_answer(request, parts)
+    assert whole.id == "whole"
+    for number, piece in enumerate(whole.pieces):
+        assert piece.vector is not None
+        assert piece.vector.tolist() == path_tokens(request, number)
+    assert whole.usage == Usage(sum(len(piece.tokens) for piece in request.pieces), 1, 20)
+
+
+@given(request=requests())
+def test_the_prompt_is_the_chain_that_all_others_hang_on(request: Request) -> None:
+    prompt = prompt_length(request)
+    assert [piece.parent for piece in request.pieces[:prompt]] == list(range(-1, prompt - 1))
+    for number in range(prompt, len(request.pieces)):
+        assert request.path(number)[:prompt] == tuple(range(prompt))
+    children = [piece.parent for piece in request.pieces].count(prompt - 1)
+    assert children != 1
+
+
+def test_parts_keep_the_salt_and_read_the_prompt_once() -> None:
+    read = (TokenRead(0, np.array([1], np.int32)),)
+    tokens = np.array([1], np.int32)
+    request = Request("r", tuple(TokenPiece(min(number - 1, 0), tokens, read) for number in range(4)), b"salt")
+    first = chosen_parts(request, 1, [0, 2], answers_prompt=True)
+    second = chosen_parts(request, 1, [1], answers_prompt=False)
+    assert first.pieces == (0, 1, 3)
+    assert [len(piece.reads) for piece in first.of(request, "a").pieces] == [1, 1, 1]
+    assert [len(piece.reads) for piece in second.of(request, "b").pieces] == [0, 1]
+    assert second.of(request, "b").salt == b"salt"
+    assert everything(request) == RequestPart((0, 1, 2, 3), frozenset(range(4)))
+    with pytest.raises(ValueError, match=r"pieces \[2\]"):
+        merged_answer(request, [(first, answered(first.of(request, "a")))])
