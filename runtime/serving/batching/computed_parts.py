@@ -25,53 +25,57 @@ class ComputedParts:
     flops       [requests] of the tokens that were first needed for each request
     """
 
-    parts: list[list[Part]]
+    parts: list[tuple[Part, ...]]
     cut_pieces: dict[tuple[int, int], int]
     flops: list[int]
 
 
 def computed_parts(trie: PieceTrie, spans: Iterable[NeededSpan], table: FlopsTable, requests: int) -> ComputedParts:
-    computed = ComputedParts([[] for _ in trie.starts], {}, [0] * requests)
+    parts: list[tuple[Part, ...]] = [()] * len(trie.starts)
+    cut_pieces: dict[tuple[int, int], int] = {}
+    flops = [0] * requests
+    # Many branches have the same lengths.
+    costs: dict[Part, int] = {}
     # The least position that a span which came through the beginning of a node reached: all is computed from there on.
-    reached: list[int | None] = [None] * len(trie.starts)
+    reached: dict[int, int] = {}
     for piece, first, end in spans:
         node = trie.piece_nodes[piece]
         while trie.depths[node] >= end:
             node = trie.parents[node]
         request = trie.piece_requests[piece]
         while True:
-            begin = max(first, trie.depths[node])
-            for new_begin, new_end in _add(computed.parts[node], begin, end):
-                computed.flops[request] += table.flops(new_begin, new_end - new_begin)
-            if first >= trie.depths[node]:
-                computed.cut_pieces.setdefault((node, first), piece)
+            depth = trie.depths[node]
+            parts[node], added = _with(parts[node], (max(first, depth), end))
+            for part in added:
+                if part not in costs:
+                    costs[part] = table.flops(part[0], part[1] - part[0])
+                flops[request] += costs[part]
+            if first >= depth:
+                if first:
+                    cut_pieces.setdefault((node, first), piece)
                 break
-            earlier = reached[node]
-            if earlier is not None and earlier <= first:
+            if reached.get(node, end) <= first:
                 break
             reached[node] = first
-            end = trie.depths[node]
+            end = depth
             node = trie.parents[node]
-    return computed
+    return ComputedParts(parts, cut_pieces, flops)
 
 
-def _add(parts: list[Part], begin: int, end: int) -> list[Part]:
-    """Add [begin, end) to `parts`; returns what is new of it."""
+def _with(parts: tuple[Part, ...], part: Part) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """`parts` with another one, and what of it was in none of them."""
     if not parts:
-        parts.append((begin, end))
-        return [(begin, end)]
-    new, kept, at = [], [], begin
-    merged_begin, merged_end = begin, end
-    for part in parts:
-        if part[1] < begin or part[0] > end:
-            kept.append(part)
+        return (part,), (part,)
+    begin, end = part
+    added, others, at = [], [], begin
+    for other in parts:
+        if other[1] < part[0] or other[0] > part[1]:
+            others.append(other)
             continue
-        if at < part[0]:
-            new.append((at, part[0]))
-        at = max(at, part[1])
-        merged_begin, merged_end = min(merged_begin, part[0]), max(merged_end, part[1])
-    if at < end:
-        new.append((at, end))
-    kept.append((merged_begin, merged_end))
-    parts[:] = sorted(kept)
-    return new
+        if at < other[0]:
+            added.append((at, other[0]))
+        at = max(at, other[1])
+        begin, end = min(begin, other[0]), max(end, other[1])
+    if at < part[1]:
+        added.append((at, part[1]))
+    return tuple(sorted([*others, (begin, end)])), tuple(added)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,28 +29,19 @@ from moepass.runtime.serving.batching.piece_trie import PieceTrie
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
 
 
-class NeededSpan(NamedTuple):
-    """Tokens [first, end) of the sequence that ends with `piece` are computed; `first` is a border between blocks."""
-
-    piece: int
-    first: int
-    end: int
-
-
-class PlaceRange(NamedTuple):
-    """Outputs that are read: those at `count` tokens from `start`, an index among the tokens of all pieces."""
-
-    start: int
-    count: int
-    request: int
+# Tokens [first, end) of the sequence that ends with a piece are computed: (piece, first, end). `first` is a border
+# between blocks.
+NeededSpan = tuple[int, int, int]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class NeededOutputs:
-    """
+    """Ranges of outputs are three numbers each, in one flat list: the first token, an index among the tokens of all
+    pieces; how many follow each other; and the request that reads them. Requests are in order.
+
     held            [pieces] leading blocks of each piece's sequence that the cache holds
-    spans           what is computed, in the order of requests
-    logits          outputs that logits are read of, in the order of requests
+    spans           what is computed
+    logits          outputs that logits are read of
     vectors         outputs that are read as vectors
     score_slots     of pieces with cached scores: for each token the slot (block * BLOCK_TOKENS + place) beside which
                     its score lies, -1 where the step computes it
@@ -59,8 +49,8 @@ class NeededOutputs:
 
     held: list[int] = dataclasses.field(default_factory=list)
     spans: list[NeededSpan] = dataclasses.field(default_factory=list)
-    logits: list[PlaceRange] = dataclasses.field(default_factory=list)
-    vectors: list[PlaceRange] = dataclasses.field(default_factory=list)
+    logits: list[int] = dataclasses.field(default_factory=list)
+    vectors: list[int] = dataclasses.field(default_factory=list)
     score_slots: dict[int, Indices] = dataclasses.field(default_factory=dict)
 
 
@@ -71,40 +61,46 @@ def needed_outputs(trie: PieceTrie, matched: Sequence[MatchedBlocks | None]) -> 
         request = trie.piece_requests[number]
         own_number = number - trie.request_pieces[request]
         cached = matched[request]
-        needed.held.append(0 if cached is None else _held(trie, needed, number, own_number, cached))
-        # By the border where they begin: of spans with the same, the longest has the others in it.
-        ends: dict[int, int] = {}
+        held = 0 if cached is None else _held(trie, needed, number, own_number, cached)
+        needed.held.append(held)
         start, depth, count = trie.piece_starts[number], trie.piece_depths[number], len(piece.tokens)
+        # Runs [first, end) of tokens of the sequence whose outputs are needed.
+        runs: list[tuple[int, int]] = []
         for read in piece.reads:
-            _need(ends, needed.held[number], depth + read.place, depth + read.place + 1)
-            needed.logits.append(PlaceRange(start + read.place, 1, request))
+            runs.append((depth + read.place, depth + read.place + 1))
+            needed.logits += (start + read.place, 1, request)
         if piece.is_scored:
             for first, end in _unknown_scores(trie, needed, number, own_number, cached):
-                _need(ends, needed.held[number], depth + first - 1, depth + end - 1)
+                runs.append((depth + first - 1, depth + end - 1))
                 if first == 0:
-                    parent = trie.piece_parents[number]
-                    needed.logits.append(PlaceRange(_piece_end(trie, parent) - 1, 1, request))
+                    needed.logits += (_piece_end(trie, trie.piece_parents[number]) - 1, 1, request)
                     first = 1
                 if first < end:
-                    needed.logits.append(PlaceRange(start + first - 1, end - first, request))
+                    needed.logits += (start + first - 1, end - first, request)
         if piece.vector == "last":
-            _need(ends, needed.held[number], depth + count - 1, depth + count)
-            needed.vectors.append(PlaceRange(start + count - 1, 1, request))
+            runs.append((depth + count - 1, depth + count))
+            needed.vectors += (start + count - 1, 1, request)
         elif piece.vector == "mean":
-            _need(ends, needed.held[number], 0, depth + count)
+            runs.append((0, depth + count))
             on_path = number
             while on_path >= 0:
-                on_path_start = trie.piece_starts[on_path]
-                needed.vectors.append(PlaceRange(on_path_start, _piece_end(trie, on_path) - on_path_start, request))
+                first = trie.piece_starts[on_path]
+                needed.vectors += (first, _piece_end(trie, on_path) - first, request)
                 on_path = trie.piece_parents[on_path]
-        needed.spans += [NeededSpan(number, first, end) for first, end in ends.items()]
+        if runs:
+            needed.spans += _spans(number, held, runs)
     return needed
 
 
-def _need(ends: dict[int, int], held: int, first: int, end: int) -> None:
-    """Outputs at tokens [first, end) of a sequence are needed."""
-    border = BLOCK_TOKENS * min(held, first // BLOCK_TOKENS)
-    ends[border] = max(ends.get(border, 0), end)
+def _spans(piece: int, held: int, runs: list[tuple[int, int]]) -> list[NeededSpan]:
+    if not held:
+        return [(piece, 0, max([end for _, end in runs]))]
+    # Of spans that begin at the same border the longest has the others in it.
+    ends: dict[int, int] = {}
+    for first, end in runs:
+        border = BLOCK_TOKENS * min(held, first // BLOCK_TOKENS)
+        ends[border] = max(ends.get(border, 0), end)
+    return [(piece, first, end) for first, end in ends.items()]
 
 
 def _piece_end(trie: PieceTrie, piece: int) -> int:

@@ -89,12 +89,16 @@ def pack(
     places, visits = token_map(trie, computed, stream.part_starts)
     tokens, cached_tokens = token_counts(trie, needed, computed, visits, len(requests))
 
-    logit_places, first_readers = np.unique(places.range_positions(needed.logits), return_index=True)
-    readers = np.repeat([one.request for one in needed.logits], [one.count for one in needed.logits])[first_readers]
-    flops = [
-        of_tokens + int(reads) * table.logit_flops
-        for of_tokens, reads in zip(computed.flops, np.bincount(readers, minlength=len(requests)), strict=True)
-    ]
+    positions, readers = places.range_positions(needed.logits)
+    is_logit_place = np.zeros(stream.batch.count, bool)
+    is_logit_place[positions] = True
+    # Later assignments win, so each place keeps its first reader.
+    first_readers = np.full(stream.batch.count, -1, np.int64)
+    first_readers[positions[::-1]] = readers[::-1]
+    reads = np.bincount(first_readers[is_logit_place], minlength=len(requests)).tolist()
+    flops = [a + b * table.logit_flops for a, b in zip(computed.flops, reads, strict=True)]
+    is_place = is_logit_place.copy()
+    is_place[places.range_positions(needed.vectors)[0]] = True
     placements = tuple(
         RequestPlacement(
             Usage(int(tokens[number]), int(cached_tokens[number]), flops[number]),
@@ -106,11 +110,10 @@ def pack(
         )
         for number in range(len(requests))
     )
-    read = np.union1d(logit_places, places.range_positions(needed.vectors))
     return PackedStep(
-        dataclasses.replace(stream.batch, places=read),
+        dataclasses.replace(stream.batch, places=np.flatnonzero(is_place)),
         placements,
-        logit_places,
+        np.flatnonzero(is_logit_place),
         _used_blocks(stream.batch, needed),
         _offered_blocks(trie, found, stream, places),
         sum(flops),
@@ -124,10 +127,10 @@ def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     trie = build_trie(requests)
     needed = needed_outputs(trie, [None] * len(requests))
     ends = [0] * len(trie.pieces)
-    for span in needed.spans:
-        ends[span.piece] = max(ends[span.piece], span.end)
+    for piece, _, end in needed.spans:
+        ends[piece] = max(ends[piece], end)
     is_inside = [False] * len(trie.pieces)
-    flops = table.logit_flops * sum(one.count for one in needed.logits)
+    flops = table.logit_flops * sum(needed.logits[1::3])
     for piece in reversed(range(len(trie.pieces))):
         if ends[piece] and not is_inside[piece]:
             flops += table.total(ends[piece])

@@ -40,14 +40,14 @@ class PieceTrie:
     parents: list[int] = dataclasses.field(default_factory=list)
     depths: list[int] = dataclasses.field(default_factory=list)
     ends: list[int] = dataclasses.field(default_factory=list)
-    children: list[dict[bytes, int]] = dataclasses.field(default_factory=list)
+    # By the node above and the first token: node << 32 | token.
+    children: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def add_node(self, start: int, parent: int, depth: int, end: int) -> int:
         self.starts.append(start)
         self.parents.append(parent)
         self.depths.append(depth)
         self.ends.append(end)
-        self.children.append({})
         return len(self.starts) - 1
 
 
@@ -56,7 +56,7 @@ def build_trie(requests: Sequence[Request]) -> PieceTrie:
     pieces = [piece for request in requests for piece in request.pieces]
     tokens = np.concatenate([NO_TOKENS, *(piece.tokens for piece in pieces)]).astype(np.int32, copy=False)
     trie = PieceTrie(pieces, tokens)
-    data = trie.tokens.tobytes()
+    walk = _Walk(trie)
     roots: dict[bytes, int] = {}
     at = 0
     for number, request in enumerate(requests):
@@ -72,36 +72,50 @@ def build_trie(requests: Sequence[Request]) -> PieceTrie:
             trie.piece_starts.append(at)
             trie.piece_depths.append(trie.ends[before])
             stop = at + len(piece.tokens)
-            trie.piece_nodes.append(_insert(trie, data, before, at, stop))
+            trie.piece_nodes.append(walk.insert(before, at, stop))
             at = stop
     return trie
 
 
-def _insert(trie: PieceTrie, data: bytes, node: int, at: int, stop: int) -> int:
-    """The node that ends with tokens [at, stop), behind those of `node`."""
-    width = _TOKEN_BYTES
-    starts, depths, ends, children = trie.starts, trie.depths, trie.ends, trie.children
-    while at < stop:
-        name = data[at * width : (at + 1) * width]
-        child = children[node].get(name)
-        if child is None:
-            children[node][name] = child = trie.add_node(at, node, ends[node], ends[node] + stop - at)
-            return child
-        start = starts[child]
-        length = ends[child] - depths[child]
-        shared = min(length, stop - at)
-        if data[start * width : (start + shared) * width] != data[at * width : (at + shared) * width]:
-            shared = int(np.argmax(trie.tokens[start : start + shared] != trie.tokens[at : at + shared]))
-        node = child if shared == length else _split(trie, data, child, name, shared)
-        at += shared
-    return node
+class _Walk:
+    """Walks down a trie and adds what is missing. Labels are compared as bytes, first tokens read as plain numbers."""
 
+    def __init__(self, trie: PieceTrie) -> None:
+        self._trie = trie
+        self._bytes = trie.tokens.tobytes()
+        self._tokens = memoryview(trie.tokens.view(np.uint32))
 
-def _split(trie: PieceTrie, data: bytes, node: int, name: bytes, count: int) -> int:
-    """Give the first `count` tokens of `node` to a new node above it, so that what has ended with `node` still does."""
-    start, parent, depth = trie.starts[node], trie.parents[node], trie.depths[node]
-    above = trie.add_node(start, parent, depth, depth + count)
-    trie.children[parent][name] = above
-    trie.starts[node], trie.parents[node], trie.depths[node] = start + count, above, depth + count
-    trie.children[above][data[trie.starts[node] * _TOKEN_BYTES : (trie.starts[node] + 1) * _TOKEN_BYTES]] = node
-    return above
+    def insert(self, node: int, at: int, stop: int) -> int:
+        """The node that ends with tokens [at, stop), behind those of `node`."""
+        trie = self._trie
+        while at < stop:
+            name = self._child_name(node, at)
+            child = trie.children.get(name)
+            if child is None:
+                trie.children[name] = child = trie.add_node(at, node, trie.ends[node], trie.ends[node] + stop - at)
+                return child
+            length = trie.ends[child] - trie.depths[child]
+            shared = self._shared(trie.starts[child], at, min(length, stop - at))
+            node = child if shared == length else self._split(child, name, shared)
+            at += shared
+        return node
+
+    def _child_name(self, node: int, at: int) -> int:
+        return node << 32 | self._tokens[at]
+
+    def _shared(self, left: int, right: int, most: int) -> int:
+        """How many tokens from `left` on are those from `right` on, at most `most`."""
+        width = _TOKEN_BYTES
+        if self._bytes[left * width : (left + most) * width] == self._bytes[right * width : (right + most) * width]:
+            return most
+        tokens = self._trie.tokens
+        return int(np.argmax(tokens[left : left + most] != tokens[right : right + most]))
+
+    def _split(self, node: int, name: int, count: int) -> int:
+        """Give the first `count` tokens of `node` to a new node above it, so that what has ended with it still does."""
+        trie = self._trie
+        start, parent, depth = trie.starts[node], trie.parents[node], trie.depths[node]
+        above = trie.children[name] = trie.add_node(start, parent, depth, depth + count)
+        trie.starts[node], trie.parents[node], trie.depths[node] = start + count, above, depth + count
+        trie.children[self._child_name(above, start + count)] = node
+        return above

@@ -9,7 +9,7 @@ import numpy as np
 
 from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks
 from moepass.runtime.serving.batching.computed_parts import ComputedParts
-from moepass.runtime.serving.batching.needed_outputs import NeededOutputs, PlaceRange
+from moepass.runtime.serving.batching.needed_outputs import NeededOutputs
 from moepass.runtime.serving.batching.piece_trie import PieceTrie
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
 from moepass.runtime.serving.requests.answer import Usage
@@ -28,12 +28,11 @@ class TokenMap:
         first = self.run_positions[runs]
         return np.where(first < 0, -1, first + tokens - self.run_starts[runs])
 
-    def range_positions(self, ranges: Sequence[PlaceRange]) -> Indices:
-        """The places in the stream of the tokens of all `ranges`, in order."""
-        table = np.array(ranges, np.int64).reshape(-1, 3)
-        starts, counts = table[:, 0], table[:, 1]
+    def range_positions(self, ranges: Sequence[int]) -> tuple[Indices, Indices]:
+        """The places in the stream of the tokens of ranges as `NeededOutputs` has them, and the request of each."""
+        starts, counts, requests = np.array(ranges, np.int64).reshape(-1, 3).T
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return self.positions(np.repeat(starts, counts) + offsets)
+        return self.positions(np.repeat(starts, counts) + offsets), np.repeat(requests, counts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -116,16 +115,16 @@ class RequestPlacement:
 
 
 def token_map(
-    trie: PieceTrie, computed: ComputedParts, part_starts: Sequence[Sequence[int]]
+    trie: PieceTrie, computed: ComputedParts, part_starts: Sequence[tuple[int, ...]]
 ) -> tuple[TokenMap, Indices]:
     """The map, and [visits, 2] each request with each node that its pieces pass, once."""
     starts: list[int] = []
     positions: list[int] = []
     visits: list[int] = []
     nodes = len(trie.starts)
-    for piece, parent in enumerate(trie.piece_parents):
+    for piece in range(len(trie.pieces)):
         base = trie.piece_starts[piece] - trie.piece_depths[piece]
-        for node in reversed(_own_nodes(trie, piece, parent)):
+        for node in reversed(_own_nodes(trie, piece)):
             visits.append(trie.piece_requests[piece] * nodes + node)
             at = trie.depths[node]
             for (begin, end), position in zip(computed.parts[node], part_starts[node], strict=True):
@@ -138,11 +137,17 @@ def token_map(
             if at < trie.ends[node]:
                 starts.append(base + at)
                 positions.append(-1)
-    pairs = np.divmod(np.unique(np.array(visits, np.int64)), max(nodes, 1))
+    pairs = np.divmod(_distinct(np.array(visits, np.int64)), max(nodes, 1))
     return TokenMap(np.array(starts, np.int64), np.array(positions, np.int64)), np.stack(pairs, axis=1)
 
 
-def _own_nodes(trie: PieceTrie, piece: int, parent: int) -> list[int]:
+def _distinct(values: Indices) -> Indices:
+    # By sorting: numpy's own `unique` hashes, and takes ten times as long for millions of integers.
+    values = np.sort(values)
+    return values[np.concatenate(([True], values[1:] != values[:-1]))] if len(values) else values
+
+
+def _own_nodes(trie: PieceTrie, piece: int) -> list[int]:
     """The nodes that the tokens of `piece` stand in, last tokens first."""
     depth = trie.piece_depths[piece]
     node = trie.piece_nodes[piece]

@@ -35,114 +35,131 @@ class TrieStream:
     """
 
     batch: StepBatch
-    part_starts: list[list[int]]
+    part_starts: list[tuple[int, ...]]
     previous: Indices
     branches: Indices
 
 
-class _Part(NamedTuple):
-    """Positions [begin, end) of a node; the first of their tokens came first at `label` among all tokens."""
-
-    label: int
-    node: int
-    begin: int
-    end: int
-
-
 @dataclasses.dataclass(eq=False, slots=True)
 class _Forest:
-    """The parts in the order in which they came first; each with the part above it, those below, and its context."""
+    """Lists have an entry per part, in the order in which parts came first among the tokens of all pieces.
 
-    parts: list[_Part]
+    A part is positions [begin, end) of a node; `labels` says where its tokens came first. `parents` is the part above
+    it, -1 for a root. Children of a part are `first_children` and then `next_siblings` until -1.
+    """
+
+    labels: list[int]
+    nodes: list[int]
+    begins: list[int]
+    lengths: list[int]
     parents: list[int]
-    children: list[list[int]]
-    contexts: dict[tuple[int, int], int]
+    first_children: list[int]
+    next_siblings: list[int]
     root_contexts: dict[int, int]
     chains: list[tuple[int, ...]]
 
 
 def trie_stream(trie: PieceTrie, computed: ComputedParts, chains: CachedChains) -> TrieStream:
     forest = _forest(trie, computed, chains)
-    parts = forest.parts
     order, starts = _depth_first(forest)
-    subtree_ends, branches = _subtrees(forest, order, starts)
-    part_starts: list[list[int]] = [[] for _ in trie.starts]
-    for part, start in sorted(zip(parts, starts, strict=True), key=lambda one: one[0].begin):
-        part_starts[part.node].append(start)
-
-    lengths = np.array([parts[number].end - parts[number].begin for number in order], np.int64)
+    ends, branches = _subtrees(forest, order, starts)
+    lengths = np.array(forest.lengths, np.int64)[order]
 
     def per_token(values: Sequence[int]) -> Indices:
         """Of one value per part, one value per token of the stream."""
-        return np.repeat(np.array(values, np.int64)[order], lengths) if order else NO_INDICES
+        return np.repeat(np.array(values, np.int64)[order], lengths)
 
     count = int(lengths.sum())
     offsets = np.arange(count) - per_token(starts)
     previous = np.arange(-1, count - 1)
-    for number, parent in enumerate(forest.parents):
-        last = -1 if parent < 0 else starts[parent] + parts[parent].end - parts[parent].begin - 1
-        previous[starts[number]] = last
+    lasts = [starts[one] + forest.lengths[one] - 1 if one >= 0 else -1 for one in forest.parents]
+    previous[starts] = lasts
     batch = StepBatch(
-        tokens=trie.tokens[per_token([part.label for part in parts]) + offsets].astype(np.int64),
-        depth=per_token([part.begin for part in parts]) + offsets,
-        subtree_end=per_token(subtree_ends),
-        nodes=_nodes(forest, order, starts, subtree_ends),
+        tokens=trie.tokens[per_token(forest.labels) + offsets].astype(np.int64),
+        depth=per_token(forest.begins) + offsets,
+        subtree_end=per_token(ends),
+        nodes=_nodes(forest, order, starts, ends),
         contexts=tuple(forest.chains),
         places=NO_INDICES,
         stored=(),
     )
+    part_starts: list[tuple[int, ...]] = [()] * len(trie.starts)
+    # Parts of one node came in the order of their positions.
+    for node, start in zip(forest.nodes, starts, strict=True):
+        part_starts[node] = (*part_starts[node], start)
     return TrieStream(batch, part_starts, previous, per_token(branches))
 
 
 def _forest(trie: PieceTrie, computed: ComputedParts, chains: CachedChains) -> _Forest:
     parts = sorted(
-        _Part(trie.starts[node] + begin - trie.depths[node], node, begin, end)
+        (trie.starts[node] + begin - trie.depths[node], node, begin, end)
         for node, of_node in enumerate(computed.parts)
         for begin, end in of_node
     )
-    forest = _Forest(parts, [], [[] for _ in parts], {}, {}, [])
-    last_parts = {part.node: number for number, part in enumerate(parts) if part.end == trie.ends[part.node]}
-    for number, part in enumerate(parts):
-        parent = last_parts.get(trie.parents[part.node], -1) if part.begin == trie.depths[part.node] else -1
-        forest.parents.append(parent)
+    forest = _Forest(
+        labels=[label for label, _, _, _ in parts],
+        nodes=[node for _, node, _, _ in parts],
+        begins=[begin for _, _, begin, _ in parts],
+        lengths=[end - begin for _, _, begin, end in parts],
+        parents=[-1] * len(parts),
+        first_children=[-1] * len(parts),
+        next_siblings=[-1] * len(parts),
+        root_contexts={},
+        chains=[],
+    )
+    last_parts = {node: number for number, (_, node, _, end) in enumerate(parts) if end == trie.ends[node]}
+    contexts: dict[tuple[int, int], int] = {}
+    for number, (_, node, begin, _) in enumerate(parts):
+        parent = last_parts.get(trie.parents[node], -1) if begin == trie.depths[node] else -1
         if parent >= 0:
-            forest.children[parent].append(number)
-        elif part.begin == 0:
+            forest.parents[number] = parent
+        elif begin == 0:
             forest.root_contexts[number] = -1
         else:
-            piece, count = computed.cut_pieces[part.node, part.begin], part.begin // BLOCK_TOKENS
+            piece, count = computed.cut_pieces[node, begin], begin // BLOCK_TOKENS
             name = (count, chains.last(piece, count))
-            if name not in forest.contexts:
-                forest.contexts[name] = len(forest.chains)
+            if name not in contexts:
+                contexts[name] = len(forest.chains)
                 forest.chains.append(chains.first_blocks(piece, count))
-            forest.root_contexts[number] = forest.contexts[name]
+            forest.root_contexts[number] = contexts[name]
+    for number in reversed(range(len(parts))):
+        parent = forest.parents[number]
+        if parent >= 0:
+            forest.next_siblings[number] = forest.first_children[parent]
+            forest.first_children[parent] = number
     return forest
 
 
 def _depth_first(forest: _Forest) -> tuple[list[int], list[int]]:
     """The parts in depth-first order, and where each begins in the stream."""
     order: list[int] = []
-    starts = [0] * len(forest.parts)
+    starts = [0] * len(forest.labels)
     at = 0
     # Roots that share a context stand next to each other, so that it is read once.
-    stack = sorted(forest.root_contexts, key=lambda number: (forest.root_contexts[number], number), reverse=True)
-    while stack:
-        number = stack.pop()
-        order.append(number)
-        starts[number] = at
-        at += forest.parts[number].end - forest.parts[number].begin
-        stack += reversed(forest.children[number])
+    for root in sorted(forest.root_contexts, key=lambda root: (forest.root_contexts[root], root)):
+        stack = [root]
+        while stack:
+            number = stack.pop()
+            order.append(number)
+            starts[number] = at
+            at += forest.lengths[number]
+            if forest.parents[number] >= 0 and forest.next_siblings[number] >= 0:
+                stack.append(forest.next_siblings[number])
+            if forest.first_children[number] >= 0:
+                stack.append(forest.first_children[number])
     return order, starts
 
 
 def _subtrees(forest: _Forest, order: Sequence[int], starts: Sequence[int]) -> tuple[list[int], list[int]]:
     """Of each part: where its last descendant ends in the stream, and how many parts without children are below it."""
-    ends = [0] * len(order)
+    ends = [start + length for start, length in zip(starts, forest.lengths, strict=True)]
     branches = [0] * len(order)
     for number in reversed(order):
-        part, children = forest.parts[number], forest.children[number]
-        ends[number] = ends[children[-1]] if children else starts[number] + part.end - part.begin
-        branches[number] = sum(branches[child] for child in children) if children else 1
+        parent = forest.parents[number]
+        branches[number] = branches[number] or 1
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[number])
+            branches[parent] += branches[number]
     return ends, branches
 
 
@@ -151,11 +168,12 @@ def _nodes(
 ) -> tuple[TrieNode, ...]:
     """Parts become nodes, and an only child continues its parent's node."""
     nodes: list[TrieNode] = []
-    node_of: dict[int, int] = {}
+    node_of = [-1] * len(order)
     for number in order:
-        part, parent = forest.parts[number], forest.parents[number]
-        end = starts[number] + part.end - part.begin
-        if parent >= 0 and len(forest.children[parent]) == 1:
+        parent = forest.parents[number]
+        end = starts[number] + forest.lengths[number]
+        is_only = parent >= 0 and forest.next_siblings[forest.first_children[parent]] < 0
+        if is_only:
             node_of[number] = node_of[parent]
             nodes[-1] = dataclasses.replace(nodes[-1], end=end)
             continue
