@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+NO_INDICES: Indices = np.empty(0, np.int64)
 
 # Tokens of a block of the cache. The method's source has as many (arXiv 2605.02960).
 BLOCK_TOKENS = 16
