@@ -50,7 +50,7 @@ class AttentionSurvey:
 
 
 def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
-    """One eager forward pass of a few tokens. The model is left as it was."""
+    """One eager forward pass of a few tokens through all layers but the head. The model is left as it was."""
     refusal = _refusal_without_a_pass(model)
     records = _Records()
     if refusal is None:
@@ -58,7 +58,7 @@ def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
             try:
                 ids = torch.arange(3, 3 + _TOKENS, device=model.device)[None]
                 with torch.no_grad():
-                    model(input_ids=ids, use_cache=False, attention_mask=None)
+                    model.base_model(input_ids=ids, use_cache=False, attention_mask=None)
             except InputError as error:
                 refusal = str(error)
     config = model.config.get_text_config()
@@ -91,7 +91,7 @@ class _Records:
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionLayer] = {}
-        self.masks: list[tuple[torch.Tensor, VisiblePast]] = []
+        self.masks: list[tuple[torch.Tensor, VisiblePast | InputError]] = []
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -106,6 +106,8 @@ class _Records:
             return VisiblePast()
         for known, past in self.masks:
             if known is mask:
+                if isinstance(past, InputError):
+                    raise past
                 return past
         raise InputError("attention is called with a mask that transformers' mask functions did not make", name="mask")
 
@@ -144,7 +146,12 @@ def _survey_mask(
 ) -> torch.Tensor:
     # Of its own each time: layers tell masks apart by their identity.
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
-    _recording.get().masks.append((mask, past_of_rule(mask_function)))
+    past: VisiblePast | InputError
+    try:
+        past = past_of_rule(mask_function)
+    except InputError as error:
+        past = error  # models make masks that none of their layers uses
+    _recording.get().masks.append((mask, past))
     return mask
 
 

@@ -22,30 +22,24 @@ def naive_step(
     Of the blocks of a sequence those are used from the front that are cached, but for its last token.
     """
     cached, stored = cached or {}, stored or {}
-    contexts: list[tuple[int, ...]] = []
-    prefixes: dict[Sequence_, int] = {}  # prefix -> its context, in the order of the stream
-    for sequence in sorted(sequences):
-        chain: list[int] = []
-        while len(sequence) > (end := BLOCK_TOKENS * (len(chain) + 1)) and sequence[:end] in cached:
-            chain.append(cached[sequence[:end]])
-        if chain and tuple(chain) not in contexts:
-            contexts.append(tuple(chain))
-        context = contexts.index(tuple(chain)) if chain else -1
+    chains = [_cached_chain(sequence, cached) for sequence in sequences]
+    contexts = sorted({chain for chain in chains if chain})
+    # Tokens behind the same chain stand together, and among themselves sorted, which is depth-first.
+    prefixes: dict[Sequence_, int] = {}
+    for chain, sequence in sorted(zip(chains, sequences, strict=True)):
         for end in range(len(chain) * BLOCK_TOKENS + 1, len(sequence) + 1):
-            prefixes.setdefault(sequence[:end], context)
+            prefixes.setdefault(sequence[:end], contexts.index(chain) if chain else -1)
     stream = list(prefixes)
-    # Sorted sequences put their new prefixes in depth-first order already; with a prefix cached for one sequence and
-    # not for another they would not.
-    children: dict[Sequence_, list[Sequence_]] = {}
-    for prefix in stream:
-        children.setdefault(prefix[:-1], []).append(prefix)
     place = {prefix: number for number, prefix in enumerate(stream)}
-    ends = [1 + max(place[other] for other in stream if other[: len(one)] == one) for one in stream]
+    # A prefix that hangs on another chain is in the same sequences and not in the same tree.
+    trees = {number: [prefix for prefix in stream if prefixes[prefix] == number] for number in {*prefixes.values()}}
+    ends = [1 + max(place[two] for two in trees[prefixes[one]] if two[: len(one)] == one) for one in stream]
+    parents = {one: one[:-1] if prefixes.get(one[:-1]) == prefixes[one] else None for one in stream}
     nodes: list[TrieNode] = []
     node_of: dict[Sequence_, int] = {}
     for prefix in stream:
-        parent = prefix[:-1]
-        if parent in place and len(children[parent]) == 1:
+        parent = parents[prefix]
+        if parent is not None and list(parents.values()).count(parent) == 1:
             node_of[prefix] = node_of[parent]
             last = nodes[node_of[prefix]]
             nodes[node_of[prefix]] = TrieNode(
@@ -55,7 +49,11 @@ def naive_step(
             node_of[prefix] = len(nodes)
             nodes.append(
                 TrieNode(
-                    place[prefix], place[prefix] + 1, node_of.get(parent, -1), ends[place[prefix]], prefixes[prefix]
+                    place[prefix],
+                    place[prefix] + 1,
+                    -1 if parent is None else node_of[parent],
+                    ends[place[prefix]],
+                    prefixes[prefix],
                 )
             )
     step = StepBatch(
@@ -73,3 +71,10 @@ def naive_step(
         ),
     )
     return step, [place[tuple(one)] for one in sequences]
+
+
+def _cached_chain(sequence: Sequence_, cached: dict[Sequence_, int]) -> tuple[int, ...]:
+    chain: list[int] = []
+    while len(sequence) > (end := BLOCK_TOKENS * (len(chain) + 1)) and sequence[:end] in cached:
+        chain.append(cached[sequence[:end]])
+    return tuple(chain)
