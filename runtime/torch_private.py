@@ -233,3 +233,32 @@ def _compilation() -> dict[str, Any]:
             return frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
     return {}
+
+
+def flash_attention_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention [batch, heads, n, dim] and its log-sum-exp [batch, heads, n], which the public function keeps to itself.
+
+    `mask` is added to the scores. GQA needs no repeated keys. Where a query sees no key, its output and log-sum-exp
+    are 0.
+    """
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scaling
+    )
+    return found
+
+
+def memory_efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same on CUDA, for as many heads of keys as of queries; the log-sum-exp is padded to a multiple of 32 queries."""
+    output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, is_causal, scale=scaling
+    )
+    return output, log_sum_exp

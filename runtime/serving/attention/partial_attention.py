@@ -1,0 +1,126 @@
+"""Attention of queries over a part of their keys, with the log-sum-exp that merges parts (arXiv 2402.05099).
+
+Queries are [1, heads, n, key_dim], keys [1, kv_heads, m, key_dim], values [1, kv_heads, m, value_dim]; heads of queries
+are a multiple of those of keys (GQA). Views with any strides will do. A result is `(output, log_sum_exp)`: the
+attention over these keys alone, [1, heads, n, value_dim] in the dtype of the values, and the logarithm of the sum that
+it was divided by, [1, heads, n] in fp32; -inf where a query sees none of the keys.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from moepass.runtime.torch_private import flash_attention_on_cpu, memory_efficient_attention
+
+# Scores that explicit attention keeps at once. [Empirical] 2 to 64 MiB are equally fast on a CPU.
+SCORE_BYTES = 16 << 20
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+
+
+def partial_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    softcap: float = 0.0,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> Partial:
+    """`is_causal`: as many keys as queries, and each query sees the keys up to its own. Else `mask`, an
+    `additive_mask`, or every query sees every key.
+
+    `softcap` above 0: scores s become softcap · tanh(s / softcap).
+    """
+    if query.device.type == "cpu" and not softcap:
+        return _on_cpu(query, key, value, scaling, is_causal, mask)
+    if query.device.type == "cuda" and not softcap and mask is None:
+        return _on_cuda(query, key, value, scaling, is_causal)
+    return _explicit(query, key, value, scaling, softcap, is_causal, mask)
+
+
+def additive_mask(visible: torch.Tensor) -> torch.Tensor:
+    """0 where `visible`, -inf elsewhere, in fp32."""
+    return torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, -math.inf)
+
+
+def _on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    is_causal: bool,
+    mask: torch.Tensor | None,
+) -> Partial:
+    key_dim, value_dim = key.shape[-1], value.shape[-1]
+    # The kernel wants one size for both. Zeros change no product.
+    if value_dim < key_dim:
+        value = F.pad(value, (0, key_dim - value_dim))
+    elif key_dim < value_dim:
+        query, key = (F.pad(one, (0, value_dim - key_dim)) for one in (query, key))
+    added = None if mask is None else mask[None, None]
+    output, log_sum_exp = flash_attention_on_cpu(query, key, value, scaling, is_causal, added)
+    if mask is not None:
+        # The kernel says 0 where a query sees no key.
+        log_sum_exp = log_sum_exp + mask.amax(1)
+    return output[..., :value_dim], log_sum_exp
+
+
+def _on_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool
+) -> Partial:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # the kernel knows no GQA
+        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    output, log_sum_exp = memory_efficient_attention(query, key, value, scaling, is_causal)
+    return output, log_sum_exp[..., : query.shape[2]]
+
+
+def _explicit(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    softcap: float,
+    is_causal: bool,
+    mask: torch.Tensor | None,
+) -> Partial:
+    """Scores, softmax and weighted values one after the other, block of queries by block; scores in fp32."""
+    _, heads, queries, _ = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
+    output = query.new_empty(1, queries, heads, value_dim).transpose(1, 2)
+    log_sum_exp = query.new_empty(1, heads, queries, dtype=torch.float32)
+    rows = max(1, SCORE_BYTES // (4 * heads * keys))
+    for start in range(0, queries, rows):
+        block = slice(start, min(start + rows, queries))
+        # Queries that share a key head become rows of one product, so that keys are not repeated.
+        grouped = query[0, :, block].unflatten(0, (kv_heads, -1)).flatten(1, 2)
+        scores = ((grouped @ key[0].mT).float() * scaling).unflatten(1, (heads // kv_heads, -1))
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if is_causal:
+            columns = torch.arange(keys, device=query.device)
+            scores = scores.masked_fill(columns > columns[block, None], -math.inf)
+        elif mask is not None:
+            scores = scores + mask[block]
+        sums = scores.logsumexp(-1)
+        # Queries without a key: weights of 0 instead of NaN.
+        weights = (scores - sums.clamp_min(torch.finfo(torch.float32).min).unsqueeze(-1)).exp_()
+        result = weights.to(value.dtype).flatten(1, 2) @ value[0]
+        output[0, :, block] = result.unflatten(1, (heads // kv_heads, -1)).flatten(0, 1)
+        log_sum_exp[0, :, block] = sums.flatten(0, 1)
+    return output, log_sum_exp
+
+
+def merge_into(output: torch.Tensor, log_sum_exp: torch.Tensor, other: Partial) -> None:
+    """Attention over the keys of both parts, written into `output` (fp32) and `log_sum_exp`, whose place it takes.
+
+    At least one of both must have seen a key: a query's own part always has.
+    """
+    other_output, other_sum = other
+    share = torch.sigmoid(other_sum - log_sum_exp).unsqueeze(-1)
+    output.lerp_(other_output.float(), share)
+    torch.logaddexp(log_sum_exp, other_sum, out=log_sum_exp)

@@ -1,0 +1,228 @@
+"""What a model's attention layers are, learned from one short forward pass; or why a trie cannot be run on it.
+
+The pass runs with an attention function that writes down what each layer is called with, and a mask function that
+evaluates the rule behind each mask far beyond the few tokens that run: a window of 4,096 tokens shows in the rule's row
+of token 1,000,000.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moepass.models.errors import InputError
+from moepass.runtime.serving.attention.attention_layers import AttentionLayer, Temperature, attention_arguments
+from moepass.runtime.serving.attention.trie_parts import VisiblePast
+from moepass.runtime.serving.cache.block_memory import KeyValueShape
+
+# Windows and chunks are found up to this many tokens.
+FARTHEST = 1 << 20
+
+_SURVEY_NAME = "moepass_survey"
+_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionSurvey:
+    """`layers` by the number that a layer has in the model; `refusal`: why a step cannot be a trie, or None.
+
+    Below `position_limit` the model's rotation of positions depends on no other token of the step. None: everywhere.
+    """
+
+    layers: Mapping[int, AttentionLayer]
+    refusal: str | None
+    position_limit: int | None
+
+    @property
+    def shapes(self) -> tuple[KeyValueShape, ...]:
+        """What the memory of blocks is built for."""
+        return tuple(layer.shape for layer in self.layers.values())
+
+
+def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
+    """One eager forward pass of a few tokens through all layers but the head. The model is left as it was."""
+    refusal = _refusal_without_a_pass(model)
+    records = _Records()
+    if refusal is None:
+        with attention_set_to(model, _SURVEY_NAME), records.recording():
+            try:
+                ids = torch.arange(3, 3 + _TOKENS, device=model.device)[None]
+                with torch.no_grad():
+                    model.base_model(input_ids=ids, use_cache=False, attention_mask=None)
+            except InputError as error:
+                refusal = str(error)
+    config = model.config.get_text_config()
+    missing = sorted(set(range(config.num_hidden_layers)) - set(records.layers))
+    if refusal is None and missing:
+        kinds = getattr(config, "layer_types", None) or ()
+        named = sorted({kinds[number] for number in missing if number < len(kinds)})
+        refusal = f"layers {missing} are no attention that transformers lets one replace: {', '.join(named) or 'unknown'}"
+    return AttentionSurvey(dict(sorted(records.layers.items())), refusal, _position_limit(config))
+
+
+def trie_refusal(model: PreTrainedModel) -> str | None:
+    """Why steps of this model cannot be tries, or None."""
+    return survey_attention(model).refusal
+
+
+@contextlib.contextmanager
+def attention_set_to(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Attention of `model` is the one registered as `name` in this block."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+class _Records:
+    """What one pass wrote down. Only the thread that records sees it: other models run on."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, AttentionLayer] = {}
+        self.masks: list[tuple[torch.Tensor, VisiblePast | InputError]] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        token = _recording.set(self)
+        try:
+            yield
+        finally:
+            _recording.reset(token)
+
+    def past_of(self, mask: torch.Tensor | None) -> VisiblePast:
+        if mask is None:  # no mask was made: plain causal attention
+            return VisiblePast()
+        for known, past in self.masks:
+            if known is mask:
+                if isinstance(past, InputError):
+                    raise past
+                return past
+        raise InputError("attention is called with a mask that transformers' mask functions did not make", name="mask")
+
+
+_recording: contextvars.ContextVar[_Records] = contextvars.ContextVar("moepass_attention_survey")
+
+
+def _survey_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    records = _recording.get()
+    attention_arguments(module, arguments)
+    number = getattr(module, "layer_idx", None)
+    if not isinstance(number, int):
+        raise InputError(f"{type(module).__name__} does not know the number of its layer", name="layer_idx")
+    if number in records.layers:
+        raise InputError(f"layer {number} calls for attention more than once", name=f"layer {number}")
+    if query.shape[2] != key.shape[2] or query.shape[0] != 1:
+        raise InputError(
+            f"layer {number} has {query.shape[2]} queries and {key.shape[2]} keys; a token of a trie has one of each",
+            name=f"layer {number}",
+        )
+    shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+    past = records.past_of(attention_mask)
+    records.layers[number] = AttentionLayer(len(records.layers), query.shape[1], shape, past, _temperature(module))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _survey_mask(
+    *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any
+) -> torch.Tensor:
+    # Of its own each time: layers tell masks apart by their identity.
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+    past: VisiblePast | InputError
+    try:
+        past = past_of_rule(mask_function)
+    except InputError as error:
+        past = error  # models make masks that none of their layers uses
+    _recording.get().masks.append((mask, past))
+    return mask
+
+
+ALL_ATTENTION_FUNCTIONS.register(_SURVEY_NAME, _survey_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY_NAME, _survey_mask)
+
+
+def past_of_rule(rule: Callable[..., Any]) -> VisiblePast:
+    """What a mask function of transformers, `rule(batch, head, query, key) -> bool`, lets a token see.
+
+    Raises InputError where that is neither the whole past nor a window nor chunks of it.
+    """
+    first = _first_seen(rule, FARTHEST)
+    before = _first_seen(rule, first - 1) if first else 0
+    past = next(
+        (
+            past
+            for past in (VisiblePast(), VisiblePast(window=FARTHEST - first + 1), VisiblePast(chunk=first - before))
+            if all(
+                _first_seen(rule, query) == past.first_seen(np.asarray([query]))[0]
+                for query in (0, 1, 2, 3, 1000, first, first + 1, max(first - 1, 0), FARTHEST // 3, FARTHEST)
+            )
+        ),
+        None,
+    )
+    if past is None:
+        raise InputError(
+            "attention has a mask that is neither causal nor a sliding window nor chunks of the past", name="mask"
+        )
+    return past
+
+
+def _first_seen(rule: Callable[..., Any], query: int) -> int:
+    """The first key that `query` sees. Raises InputError unless it sees all from there to itself, and none behind."""
+    zero = torch.zeros((), dtype=torch.int64)
+    keys = torch.arange(query + 2)
+    try:
+        row = torch.as_tensor(rule(zero, zero, torch.tensor(query), keys)).expand(query + 2)
+    except IndexError as error:
+        raise InputError("attention has a mask that depends on the inputs", name="mask") from error
+    seen = int(row.sum())
+    first = query + 1 - seen
+    if first < 0 or not bool(row[first : query + 1].all()):
+        raise InputError(f"token {query} does not see itself and those right before it, or sees later ones", name="mask")
+    return first
+
+
+def _temperature(module: torch.nn.Module) -> Temperature | None:
+    """Llama 4 scales queries by their index in the stream, in layers without rotary positions."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
+        return None
+    return Temperature(float(module.attn_scale), float(module.floor_scale))
+
+
+def _refusal_without_a_pass(model: PreTrainedModel) -> str | None:
+    if not model._can_set_attn_implementation():
+        return f"{type(model).__name__} computes its attention itself; transformers cannot replace it"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__} takes no position_ids: positions are taken from the order of the stream"
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Conv1d):
+            return f"{name} is a convolution over tokens, which mixes neighbours of the stream"
+    return None
+
+
+def _position_limit(config: Any) -> int | None:
+    """Rotations of these kinds change for all tokens of a pass where one position lies beyond the trained length."""
+    limits = []
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for one in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):
+        if one.get("rope_type") in ("dynamic", "longrope"):
+            own = getattr(config, "original_max_position_embeddings", None)
+            limits.append(one.get("original_max_position_embeddings") or own or config.max_position_embeddings)
+    return min(limits, default=None)

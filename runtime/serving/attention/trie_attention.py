@@ -1,0 +1,158 @@
+"""`moepass_trie`: the attention function of transformers, and the operator behind it.
+
+The operator `moepass::trie_attention` reads and writes the cache inside, so a captured graph is not cut where a step
+has cached prefixes and holds nothing of a step but its tensors. Which trie they belong to says `running_step`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moepass.models.errors import InputError
+from moepass.runtime.serving.attention.attention_layers import AttentionLayer, attention_arguments
+from moepass.runtime.serving.attention.partial_attention import additive_mask, merge_into, partial_attention
+from moepass.runtime.serving.attention.running_step import RunningStep, the_running_step
+
+TRIE_ATTENTION_NAME = "moepass_trie"
+
+_library = torch.library.Library("moepass", "FRAGMENT")
+_library.define(
+    "trie_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scaling, float softcap) "
+    "-> Tensor"
+)
+
+
+def _trie_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    """query [1, heads, n, key_dim], key [1, kv_heads, n, key_dim], value [1, kv_heads, n, value_dim], sinks [heads].
+
+    Gives [1, n, heads, value_dim]. Blocks that the step stores are written. Raises MoepassError outside of a step, and
+    InputError where the tensors have not the tokens of the running one.
+    """
+    step = the_running_step()
+    known = step.layer(layer)
+    if query.shape[:1] + query.shape[2:3] != (1, step.step.count):
+        raise InputError(
+            f"layer {layer} attends from {query.shape[0]} sequences of {query.shape[2]} tokens; the step is one stream "
+            f"of {step.step.count}",
+            name=f"layer {layer}",
+            value=tuple(query.shape),
+            expected=step.step.count,
+        )
+    if step.memory is not None and step.step.stored:
+        rows = (one[0].transpose(0, 1) for one in (key, value))
+        step.memory.write(known.cache_index, step.stored_blocks, step.stored_positions, *rows)
+    if known.temperature is not None:
+        query = query * known.temperature.correction(step.depth)[:, None].to(query.dtype)
+    output, log_sum_exp = _over_parts(step, known, query, key, value, scaling, softcap)
+    if sinks is not None:
+        # A sink is one more key, of which the value is 0.
+        output.mul_(torch.sigmoid(log_sum_exp - sinks.float()[:, None]).unsqueeze(-1))
+    return output.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _over_parts(
+    step: RunningStep,
+    known: AttentionLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, heads, tokens, key_dim = query.shape
+    value_dim = value.shape[-1]
+    prepared = step.prepared(known.past, 2 * heads * (key_dim + value_dim))
+    output = query.new_empty(1, tokens, heads, value_dim, dtype=torch.float32).transpose(1, 2)
+    log_sum_exp = query.new_empty(1, tokens, heads, dtype=torch.float32).transpose(1, 2)
+    for own in prepared.parts.own:
+        rows = slice(own.start, own.end)
+        found = partial_attention(
+            query[:, :, rows],
+            key[:, :, rows],
+            value[:, :, rows],
+            scaling,
+            softcap,
+            own.is_causal,
+            prepared.masks.get(own),
+        )
+        output[:, :, rows], log_sum_exp[:, :, rows] = found
+    read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for part in prepared.parts.earlier:
+        keys, values, key_depth = key, value, step.depth
+        if part.context >= 0:
+            if part.context not in read:
+                assert step.memory is not None
+                chain = step.memory.read(known.cache_index, step.contexts[part.context])
+                read = {part.context: (chain[0].transpose(0, 1)[None], chain[1].transpose(0, 1)[None])}
+            keys, values = read[part.context]
+        rows, columns = slice(part.start, part.end), slice(part.key_start, part.key_end)
+        mask = None
+        if not part.sees_all:
+            if part.context >= 0:
+                key_depth = torch.arange(part.key_end, device=query.device)
+            mask = additive_mask(key_depth[columns] >= prepared.first_seen[rows, None])
+        found = partial_attention(
+            query[:, :, rows], keys[:, :, columns], values[:, :, columns], scaling, softcap, False, mask
+        )
+        merge_into(output[:, :, rows], log_sum_exp[:, :, rows], found)
+    return output, log_sum_exp
+
+
+def _fake_trie_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1])
+
+
+_library.impl("trie_attention", _trie_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("moepass::trie_attention", _fake_trie_attention, lib=_library)
+
+
+def trie_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each attention layer. Raises InputError for what it cannot compute over a trie."""
+    found = attention_arguments(module, arguments)
+    if attention_mask is not None:
+        raise InputError("attention over a trie takes no mask; call the model with attention_mask=None", name="mask")
+    output = torch.ops.moepass.trie_attention(
+        query, key, value, found.sinks, module.layer_idx, found.scaling(query), found.softcap
+    )
+    return output, None
+
+
+def no_mask(**_: Any) -> None:
+    """The mask function beside it: the trie is the mask."""
+
+
+def register() -> None:
+    """Make `moepass_trie` known to transformers. Once more does no harm."""
+    ALL_ATTENTION_FUNCTIONS.register(TRIE_ATTENTION_NAME, trie_attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(TRIE_ATTENTION_NAME, no_mask)
+
+
+register()
