@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from moepass.models.errors import InputError
@@ -25,10 +25,230 @@ from moepass.runtime.serving.batching.block_hashes import RequestHashes, request
 from moepass.runtime.serving.batching.pack import PackedStep, pack, unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable
-from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.out_of_memory import is_out_of_memory
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
-from moepass.runtime.serving.engine.step_reads import StepReads
-from moepass.runtime.serving.engine.token_scores import TokenScores, score_tokens
+from moepass.runtime.serving.engine.step_reads import SlotScores, StepReads
+from moepass.runtime.serving.engine.token_scores import score_tokens
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.request_parts import halves, merged_answer
+
+logger = logging.getLogger("moepass")
+
+
+class StepTooLargeError(InputError):
+    """A step has `value` tokens and memory for `expected`; it can be split."""
+
+
+class StatesRunner(Protocol):
+    def states(self, batch: StepBatch) -> torch.Tensor:
+        """The states at `batch.places`, [m, hidden]."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineCounters:
+    """How to read what other parts count: seconds in which computation waited for experts, and compiled graphs."""
+
+    exposed_seconds: Callable[[], float] = lambda: 0.0
+    compilations: Callable[[], int] = lambda: 0
+
+
+_NO_COUNTERS = EngineCounters()
+
+
+class ModelEngine:
+    """A `StepEngine` over a model in this process.
+
+    Args:
+        head: of the model.
+        runner: gives states of a step.
+        table: FLOPs of the model's architecture.
+        facts: what the engine serves, and its limits.
+        key: of the hashes of blocks.
+    """
+
+    def __init__(
+        self,
+        head: ModelHead,
+        runner: StatesRunner,
+        table: FlopsTable,
+        facts: EngineFacts,
+        *,
+        key: bytes,
+        counters: EngineCounters = _NO_COUNTERS,
+    ) -> None:
+        self._head, self._runner, self._table, self._key, self._counters = head, runner, table, key, counters
+        self._facts = facts
+        self._most_tokens = facts.most_tokens
+        self._hashes: dict[str, RequestHashes] = {}
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._facts
+
+    def compilations(self) -> int:
+        return self._counters.compilations()
+
+    def check(self, request: Request) -> None:
+        """Raises InputError for tokens that the model does not have, too long sequences, and reads that the model's
+        head does not give."""
+        facts = self._facts
+        ends: list[int] = []
+        for number, piece in enumerate(request.pieces):
+            ends.append((ends[piece.parent] if piece.parent >= 0 else 0) + len(piece.tokens))
+            asked = [piece.tokens, *(read.tokens for read in piece.reads)]
+            lowest, highest = (bound([bound(tokens, initial=0) for tokens in asked]) for bound in (np.min, np.max))
+            if lowest < 0 or highest >= facts.vocabulary_size:
+                wrong = int(lowest if lowest < 0 else highest)
+                raise InputError(
+                    f"piece {number} names token {wrong}; the model has tokens 0 to {facts.vocabulary_size - 1}",
+                    name="tokens",
+                    value=wrong,
+                    expected=range(facts.vocabulary_size),
+                )
+            if (piece.reads or piece.is_scored) and not facts.predicts_tokens:
+                raise InputError("the model has no head that predicts tokens", name="reads")
+            has_mean = facts.vector == "embedding"
+            if piece.vector is not None and (facts.vector is None or (piece.vector == "mean" and not has_mean)):
+                raise InputError(
+                    f"the model gives no vector {piece.vector!r} of a sequence", name="vector", value=piece.vector
+                )
+        limit = min(facts.max_sequence_tokens, facts.most_tokens)
+        if max(ends) > limit:
+            raise InputError(
+                f"a sequence of request {request.id} has {max(ends)} tokens; at most {limit} can be computed",
+                name="tokens",
+                value=max(ends),
+                expected=limit,
+            )
+
+    def choose(self, waiting: Iterable[Request]) -> list[Request]:
+        """As many of `waiting` as bring a step to the saturation threshold, and not beyond what fits into memory."""
+        chosen: list[Request] = []
+        seen: set[bytes] = set()
+        tokens = flops = 0
+        for request in waiting:
+            new_tokens, new_flops = self._additional(request, seen)
+            if chosen and tokens + new_tokens > self._most_tokens:
+                break
+            chosen.append(request)
+            tokens += new_tokens
+            flops += new_flops
+            if flops >= self._facts.saturation_flops:
+                break
+        return chosen
+
+    def step(self, requests: Sequence[Request]) -> StepResult:
+        """Compute `requests`. Where memory does not suffice, in several steps."""
+        began, exposed = time.perf_counter(), self._counters.exposed_seconds()
+        parts = self._in_parts(requests)
+        for request in requests:
+            self._hashes.pop(request.id, None)
+        return StepResult(
+            answers=tuple(answer for part in parts for answer in part.answers),
+            stored=tuple(block for part in parts for block in part.stored),
+            evicted=tuple(block for part in parts for block in part.evicted),
+            tokens=sum(part.tokens for part in parts),
+            flops=sum(part.flops for part in parts),
+            unshared_flops=unshared_flops(requests, self._table),
+            seconds=time.perf_counter() - began,
+            exposed_seconds=self._counters.exposed_seconds() - exposed,
+            refused=tuple(refusal for part in parts for refusal in part.refused),
+            retries=len(parts) - 1,
+        )
+
+    # ---- What a request adds to a step
+
+    def _additional(self, request: Request, seen: set[bytes]) -> tuple[int, int]:
+        """Tokens and FLOPs that `request` adds to a step whose blocks are `seen`, to which its own are added."""
+        hashes = self._hashes_of(request)
+        tokens = flops = 0
+        ends: list[int] = []
+        for piece in request.pieces:
+            before = ends[piece.parent] if piece.parent >= 0 else 0
+            ends.append(before + len(piece.tokens))
+            tokens += len(piece.tokens)
+            flops += self._table.flops(before, len(piece.tokens))
+        depths: list[int] = []
+        for name, previous in zip(hashes.hashes, hashes.previous.tolist(), strict=True):
+            depths.append(depths[previous] + BLOCK_TOKENS if previous >= 0 else 0)
+            if name in seen:
+                tokens -= BLOCK_TOKENS
+                flops -= self._table.flops(depths[-1], BLOCK_TOKENS)
+            seen.add(name)
+        return max(tokens, 1), flops
+
+    def _hashes_of(self, request: Request) -> RequestHashes:
+        if request.id not in self._hashes:
+            self._hashes[request.id] = request_hashes(request, self._key)
+        return self._hashes[request.id]
+
+    # ---- Steps
+
+    def _in_parts(self, requests: Sequence[Request]) -> list[StepResult]:
+        try:
+            return [self._once(requests)]
+        except Exception as error:
+            if not (is_out_of_memory(error) or isinstance(error, StepTooLargeError)):
+                raise
+            why = error
+        # Outside of the except block: the error's frames hold the tensors of the step that failed.
+        if not isinstance(why, StepTooLargeError):
+            largest = max(sum(len(piece.tokens) for piece in request.pieces) for request in requests)
+            self._most_tokens = max(largest, self._most_tokens // 2)
+            logger.warning("memory does not suffice for a step; steps have %d tokens at most now", self._most_tokens)
+        del why
+        if len(requests) > 1:
+            middle = len(requests) // 2
+            return [*self._in_parts(requests[:middle]), *self._in_parts(requests[middle:])]
+        return self._one_in_parts(requests[0])
+
+    def _one_in_parts(self, request: Request) -> list[StepResult]:
+        """One request that does not fit: its questions in two steps, or a refusal where it has but one."""
+        cut = halves(request)
+        if cut is None:
+            tokens = sum(len(piece.tokens) for piece in request.pieces)
+            reason = f"its {tokens} tokens need more memory than the device has left"
+            return [StepResult((), (), (), 0, 0, 0, 0.0, 0.0, ((request.id, reason),))]
+        done: list[list[StepResult]] = []
+        for part in cut:
+            done.append(self._in_parts([part.of(request, request.id)]))
+        steps = [step for found in done for step in found]
+        if any(step.refused for step in steps):
+            first = next(refusal for step in steps for refusal in step.refused)
+            return [dataclasses.replace(step, answers=(), refused=(first,) * (step is steps[0])) for step in steps]
+        answers = [answer for found in done for step in found for answer in step.answers]
+        whole = merged_answer(request, list(zip(cut, answers, strict=True)))
+        return [dataclasses.replace(step, answers=(whole,) if step is steps[0] else ()) for step in steps]
+
+    def _once(self, requests: Sequence[Request]) -> StepResult:
+        packed = pack(requests, self._table)
+        self._check_size(packed, requests)
+        # Nothing is computed where nothing is read, or the cache holds it all.
+        states = self._runner.states(packed.batch) if len(packed.batch.places) else torch.empty(0)
+        answers = self._read(packed, requests, states)
+        return StepResult(answers, (), (), packed.batch.count, packed.flops, 0, 0.0, 0.0)
+
+    def _check_size(self, packed: PackedStep, requests: Sequence[Request]) -> None:
+        count = packed.batch.count
+        if count > self._most_tokens and (len(requests) > 1 or halves(requests[0]) is not None):
+            raise StepTooLargeError(
+                f"a step has {count} tokens; {self._most_tokens} fit into memory",
+                value=count,
+                expected=self._most_tokens,
+            )
+
+    def _read(self, packed: PackedStep, requests: Sequence[Request], states: torch.Tensor) -> tuple[Answer, ...]:
+        reads = StepReads(packed, requests)
+        scores = score_tokens(states, self._head, self._facts.vocabulary_size, reads.wanted)
+
+        def vectors(rows: Indices) -> torch.Tensor:
+            chosen = states[torch.from_numpy(rows).to(states.device)]
+            return self._head(chosen) if self._head.kind == "classes" else chosen
+
+        def cached(slots: Indices) -> SlotScores:
+            raise NotImplementedError
+
+        return reads.answers(scores, vectors, cached)

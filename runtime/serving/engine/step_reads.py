@@ -88,9 +88,7 @@ class StepReads:
                     PieceAnswer(
                         tuple(_read_answers(reads, log_probabilities, scores)),
                         _scored(reads, log_probabilities, ranks, scores, cached),
-                        None
-                        if reads.vector_rows is None
-                        else vectors(reads.vector_rows).float().mean(0).cpu().numpy(),
+                        None if reads.vector_rows is None else vectors(reads.vector_rows).float().mean(0).cpu().numpy(),
                     )
                     for reads in pieces
                 ),
@@ -113,11 +111,16 @@ class StepReads:
                     continue
                 known = np.flatnonzero(rows >= 0)
                 pairs = place[reads.scored_pairs + np.arange(len(known))]
-                yield request, number, known, SlotScores(
-                    scores.log_probabilities[pairs],
-                    scores.ranks[pairs],
-                    scores.top_tokens[rows[known], 0],
-                    scores.top_log_probabilities[rows[known], 0],
+                yield (
+                    request,
+                    number,
+                    known,
+                    SlotScores(
+                        scores.log_probabilities[pairs],
+                        scores.ranks[pairs],
+                        scores.top_tokens[rows[known], 0],
+                        scores.top_log_probabilities[rows[known], 0],
+                    ),
                 )
 
     # ---- Collecting

@@ -1,0 +1,170 @@
+"""Answers of the engine are those of every sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from alone import check_answers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moepass.models.errors import InputError
+from moepass.models.sizes.families import from_config
+from moepass.models.testing.tiny import tiny_model
+from moepass.runtime.serving.attention.survey import survey_attention
+from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
+from moepass.runtime.serving.batching.step_batch import StepBatch
+from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
+from moepass.runtime.serving.engine.model_engine import ModelEngine, StatesRunner
+from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.padded_rows import PaddedRows
+from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.engine.trie_states import TrieStates
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+
+CPU = torch.device("cpu")
+PLAIN = tiny_model("qwen3_moe")
+SERVED = tiny_model("qwen3_moe")
+LAYERS = survey_attention(SERVED).layers
+SERVED.set_attn_implementation(TRIE_ATTENTION_NAME)
+VOCABULARY = int(PLAIN.config.vocab_size)
+
+
+def engine(form: str, most_tokens: int = 10_000, saturation_flops: int = 1 << 60) -> ModelEngine:
+    runner: StatesRunner
+    if form == "trie":
+        model, runner = SERVED, TrieStates(TrieBackbone(SERVED.base_model), LAYERS, None, CPU)
+    else:
+        model, runner = PLAIN, PaddedRows(RowsBackbone(PLAIN.base_model), CPU, 64)
+    facts = EngineFacts("trie", saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {})
+    return ModelEngine(ModelHead(model), runner, FlopsTable(from_config(PLAIN.config)), facts, key=bytes(16))
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[TokenPiece, ...]:
+    """Few different tokens, so that prefixes are shared."""
+    found: list[TokenPiece] = []
+    depths: list[int] = []
+    for number in range(draw(st.integers(1, 5))):
+        parent = draw(st.integers(-1, number - 1))
+        tokens = np.array(draw(st.lists(st.integers(3, 5), min_size=1, max_size=20)), np.int32)
+        before = depths[parent] if parent >= 0 else 0
+        if before + len(tokens) > 60:
+            parent, before = -1, 0
+        depths.append(before + len(tokens))
+        reads = tuple(
+            TokenRead(draw(st.integers(0, len(tokens) - 1)), np.array(wanted, np.int32), draw(st.integers(0, 3)))
+            for wanted in draw(st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=3), max_size=2))
+        )
+        is_scored, top = draw(st.booleans()), draw(st.integers(0, 2))
+        vector: Any = draw(st.sampled_from([None, None, "last", "mean"]))
+        found.append(TokenPiece(parent, tokens, reads, is_scored, top if is_scored else 0, vector))
+    return tuple(found)
+
+
+def named(all_pieces: Sequence[tuple[TokenPiece, ...]]) -> list[Request]:
+    return [Request(str(number), some) for number, some in enumerate(all_pieces)]
+
+
+@pytest.mark.parametrize("form", ["trie", "rows"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(asked=st.lists(pieces(), min_size=1, max_size=4).map(named))
+def test_answers_are_those_of_every_sequence_alone(form: str, asked: list[Request]) -> None:
+    result = engine(form).step(asked)
+    check_answers(PLAIN, asked, result.answers, 2e-5)
+    assert result.unshared_flops >= result.flops == sum(answer.usage.flops for answer in result.answers)
+
+
+def request(number: str, tokens: int, questions: int = 0) -> Request:
+    wanted = np.array([1, 2], np.int32)
+    prompt = TokenPiece(-1, np.arange(3, 3 + tokens, dtype=np.int32), (TokenRead(tokens - 1, wanted),))
+    others = (
+        TokenPiece(0, np.array([40 + place, 7], np.int32), (TokenRead(1, wanted),)) for place in range(questions)
+    )
+    return Request(number, (prompt, *others))
+
+
+@pytest.mark.parametrize("form", ["trie", "rows"])
+def test_a_step_that_is_too_large_runs_in_parts(form: str) -> None:
+    asked = [request("a", 20, 8), request("b", 30), request("c", 10, 2)]
+    result = engine(form, most_tokens=30).step(asked)
+    assert result.retries > 0
+    check_answers(PLAIN, asked, sorted(result.answers, key=lambda answer: answer.id), 2e-5)
+
+
+class Scarce:
+    """Memory for steps of so many tokens."""
+
+    def __init__(self, runner: StatesRunner, most: int) -> None:
+        self.runner, self.most = runner, most
+        self.seen: list[int] = []
+
+    def states(self, batch: StepBatch) -> torch.Tensor:
+        self.seen.append(batch.count)
+        if batch.count > self.most:
+            raise torch.OutOfMemoryError("no memory")
+        return self.runner.states(batch)
+
+
+def test_where_memory_ends_the_step_is_split_and_later_ones_are_smaller() -> None:
+    served = engine("trie", most_tokens=100)
+    scarce = Scarce(served._runner, 40)
+    served._runner = scarce
+    asked = [request("a", 20, 8), request("b", 30), request("long", 50), request("c", 10, 2)]
+    result = served.step(asked)
+    assert [number for number, _ in result.refused] == ["long"]
+    assert "50 tokens" in result.refused[0][1]
+    check_answers(PLAIN, [one for one in asked if one.id != "long"], result.answers, 2e-5)
+    assert served.choose(asked) == asked[:2]
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    served = engine("trie")
+
+    class Broken:
+        def states(self, batch: StepBatch) -> torch.Tensor:
+            raise RuntimeError("the memory of a rank is damaged")
+
+    served._runner = Broken()
+    with pytest.raises(RuntimeError, match="damaged"):
+        served.step([request("a", 3)])
+
+
+def test_a_step_is_filled_to_the_threshold_and_shared_blocks_count_once() -> None:
+    table = FlopsTable(from_config(PLAIN.config))
+    same = [request(str(number), 32) for number in range(6)]
+    served = engine("trie", saturation_flops=2 * table.flops(0, 32))
+    assert len(served.choose(same)) == 6
+    others = [request("other", 31), *same]
+    assert len(served.choose(others)) == 7
+    low = engine("trie", saturation_flops=table.flops(0, 32))
+    assert served.choose([]) == []
+    assert low.choose(same) == same[:1]
+
+
+@pytest.mark.parametrize(
+    ("piece", "name", "value"),
+    [
+        (TokenPiece(-1, np.array([VOCABULARY], np.int32)), "tokens", VOCABULARY),
+        (TokenPiece(-1, np.array([-1], np.int32)), "tokens", -1),
+        (
+            TokenPiece(-1, np.array([1], np.int32), (TokenRead(0, np.array([VOCABULARY], np.int32)),)),
+            "tokens",
+            VOCABULARY,
+        ),
+        (TokenPiece(-1, np.ones(65, np.int32)), "tokens", 65),
+    ],
+)
+def test_what_the_model_cannot_take_is_refused(piece: TokenPiece, name: str, value: int) -> None:
+    with pytest.raises(InputError) as refused:
+        engine("trie").check(Request("a", (piece,)))
+    assert (refused.value.name, refused.value.value) == (name, value)
+
+
+def test_what_the_model_takes_is_not_refused() -> None:
+    engine("trie").check(request("a", 60, 3))
