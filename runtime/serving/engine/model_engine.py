@@ -25,12 +25,12 @@ from moepass.runtime.serving.batching.block_hashes import RequestHashes, request
 from moepass.runtime.serving.batching.pack import PackedStep, pack, unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.out_of_memory import is_out_of_memory
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
-from moepass.runtime.serving.engine.step_reads import SlotScores, StepReads
+from moepass.runtime.serving.engine.step_reads import StepReads
 from moepass.runtime.serving.engine.token_scores import score_tokens
-from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import halves, merged_answer
 
@@ -66,6 +66,7 @@ class ModelEngine:
         runner: gives states of a step.
         table: FLOPs of the model's architecture.
         facts: what the engine serves, and its limits.
+        index: of the runner's blocks; one of 0 blocks where it has none.
         key: of the hashes of blocks.
     """
 
@@ -76,11 +77,13 @@ class ModelEngine:
         table: FlopsTable,
         facts: EngineFacts,
         *,
+        index: BlockIndex,
         key: bytes,
         counters: EngineCounters = _NO_COUNTERS,
     ) -> None:
         self._head, self._runner, self._table, self._key, self._counters = head, runner, table, key, counters
-        self._facts = facts
+        self._facts, self._index = facts, index
+        self._caches = index.block_count > 0
         self._most_tokens = facts.most_tokens
         self._hashes: dict[str, RequestHashes] = {}
 
@@ -224,12 +227,35 @@ class ModelEngine:
         return [dataclasses.replace(step, answers=(whole,) if step is steps[0] else ()) for step in steps]
 
     def _once(self, requests: Sequence[Request]) -> StepResult:
-        packed = pack(requests, self._table)
-        self._check_size(packed, requests)
-        # Nothing is computed where nothing is read, or the cache holds it all.
-        states = self._runner.states(packed.batch) if len(packed.batch.places) else torch.empty(0)
-        answers = self._read(packed, requests, states)
-        return StepResult(answers, (), (), packed.batch.count, packed.flops, 0, 0.0, 0.0)
+        with self._index.lease() as lease:
+            matched = [lease.match(self._hashes_of(request)) for request in requests] if self._caches else None
+            packed = pack(requests, self._table, matched)
+            self._check_size(packed, requests)
+            blocks = lease.reserve(packed.offered)
+            batch = packed.storing(blocks)
+            # Nothing is computed where nothing is read, or the cache holds it all.
+            states = self._runner.states(batch) if len(batch.places) else torch.empty(0)
+            reads = StepReads(packed, requests)
+            scores = score_tokens(states, self._head, self._facts.vocabulary_size, reads.wanted)
+            answers = reads.answers(scores, lambda rows: self._vectors(states, rows), self._index.scores)
+            stored = {
+                position: stored.block * BLOCK_TOKENS + place
+                for stored in batch.stored
+                for place, position in enumerate(stored.positions.tolist())
+            }
+            reads.keep_scores(answers, stored, self._index.scores)
+            lease.commit()
+        events = self._index.drain_events()
+        return StepResult(
+            answers,
+            tuple(event.hash for event in events if event.kind == "stored"),
+            tuple(event.hash for event in events if event.kind == "evicted"),
+            *(batch.count, packed.flops, 0, 0.0, 0.0),
+        )
+
+    def _vectors(self, states: torch.Tensor, rows: Indices) -> torch.Tensor:
+        chosen = states[torch.from_numpy(rows).to(states.device)]
+        return self._head(chosen) if self._head.kind == "classes" else chosen
 
     def _check_size(self, packed: PackedStep, requests: Sequence[Request]) -> None:
         count = packed.batch.count
@@ -239,16 +265,3 @@ class ModelEngine:
                 value=count,
                 expected=self._most_tokens,
             )
-
-    def _read(self, packed: PackedStep, requests: Sequence[Request], states: torch.Tensor) -> tuple[Answer, ...]:
-        reads = StepReads(packed, requests)
-        scores = score_tokens(states, self._head, self._facts.vocabulary_size, reads.wanted)
-
-        def vectors(rows: Indices) -> torch.Tensor:
-            chosen = states[torch.from_numpy(rows).to(states.device)]
-            return self._head(chosen) if self._head.kind == "classes" else chosen
-
-        def cached(slots: Indices) -> SlotScores:
-            raise NotImplementedError
-
-        return reads.answers(scores, vectors, cached)

@@ -11,7 +11,7 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,19 +19,10 @@ import torch
 from moepass.runtime.serving.batching.pack import PackedStep
 from moepass.runtime.serving.batching.placement import RequestPlacement
 from moepass.runtime.serving.batching.step_batch import Indices
+from moepass.runtime.serving.cache.block_scores import BlockScores
 from moepass.runtime.serving.engine.token_scores import TokenScores, WantedScores
 from moepass.runtime.serving.requests.answer import Answer, Floats, PieceAnswer, ReadAnswer, ScoredTokens
 from moepass.runtime.serving.requests.request import Request, TokenPiece, Tokens
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class SlotScores:
-    """What lies beside tokens of cached blocks, each [slots]; the most likely token in the place of each."""
-
-    log_probabilities: Floats
-    ranks: Tokens
-    top_tokens: Tokens
-    top_log_probabilities: Floats
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -71,12 +62,12 @@ class StepReads:
         self,
         scores: TokenScores,
         vectors: Callable[[Indices], torch.Tensor],
-        cached: Callable[[Indices], SlotScores],
+        cached: BlockScores,
     ) -> tuple[Answer, ...]:
         """The answers to all requests.
 
         `scores` are those that are `wanted`; `vectors` gives what the head makes of the states of rows, [rows, width];
-        `cached` what lies beside slots of the cache.
+        `cached` holds what lies beside blocks of the cache.
         """
         place = np.empty(len(self._order), np.int64)
         place[self._order] = np.arange(len(self._order))
@@ -97,31 +88,19 @@ class StepReads:
             for request, placement, pieces in zip(self._requests, self._packed.placements, self._reads, strict=True)
         )
 
-    def scored_in_step(self, scores: TokenScores) -> Iterator[tuple[int, int, Indices, SlotScores]]:
-        """Of each scored piece: its request, its number, which of its tokens were scored now, and what was found.
-
-        Only pieces whose most likely tokens were asked for are named: a cache keeps these scores together.
+    def keep_scores(self, answers: Sequence[Answer], stored: Mapping[int, int], scores: BlockScores) -> None:
+        """Write what the step scored beside blocks of the cache: those that it read, and those that it has `stored`,
+        by position in the stream.
         """
-        place = np.empty(len(self._order), np.int64)
-        place[self._order] = np.arange(len(self._order))
-        for request, pieces in enumerate(self._reads):
+        for placement, pieces, answer in zip(self._packed.placements, self._reads, answers, strict=True):
             for number, reads in enumerate(pieces):
-                rows = reads.scored_rows
-                if rows is None or not reads.piece.scored_top or not (rows >= 0).any():
-                    continue
-                known = np.flatnonzero(rows >= 0)
-                pairs = place[reads.scored_pairs + np.arange(len(known))]
-                yield (
-                    request,
-                    number,
-                    known,
-                    SlotScores(
-                        scores.log_probabilities[pairs],
-                        scores.ranks[pairs],
-                        scores.top_tokens[rows[known], 0],
-                        scores.top_log_probabilities[rows[known], 0],
-                    ),
-                )
+                found = answer.pieces[number].scored
+                if found is None or reads.scored_rows is None or not reads.piece.scored_top:
+                    continue  # the cache keeps the most likely token beside a score, or nothing
+                slots = placement.cache_slots(number)
+                fresh = np.array([stored.get(position, -1) for position in placement.positions(number).tolist()])
+                slots = np.where(fresh >= 0, fresh, slots)
+                scores.write(np.where(reads.scored_rows >= 0, slots, -1), found)
 
     # ---- Collecting
 
@@ -176,7 +155,7 @@ def _scored(
     log_probabilities: Floats,
     ranks: Tokens,
     scores: TokenScores,
-    cached: Callable[[Indices], SlotScores],
+    cached: BlockScores,
 ) -> ScoredTokens | None:
     if reads.scored_rows is None or reads.score_slots is None:
         return None
@@ -190,15 +169,13 @@ def _scored(
     now = np.flatnonzero(reads.scored_rows >= 0)
     pairs = slice(reads.scored_pairs, reads.scored_pairs + len(now))
     found.log_probabilities[now], found.ranks[now] = log_probabilities[pairs], ranks[pairs]
-    found.top_tokens[now] = scores.top_tokens[reads.scored_rows[now], :top]
-    found.top_log_probabilities[now] = scores.top_log_probabilities[reads.scored_rows[now], :top]
+    if len(now):
+        found.top_tokens[now] = scores.top_tokens[reads.scored_rows[now], :top]
+        found.top_log_probabilities[now] = scores.top_log_probabilities[reads.scored_rows[now], :top]
     kept = np.flatnonzero(reads.score_slots >= 0)
     if len(kept):
-        lying = cached(reads.score_slots[kept])
+        lying = cached.read(reads.score_slots[kept], top)
         found.log_probabilities[kept], found.ranks[kept] = lying.log_probabilities, lying.ranks
-        if top:  # the cache has one most likely token for each; more are computed again
-            found.top_tokens[kept, 0], found.top_log_probabilities[kept, 0] = (
-                lying.top_tokens,
-                lying.top_log_probabilities,
-            )
+        found.top_tokens[kept] = lying.top_tokens
+        found.top_log_probabilities[kept] = lying.top_log_probabilities
     return found

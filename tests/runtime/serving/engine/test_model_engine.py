@@ -19,6 +19,8 @@ from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_batch import StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.cache.block_index import BlockIndex
+from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
 from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
 from moepass.runtime.serving.engine.model_engine import ModelEngine, StatesRunner
 from moepass.runtime.serving.engine.model_head import ModelHead
@@ -35,14 +37,16 @@ SERVED.set_attn_implementation(TRIE_ATTENTION_NAME)
 VOCABULARY = int(PLAIN.config.vocab_size)
 
 
-def engine(form: str, most_tokens: int = 10_000, saturation_flops: int = 1 << 60) -> ModelEngine:
+def engine(form: str, most_tokens: int = 10_000, saturation_flops: int = 1 << 60, blocks: int = 0) -> ModelEngine:
     runner: StatesRunner
     if form == "trie":
-        model, runner = SERVED, TrieStates(TrieBackbone(SERVED.base_model), LAYERS, None, CPU)
+        shapes = tuple(layer.shape for layer in LAYERS.values())
+        memory = BlockMemory(shapes, blocks * block_bytes(shapes)) if blocks else None
+        model, runner = SERVED, TrieStates(TrieBackbone(SERVED.base_model), LAYERS, memory, CPU)
     else:
         model, runner = PLAIN, PaddedRows(RowsBackbone(PLAIN.base_model), CPU, 64)
     facts = EngineFacts("trie", saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {})
-    return ModelEngine(ModelHead(model), runner, FlopsTable(from_config(PLAIN.config)), facts, key=bytes(16))
+    return ModelEngine(ModelHead(model), runner, FlopsTable(from_config(PLAIN.config)), facts, index=BlockIndex(blocks), key=bytes(16))
 
 
 @st.composite
@@ -78,6 +82,32 @@ def test_answers_are_those_of_every_sequence_alone(form: str, asked: list[Reques
     result = engine(form).step(asked)
     check_answers(PLAIN, asked, result.answers, 2e-5)
     assert result.unshared_flops >= result.flops == sum(answer.usage.flops for answer in result.answers)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=st.lists(st.lists(pieces(), min_size=1, max_size=3).map(named), min_size=2, max_size=5), blocks=st.integers(1, 9))
+def test_answers_are_the_same_with_any_cache(steps: list[list[Request]], blocks: int) -> None:
+    served = engine("trie", blocks=blocks)
+    held: set[bytes] = set()
+    for asked in steps:
+        result = served.step(asked)
+        check_answers(PLAIN, asked, result.answers, 2e-5)
+        held = (held | set(result.stored)) - set(result.evicted)
+        assert len(held) == len(served._index) <= blocks
+
+
+def test_what_is_asked_again_comes_from_the_cache() -> None:
+    served = engine("trie", blocks=20)
+    asked = [request("a", 40, 3)]
+    scored = [Request("scored", (TokenPiece(-1, np.arange(3, 43, dtype=np.int32), is_scored=True, scored_top=1),))]
+    tokens = [served.step(asked).tokens for _ in range(3)]
+    assert tokens == [46, 14, 14]  # two blocks of the prompt are shared by three questions
+    results = [served.step(scored) for _ in range(3)]
+    for result in results:
+        check_answers(PLAIN, scored, result.answers, 2e-5)
+    # The prompt's scores are known from the second time on. Token 32 is predicted in the block before it.
+    assert [result.tokens for result in results] == [39, 23, 23]
+    assert [result.answers[0].usage.cached_tokens for result in results] == [0, 16, 16]
 
 
 def request(number: str, tokens: int, questions: int = 0) -> Request:
