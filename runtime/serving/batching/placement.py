@@ -161,7 +161,7 @@ def _own_nodes(trie: PieceTrie, piece: int) -> list[int]:
 def token_counts(
     trie: PieceTrie, needed: NeededOutputs, computed: ComputedParts, visits: Indices, requests: int
 ) -> tuple[Indices, Indices]:
-    """[requests] distinct tokens of each request, and how many of them the cache holds and the step does not compute."""
+    """[requests] distinct tokens of each request, and how many of them come from the cache and not from the step."""
     lengths = np.array(trie.ends, np.int64) - np.array(trie.depths, np.int64)
     cached = np.zeros_like(lengths)
     if any(needed.held):
