@@ -184,7 +184,7 @@ def test_flops_are_those_of_all_visible_pairs(case: Case) -> None:
     for layer in LAYERS:
         attention = layer.attention
         per_pair = attention_flops(attention, 1, 1)
-        for (salt, path), owner in case.naive.first_owners.items():
+        for (_, path), owner in case.naive.first_owners.items():
             q = len(path) - 1
             nearest = {
                 "full": 0,
