@@ -1,4 +1,4 @@
-"""Names of blocks: a hash of the tokens of a block and of everything before it, so that equal names mean equal prefixes.
+"""Names of blocks: a hash of the tokens of a block and of all before it, so that equal names mean equal prefixes.
 
     start    = blake2b(salt), personalised, so that no salt gives what a block gives
     hash[0]  = blake2b(start + tokens[0:16])

@@ -18,7 +18,7 @@ class CachedChains:
     matched: Sequence[MatchedBlocks | None]
 
     def last(self, piece: int, count: int) -> int:
-        """The last of the first `count` blocks of the sequence that ends with `piece`. It tells which the others are."""
+        """The last of the first `count` blocks of the sequence that ends with `piece`; it tells what the others are."""
         while self.trie.piece_depths[piece] // BLOCK_TOKENS >= count:
             piece = self.trie.piece_parents[piece]
         return int(self._own(piece)[count - 1 - self.trie.piece_depths[piece] // BLOCK_TOKENS])

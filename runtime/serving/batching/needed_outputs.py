@@ -28,7 +28,6 @@ from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks
 from moepass.runtime.serving.batching.piece_trie import PieceTrie
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
 
-
 # Tokens [first, end) of the sequence that ends with a piece are computed: (piece, first, end). `first` is a border
 # between blocks.
 NeededSpan = tuple[int, int, int]

@@ -64,6 +64,13 @@ class PackedStep:
         stored = tuple(StoredBlock(int(blocks[number]), self.offered.positions[number]) for number in kept)
         return dataclasses.replace(self.batch, stored=stored)
 
+    def stored_slots(self, blocks: Indices) -> Indices:
+        """[n] the slot (block * BLOCK_TOKENS + place) that each token of the stream is stored in, -1 for none."""
+        slots = np.full(self.batch.count, -1, np.int64)
+        kept = blocks >= 0
+        slots[self.offered.positions[kept]] = blocks[kept, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+        return slots
+
 
 def pack(
     requests: Sequence[Request], table: FlopsTable, matched: Sequence[MatchedBlocks | None] | None = None

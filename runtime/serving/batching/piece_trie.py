@@ -83,7 +83,7 @@ class _Walk:
     def __init__(self, trie: PieceTrie) -> None:
         self._trie = trie
         self._bytes = trie.tokens.tobytes()
-        self._tokens = memoryview(trie.tokens.view(np.uint32))
+        self._tokens = trie.tokens.view(np.uint32).data
 
     def insert(self, node: int, at: int, stop: int) -> int:
         """The node that ends with tokens [at, stop), behind those of `node`."""

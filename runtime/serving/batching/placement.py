@@ -93,6 +93,17 @@ class RequestPlacement:
             positions = np.concatenate(([-1], self._map.positions(before[1:])))
         return np.where(self.score_slots(piece) >= 0, -1, positions)
 
+    def written_slots(self, piece: int, stored_slots: Indices) -> Indices:
+        """[tokens of a scored piece] the slot beside which the score that the step computes belongs, -1 for none.
+
+        `stored_slots` are those of `PackedStep.stored_slots`.
+        """
+        positions = self.positions(piece)
+        slots = self.cache_slots(piece)
+        in_stream = (slots < 0) & (positions >= 0)
+        slots[in_stream] = stored_slots[positions[in_stream]]
+        return np.where(self.predicted_at(piece) >= 0, slots, -1)
+
     def read_positions(self) -> Indices:
         """Where the tokens stand whose outputs are read, of all reads of all pieces, in order."""
         first = self._number(0)
@@ -161,7 +172,7 @@ def _own_nodes(trie: PieceTrie, piece: int) -> list[int]:
 def token_counts(
     trie: PieceTrie, needed: NeededOutputs, computed: ComputedParts, visits: Indices, requests: int
 ) -> tuple[Indices, Indices]:
-    """[requests] distinct tokens of each request, and how many of them the cache holds and the step does not compute."""
+    """[requests] distinct tokens of each request, and how many of them come from the cache and not from the step."""
     lengths = np.array(trie.ends, np.int64) - np.array(trie.depths, np.int64)
     cached = np.zeros_like(lengths)
     if any(needed.held):

@@ -36,10 +36,11 @@ class FlopsTable:
         windows = {layer.attention.window for layer in counts if layer.attention.kind == "sliding"}
 
         def unchunked_flops(tokens: int) -> int:
-            others = sum(
-                count * layer_flops(layer, hidden, 1, tokens) for layer, count in counts.items() if layer not in chunked
-            )
-            return others + tokens * sum(count * flops_per_token(layer, hidden) for layer, count in chunked.items())
+            found = tokens * sum(count * flops_per_token(layer, hidden) for layer, count in chunked.items())
+            for layer, count in counts.items():
+                if layer not in chunked:
+                    found += count * layer_flops(layer, hidden, 1, tokens)
+            return found
 
         def chunk_flops(size: int) -> Callable[[int], int]:
             same = {layer: count for layer, count in chunked.items() if layer.attention.window == size}

@@ -1,0 +1,384 @@
+"""A packed step against the same sequences one by one, for random trees of pieces, sharing, salts and caches."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from error_fields import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_packing import (
+    KEY,
+    NaiveCache,
+    NaiveStep,
+    cached_scores,
+    caches_for,
+    full_path,
+    naive_step,
+    needed_positions,
+    piece_depth,
+    request_prefixes,
+    requests_to_pack,
+    stream_sequences,
+    visible_tokens,
+)
+
+from moepass.models.errors import InputError
+from moepass.models.formulas import attention_flops, flops_per_token, head_flops
+from moepass.models.sizes.architecture import Architecture, Attention, Layer
+from moepass.runtime.serving.batching.block_hashes import request_hashes
+from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks
+from moepass.runtime.serving.batching.pack import PackedStep, pack, unshared_flops
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
+from moepass.runtime.serving.batching.step_flops import FlopsTable, batch_flops
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
+
+LAYERS = (
+    Layer(Attention("full", 2, 1, 4, 4), None, 16),
+    Layer(Attention("sliding", 2, 1, 4, 4, window=7), None, 16),
+    Layer(Attention("sliding", 2, 2, 4, 8, window=8), None, 16),
+    Layer(Attention("chunked", 2, 1, 4, 4, window=10), None, 8),
+    Layer(Attention("full", 2, 1, 4, 4), None, 16),
+)
+ARCHITECTURE = Architecture("test", "test", 8, 50, "fp32", LAYERS)
+TABLE = FlopsTable(ARCHITECTURE)
+
+
+@dataclasses.dataclass
+class Case:
+    requests: list[Request]
+    cache: NaiveCache
+    packed: PackedStep
+    naive: NaiveStep
+    sequences: list[tuple[int, ...]]
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    requests = draw(requests_to_pack())
+    cache = draw(caches_for(requests))
+    packed = pack(requests, TABLE, [cache.match(request) for request in requests])
+    contents = {block: path for (_, path), block in cache.blocks.items()}
+    return Case(requests, cache, packed, naive_step(requests, cache), stream_sequences(packed, contents))
+
+
+many = settings(max_examples=150)
+
+
+@many
+@given(cases())
+def test_each_needed_token_is_computed_once_behind_its_own_sequence(case: Case) -> None:
+    # `stream_sequences` has checked depths, and that a token sees each position before it once.
+    assert collections.Counter(case.sequences) == collections.Counter(path for _, path in case.naive.computed)
+
+
+@many
+@given(cases())
+def test_nodes_are_the_trie_without_single_child_chains(case: Case) -> None:
+    batch = case.packed.batch
+    nodes = batch.nodes
+    assert [node.start for node in nodes] == [0, *(node.end for node in nodes[:-1])][: len(nodes)]
+    assert (nodes[-1].end if nodes else 0) == batch.count
+    for number, node in enumerate(nodes):
+        assert node.start < node.end
+        assert (batch.subtree_end[node.start : node.end] == node.subtree_end).all()
+        visible = [k for k in visible_tokens(case.packed, node.start) if k < node.start]
+        assert node.parent == (-1 if not visible else next(i for i, n in enumerate(nodes) if n.end == visible[-1] + 1))
+        children = [one for one in nodes if one.parent == number]
+        assert len(children) != 1
+        assert node.subtree_end == (children[-1].subtree_end if children else node.end)
+        if node.parent >= 0:
+            assert node.context == nodes[node.parent].context
+        elif node.context < 0:
+            assert batch.depth[node.start] == 0
+    assert len(set(batch.contexts)) == len(batch.contexts)
+    assert {node.context for node in nodes} - {-1} == set(range(len(batch.contexts)))
+
+
+@many
+@given(cases())
+def test_pieces_are_found_in_the_stream_and_in_the_cache(case: Case) -> None:
+    salts: dict[int, bytes] = {}
+    for request, placement in zip(case.requests, case.packed.placements, strict=True):
+        for piece in range(len(request.pieces)):
+            path, depth = full_path(request, piece), piece_depth(request, piece)
+            positions, slots = placement.positions(piece), placement.cache_slots(piece)
+            held = case.cache.held(request.salt, path) * BLOCK_TOKENS
+            for place, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
+                prefix = (request.salt, path[: depth + place + 1])
+                assert (position >= 0) == (prefix in case.naive.computed)
+                if position >= 0:
+                    assert case.sequences[position] == prefix[1]
+                    assert salts.setdefault(position, request.salt) == request.salt
+                assert (slot >= 0) == (depth + place < held)
+                if slot >= 0:
+                    block, offset = divmod(slot, BLOCK_TOKENS)
+                    assert offset == (depth + place) % BLOCK_TOKENS
+                    assert case.cache.blocks[request.salt, path[: depth + place + BLOCK_TOKENS - offset]] == block
+    assert len(salts) == case.packed.batch.count
+    block_salts = {block: salt for (salt, _), block in case.cache.blocks.items()}
+    for node in case.packed.batch.nodes:
+        if node.context >= 0:
+            blocks = case.packed.batch.contexts[node.context]
+            assert {block_salts[block] for block in blocks} == {salts[node.start]}
+
+
+@many
+@given(cases())
+def test_each_output_is_read_where_it_stands(case: Case) -> None:
+    packed = case.packed
+    assert packed.batch.places.tolist() == sorted(packed.batch.places.tolist())
+    assert packed.logit_places.tolist() == sorted(packed.logit_places.tolist())
+    read = collections.Counter(case.sequences[place] for place in packed.batch.places)
+    assert read == collections.Counter(path for _, path in case.naive.places)
+    read = collections.Counter(case.sequences[place] for place in packed.logit_places)
+    assert read == collections.Counter(path for _, path in case.naive.logits)
+    places, logit_places = set(packed.batch.places.tolist()), set(packed.logit_places.tolist())
+    for request, placement in zip(case.requests, packed.placements, strict=True):
+        expected = [
+            full_path(request, number)[: piece_depth(request, number) + read.place + 1]
+            for number, piece in enumerate(request.pieces)
+            for read in piece.reads
+        ]
+        assert [case.sequences[position] for position in placement.read_positions()] == expected
+        assert logit_places.issuperset(placement.read_positions().tolist())
+        for number, piece in enumerate(request.pieces):
+            _, vectors = needed_positions(request, number, case.cache)
+            own = {place + piece_depth(request, number) for place in range(len(piece.tokens))}
+            for position in vectors & own:
+                assert int(placement.positions(number)[position - piece_depth(request, number)]) in places
+
+
+@many
+@given(cases())
+def test_each_score_comes_from_the_step_or_the_cache(case: Case) -> None:
+    for request, placement in zip(case.requests, case.packed.placements, strict=True):
+        for number, piece in enumerate(request.pieces):
+            if not piece.is_scored:
+                continue
+            path, depth = full_path(request, number), piece_depth(request, number)
+            from_cache = cached_scores(request, number, case.cache)
+            predicted_at, slots = placement.predicted_at(number), placement.score_slots(number)
+            for place in range(len(piece.tokens)):
+                position = depth + place
+                if position == 0:
+                    assert (predicted_at[place], slots[place]) == (-1, -1)
+                elif position in from_cache:
+                    assert predicted_at[place] == -1
+                    assert slots[place] == placement.cache_slots(number)[place] >= 0
+                else:
+                    assert slots[place] == -1
+                    assert case.sequences[predicted_at[place]] == path[:position]
+                    assert predicted_at[place] in case.packed.logit_places
+
+
+@many
+@given(cases())
+def test_flops_are_those_of_all_visible_pairs(case: Case) -> None:
+    """Pairs are counted one by one, and each layer's FLOPs per pair come from attention of one token to itself."""
+    flops = [0] * len(case.requests)
+    for layer in LAYERS:
+        attention = layer.attention
+        per_pair = attention_flops(attention, 1, 1)
+        for (_, path), owner in case.naive.first_owners.items():
+            q = len(path) - 1
+            nearest = {
+                "full": 0,
+                "sliding": q - (attention.window or 0) + 1,
+                "chunked": q - q % (attention.window or 1),
+            }[attention.kind]
+            pairs = sum(1 for k in range(q + 1) if k >= nearest)
+            flops[owner] += flops_per_token(layer, ARCHITECTURE.hidden) + pairs * per_pair
+    for owner in case.naive.first_readers.values():
+        flops[owner] += head_flops(ARCHITECTURE, 1)
+    assert [placement.usage.flops for placement in case.packed.placements] == flops
+    assert case.packed.flops == sum(flops)
+    assert batch_flops(TABLE, case.packed.batch, len(case.packed.logit_places)) == sum(flops)
+
+
+@many
+@given(cases())
+def test_usage_counts_distinct_tokens(case: Case) -> None:
+    for request, placement in zip(case.requests, case.packed.placements, strict=True):
+        prefixes = request_prefixes(request)
+        cached = set()
+        for piece in range(len(request.pieces)):
+            path = full_path(request, piece)
+            # Another request may hold further blocks of the same sequence, which this one does not end.
+            cached |= {(request.salt, path[:end]) for end in range(1, len(path) + 1)}
+        held = set()
+        for other in case.requests:
+            for piece in range(len(other.pieces)):
+                path = full_path(other, piece)
+                count = case.cache.held(other.salt, path) * BLOCK_TOKENS
+                held |= {(other.salt, path[:end]) for end in range(1, count + 1)}
+        assert placement.usage.tokens == len(prefixes)
+        assert placement.usage.cached_tokens == len((cached & held) - case.naive.computed)
+
+
+@many
+@given(cases())
+def test_computed_blocks_are_offered_with_who_shares_them(case: Case) -> None:
+    offered, names = case.packed.offered, {}
+    expected: dict[tuple[bytes, tuple[int, ...]], set[int]] = collections.defaultdict(set)
+    for number, request in enumerate(case.requests):
+        hashes = request_hashes(request, KEY)
+        for piece in range(len(request.pieces)):
+            path = full_path(request, piece)
+            first = piece_depth(request, piece) // BLOCK_TOKENS
+            for at in range(int(hashes.starts[piece]), int(hashes.starts[piece + 1])):
+                prefix = (request.salt, path[: (first + at - int(hashes.starts[piece]) + 1) * BLOCK_TOKENS])
+                names[hashes.hashes[at]] = prefix
+                if prefix in case.naive.computed and prefix not in case.cache.blocks:
+                    expected[prefix].add(number)
+    assert {names[name] for name in offered.hashes} == set(expected)
+    assert len(set(offered.hashes)) == len(offered.hashes)
+    inner = {(salt, path[:-1]) for salt, path in case.naive.computed}
+    for number, name in enumerate(offered.hashes):
+        salt, path = names[name]
+        before = offered.previous[number]
+        assert (path[:-BLOCK_TOKENS] or None) == (None if before is None else names[before][1])
+        assert before not in offered.hashes[number:]
+        assert offered.requests[number] == len(expected[salt, path])
+        leaves = [one for one in case.naive.computed - inner if one[0] == salt and one[1][: len(path)] == path]
+        assert offered.branches[number] == len(leaves)
+        ends = range(len(path) - BLOCK_TOKENS + 1, len(path) + 1)
+        assert [case.sequences[position] for position in offered.positions[number]] == [path[:end] for end in ends]
+
+
+@many
+@given(cases())
+def test_used_blocks_are_those_read(case: Case) -> None:
+    scores = [
+        slot // BLOCK_TOKENS
+        for request, placement in zip(case.requests, case.packed.placements, strict=True)
+        for number, piece in enumerate(request.pieces)
+        if piece.is_scored
+        for slot in placement.score_slots(number).tolist()
+        if slot >= 0
+    ]
+    chains = [block for chain in case.packed.batch.contexts for block in chain]
+    assert case.packed.used_blocks.tolist() == sorted({*scores, *chains})
+
+
+@many
+@given(requests_to_pack())
+def test_without_a_cache_nothing_is_cached_or_offered(requests: list[Request]) -> None:
+    packed = pack(requests, TABLE)
+    assert not packed.batch.contexts
+    assert not packed.offered.hashes
+    nothing = [NaiveCache().match(request) for request in requests]
+    looked_up = pack(requests, TABLE, nothing)
+    assert packed.batch.tokens.tolist() == looked_up.batch.tokens.tolist()
+    assert packed.flops == looked_up.flops <= unshared_flops(requests, TABLE)
+
+
+def test_unshared_flops_compute_each_branch_from_its_beginning() -> None:
+    request = question_request(labels=3)
+    question = len(full_path(request, 1))
+    # A label of two tokens needs its first one, and what the question predicts: its logits are read twice each.
+    expected = 3 * TABLE.total(question + 1) + 6 * TABLE.logit_flops
+    assert unshared_flops([request], TABLE) == expected
+    shared = pack([request], TABLE)
+    assert shared.flops == TABLE.total(question) + 3 * TABLE.flops(question, 1) + 4 * TABLE.logit_flops
+
+
+def question_request(labels: int = 2, salt: bytes = b"", name: str = "a") -> Request:
+    prompt = TokenPiece(-1, np.arange(40, dtype=np.int32))
+    question = TokenPiece(0, np.arange(40, 50, dtype=np.int32))
+    return Request(
+        name,
+        (
+            prompt,
+            question,
+            *(TokenPiece(1, np.array([label, 7], np.int32), is_scored=True) for label in range(labels)),
+        ),
+        salt=salt,
+    )
+
+
+def test_the_last_token_of_a_scored_label_is_not_computed() -> None:
+    packed = pack([question_request(labels=2)], TABLE)
+    assert packed.batch.count == 52
+    assert packed.placements[0].positions(2).tolist() == [50, -1]
+
+
+def test_equal_requests_cost_once_and_tenants_share_nothing() -> None:
+    same = pack([question_request(name="a"), question_request(name="b")], TABLE)
+    assert same.batch.count == 52
+    assert [placement.usage.flops > 0 for placement in same.placements] == [True, False]
+    apart = pack([question_request(salt=b"a"), question_request(salt=b"b")], TABLE)
+    assert apart.batch.count == 104
+    assert apart.flops == 2 * same.flops
+
+
+def test_a_read_inside_cached_blocks_computes_its_own_block_alone() -> None:
+    tokens = np.arange(160, dtype=np.int32)
+    reads = tuple(TokenRead(place, np.array([1], np.int32)) for place in (20, 159))
+    request = Request("a", (TokenPiece(-1, tokens, reads),))
+    hashes = request_hashes(request, KEY)
+    matched = MatchedBlocks(hashes, np.arange(10), np.zeros((10, BLOCK_TOKENS), bool))
+    packed = pack([request], TABLE, [matched])
+    assert packed.batch.depth.tolist() == [*range(16, 21), *range(144, 160)]
+    assert packed.batch.contexts == ((0,), tuple(range(9)))
+    assert [node.context for node in packed.batch.nodes] == [0, 1]
+    assert packed.placements[0].usage.cached_tokens == 160 - 21
+
+
+def test_branches_behind_equal_cached_blocks_share_a_context() -> None:
+    prompt = TokenPiece(-1, np.arange(32, dtype=np.int32))
+    read = (TokenRead(0, np.array([1], np.int32)),)
+    request = Request("a", (prompt, *(TokenPiece(0, np.array([number], np.int32), read) for number in range(5))))
+    matched = MatchedBlocks(request_hashes(request, KEY), np.array([4, 3]), np.zeros((2, BLOCK_TOKENS), bool))
+    packed = pack([request], TABLE, [matched])
+    assert packed.batch.contexts == ((4, 3),)
+    assert [node.context for node in packed.batch.nodes] == [0] * 5
+    assert packed.batch.tokens.tolist() == list(range(5))
+
+
+@pytest.mark.parametrize(("vector", "computed"), [("last", 16), ("mean", 32)])
+def test_a_vector_needs_its_last_token_or_all(vector: Vector, computed: int) -> None:
+    request = Request("a", (TokenPiece(-1, np.arange(32, dtype=np.int32), vector=vector),))
+    matched = MatchedBlocks(request_hashes(request, KEY), np.array([0, 1]), np.zeros((2, BLOCK_TOKENS), bool))
+    packed = pack([request], TABLE, [matched])
+    assert packed.batch.count == computed
+    assert packed.batch.places.tolist() == ([15] if vector == "last" else list(range(32)))
+    assert not len(packed.logit_places)
+
+
+def test_what_the_cache_knows_needs_no_step() -> None:
+    request = Request("a", (TokenPiece(-1, np.arange(32, dtype=np.int32), is_scored=True),))
+    matched = MatchedBlocks(request_hashes(request, KEY), np.array([5, 2]), np.ones((2, BLOCK_TOKENS), bool))
+    packed = pack([request], TABLE, [matched])
+    assert (packed.batch.count, packed.flops) == (0, 0)
+    assert packed.batch.nodes == ()
+    assert packed.used_blocks.tolist() == [2, 5]
+    assert packed.placements[0].usage.cached_tokens == 32
+    assert packed.placements[0].score_slots(0).tolist() == [-1, *range(81, 96), *range(32, 48)]
+
+
+def test_a_step_of_no_requests_is_empty() -> None:
+    packed = pack([], TABLE, [])
+    assert (packed.batch.count, packed.flops, packed.placements) == (0, 0, ())
+
+
+def test_stored_blocks_are_those_that_the_cache_took() -> None:
+    request = question_request()
+    packed = pack([request], TABLE, [NaiveCache().match(request)])
+    assert len(packed.offered.hashes) == 3
+    (stored,) = packed.storing(np.array([-1, 9, -1])).stored
+    assert stored.block == 9
+    assert stored.positions.tolist() == list(range(16, 32))
+
+
+def test_what_does_not_fit_the_requests_is_refused() -> None:
+    request = question_request()
+    with refused(InputError, name="matched", value=0, expected=1):
+        pack([request], TABLE, [])
+    other = NaiveCache().match(Request("b", (TokenPiece(-1, np.arange(16, dtype=np.int32)),) * 4))
+    with refused(InputError, name="hashes", value=1, expected=2):
+        pack([request], TABLE, [other])
