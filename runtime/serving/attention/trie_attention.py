@@ -76,20 +76,19 @@ def _over_parts(
     prepared = step.prepared(known.past, 2 * heads * (key_dim + value_dim))
     output = query.new_empty(1, tokens, heads, value_dim, dtype=torch.float32).transpose(1, 2)
     log_sum_exp = query.new_empty(1, tokens, heads, dtype=torch.float32).transpose(1, 2)
-    for own in prepared.parts.own:
-        rows = slice(own.start, own.end)
-        found = partial_attention(
-            query[:, :, rows],
-            key[:, :, rows],
-            value[:, :, rows],
-            scaling,
-            softcap,
-            own.is_causal,
-            prepared.masks.get(own),
-        )
-        output[:, :, rows], log_sum_exp[:, :, rows] = found
+    for own in prepared.own:
+        if isinstance(own.rows, slice):
+            given = [tensor[:, :, own.rows] for tensor in (query, key, value)]
+        else:
+            given = [tensor[0].transpose(0, 1)[own.rows].transpose(1, 2) for tensor in (query, key, value)]
+        found, sums = partial_attention(*given, scaling, softcap, own.mask is None, own.mask)
+        if own.kept is None or own.places is None:
+            output[:, :, own.rows], log_sum_exp[:, :, own.rows] = found, sums
+        else:
+            output[0].transpose(0, 1)[own.places] = found.transpose(1, 2).flatten(0, 1)[own.kept].float()
+            log_sum_exp[0].T[own.places] = sums.transpose(1, 2).flatten(0, 1)[own.kept]
     read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for part in prepared.parts.earlier:
+    for part in prepared.earlier:
         keys, values, key_depth = key, value, step.depth
         if part.context >= 0:
             if part.context not in read:
@@ -102,7 +101,7 @@ def _over_parts(
         if not part.sees_all:
             if part.context >= 0:
                 key_depth = torch.arange(part.key_end, device=query.device)
-            mask = additive_mask(key_depth[columns] >= prepared.first_seen[rows, None])
+            mask = additive_mask(key_depth[columns] >= prepared.first_seen[rows, None])[None]
         found = partial_attention(
             query[:, :, rows], keys[:, :, columns], values[:, :, columns], scaling, softcap, False, mask
         )
