@@ -69,9 +69,7 @@ def _on_cpu(
     return output[..., :value_dim], log_sum_exp
 
 
-def _on_cuda(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool
-) -> Partial:
+def _on_cuda(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool) -> Partial:
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # the kernel knows no GQA
         key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))

@@ -21,7 +21,6 @@ from moepass.runtime.serving.attention.trie_parts import EarlierPart, OwnPart, V
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
 from moepass.runtime.serving.cache.block_memory import BlockMemory
 
-
 # Own parts up to this length run in batches: their kernels take no longer to run than to start. [Empirical]
 BATCHED_TOKENS = 128
 # To how many tokens parts of a batch are filled up.
@@ -147,7 +146,7 @@ _running: contextvars.ContextVar[RunningStep] = contextvars.ContextVar("moepass_
 
 @contextlib.contextmanager
 def running_step(step: RunningStep) -> Iterator[None]:
-    """Attention of a model that this thread calls in this block is that of `step`. Other threads have steps of theirs."""
+    """Attention of a model that this thread calls in this block is that of `step`. Other threads have their own."""
     token = _running.set(step)
     try:
         yield

@@ -96,7 +96,7 @@ def trie_parts(
     nodes: Sequence[TrieNode],
     depth: Indices,
     context_tokens: Sequence[int],
-    past: VisiblePast = VisiblePast(),  # noqa: B008 (frozen)
+    past: VisiblePast = VisiblePast(),
     pair_flops: int = 2048,
 ) -> TrieParts:
     """The parts of a step for layers in which tokens see `past`.

@@ -65,7 +65,8 @@ def naive_step(
         places=np.asarray(sorted({place[tuple(one)] for one in sequences}), np.int64),
         stored=tuple(
             StoredBlock(
-                block, np.asarray([place[prefix[:end]] for end in range(len(prefix) - BLOCK_TOKENS + 1, len(prefix) + 1)])
+                block,
+                np.asarray([place[prefix[:end]] for end in range(len(prefix) - BLOCK_TOKENS + 1, len(prefix) + 1)]),
             )
             for prefix, block in stored.items()
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_trie import naive_step
 
-from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.attention import partial_attention, trie_parts
 from moepass.runtime.serving.attention.attention_layers import AttentionLayer
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
-from moepass.runtime.serving.attention.trie_attention import trie_attention_forward
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
@@ -87,7 +84,11 @@ def _tensors(case: Case, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.
         return torch.randn(1, count, heads, dim, generator=generator).transpose(1, 2)
 
     heads = case.kv_heads * case.groups
-    query, key, value = drawn(heads, case.key_dim), drawn(case.kv_heads, case.key_dim), drawn(case.kv_heads, case.value_dim)
+    query, key, value = (
+        drawn(heads, case.key_dim),
+        drawn(case.kv_heads, case.key_dim),
+        drawn(case.kv_heads, case.value_dim),
+    )
     return query, key, value, torch.randn(heads, generator=generator) if case.has_sinks else None
 
 
