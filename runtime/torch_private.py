@@ -243,7 +243,7 @@ def flash_attention_on_cpu(
     is_causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention [batch, heads, n, dim] and its log-sum-exp [batch, heads, n], which the public function keeps to itself.
+    """Attention [batch, heads, n, dim] and its log-sum-exp [batch, heads, n], which the public function does not give.
 
     `mask` is added to the scores. GQA needs no repeated keys. Where a query sees no key, its output and log-sum-exp
     are 0.
@@ -257,7 +257,7 @@ def flash_attention_on_cpu(
 def memory_efficient_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on CUDA, for as many heads of keys as of queries; the log-sum-exp is padded to a multiple of 32 queries."""
+    """The same on CUDA, for as many heads of keys as of queries. The log-sum-exp has up to 31 queries more."""
     output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, 0.0, is_causal, scale=scaling
     )

@@ -39,3 +39,13 @@ def _flex_attention(call: OpCall) -> OpCost:
     batch, heads, queries, head_dim = call.shape("0")
     keys, value_dim = call.shape("2")[-2:]
     return OpCost(batch * formulas.score_flops(queries * keys, heads, head_dim, value_dim), call.traffic_bytes)
+
+
+@op_cost("moepass.trie_attention.default")
+def _trie_attention(call: OpCall) -> OpCost:
+    """Which tokens share a prefix is known when a step runs only. Counted is one sequence of all its tokens: the most
+    that a step without cached prefixes can compute."""
+    batch, heads, queries, head_dim = call.shape("query")
+    value_dim = call.shape("value")[-1]
+    flops = formulas.score_flops(formulas.causal_pairs(queries), heads, head_dim, value_dim)
+    return OpCost(batch * flops, call.traffic_bytes)

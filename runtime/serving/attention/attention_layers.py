@@ -68,10 +68,12 @@ def attention_arguments(module: torch.nn.Module, arguments: Mapping[str, Any]) -
     known = {"scaling", "softcap", "s_aux", "dropout", "is_causal", *_WITHOUT_EFFECT}
     for name, value in arguments.items():
         if name not in known and value is not None and value is not False:
-            raise InputError(f"attention is called with {name}, which is not known to leave a trie's result alone", name=name)
+            text = f"attention is called with {name}, which is not known to leave the result over a trie alone"
+            raise InputError(text, name=name, expected=sorted(known))
     for name, value in (("scaling", scale), ("softcap", softcap)):
         if value is not None and not isinstance(value, (int, float)):
-            raise InputError(f"attention is called with a {type(value).__name__} as {name}; a number is needed", name=name)
+            text = f"attention is called with a {type(value).__name__} as {name}; it must be a number"
+            raise InputError(text, name=name, expected="a number")
     if arguments.get("dropout"):
         raise InputError(f"attention drops a share of {arguments['dropout']}; call model.eval()", name="dropout")
     is_causal = arguments.get("is_causal")

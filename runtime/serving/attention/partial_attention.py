@@ -1,9 +1,9 @@
 """Attention of queries over a part of their keys, with the log-sum-exp that merges parts (arXiv 2402.05099).
 
-Queries are [1, heads, n, key_dim], keys [1, kv_heads, m, key_dim], values [1, kv_heads, m, value_dim]; heads of queries
+Queries are [b, heads, n, key_dim], keys [b, kv_heads, m, key_dim], values [b, kv_heads, m, value_dim]; heads of queries
 are a multiple of those of keys (GQA). Views with any strides will do. A result is `(output, log_sum_exp)`: the
-attention over these keys alone, [1, heads, n, value_dim] in the dtype of the values, and the logarithm of the sum that
-it was divided by, [1, heads, n] in fp32; -inf where a query sees none of the keys.
+attention over these keys alone, [b, heads, n, value_dim] in the dtype of the values, and the logarithm of the sum that
+it was divided by, [b, heads, n] in fp32; -inf where a query sees none of the keys, and its output is 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def partial_attention(
     mask: torch.Tensor | None = None,
 ) -> Partial:
     """`is_causal`: as many keys as queries, and each query sees the keys up to its own. Else `mask`, an
-    `additive_mask`, or every query sees every key.
+    `additive_mask` [b or 1, n, m], or every query sees every key.
 
     `softcap` above 0: scores s become softcap · tanh(s / softcap).
     """
@@ -61,17 +61,15 @@ def _on_cpu(
         value = F.pad(value, (0, key_dim - value_dim))
     elif key_dim < value_dim:
         query, key = (F.pad(one, (0, value_dim - key_dim)) for one in (query, key))
-    added = None if mask is None else mask[None, None]
+    added = None if mask is None else mask[:, None]
     output, log_sum_exp = flash_attention_on_cpu(query, key, value, scaling, is_causal, added)
     if mask is not None:
         # The kernel says 0 where a query sees no key.
-        log_sum_exp = log_sum_exp + mask.amax(1)
+        log_sum_exp = log_sum_exp + mask.amax(-1)[:, None]
     return output[..., :value_dim], log_sum_exp
 
 
-def _on_cuda(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool
-) -> Partial:
+def _on_cuda(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool) -> Partial:
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # the kernel knows no GQA
         key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
@@ -89,29 +87,29 @@ def _explicit(
     mask: torch.Tensor | None,
 ) -> Partial:
     """Scores, softmax and weighted values one after the other, block of queries by block; scores in fp32."""
-    _, heads, queries, _ = query.shape
+    batch, heads, queries, _ = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
-    output = query.new_empty(1, queries, heads, value_dim).transpose(1, 2)
-    log_sum_exp = query.new_empty(1, heads, queries, dtype=torch.float32)
-    rows = max(1, SCORE_BYTES // (4 * heads * keys))
+    output = query.new_empty(batch, queries, heads, value_dim).transpose(1, 2)
+    log_sum_exp = query.new_empty(batch, heads, queries, dtype=torch.float32)
+    rows = max(1, SCORE_BYTES // (4 * batch * heads * keys))
     for start in range(0, queries, rows):
         block = slice(start, min(start + rows, queries))
         # Queries that share a key head become rows of one product, so that keys are not repeated.
-        grouped = query[0, :, block].unflatten(0, (kv_heads, -1)).flatten(1, 2)
-        scores = ((grouped @ key[0].mT).float() * scaling).unflatten(1, (heads // kv_heads, -1))
+        grouped = query[:, :, block].unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        scores = ((grouped @ key.mT).float() * scaling).unflatten(2, (heads // kv_heads, -1))
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         if is_causal:
             columns = torch.arange(keys, device=query.device)
             scores = scores.masked_fill(columns > columns[block, None], -math.inf)
         elif mask is not None:
-            scores = scores + mask[block]
+            scores = scores + mask[:, None, None, block]
         sums = scores.logsumexp(-1)
         # Queries without a key: weights of 0 instead of NaN.
         weights = (scores - sums.clamp_min(torch.finfo(torch.float32).min).unsqueeze(-1)).exp_()
-        result = weights.to(value.dtype).flatten(1, 2) @ value[0]
-        output[0, :, block] = result.unflatten(1, (heads // kv_heads, -1)).flatten(0, 1)
-        log_sum_exp[0, :, block] = sums.flatten(0, 1)
+        result = weights.to(value.dtype).flatten(2, 3) @ value
+        output[:, :, block] = result.unflatten(2, (heads // kv_heads, -1)).flatten(1, 2)
+        log_sum_exp[:, :, block] = sums.flatten(1, 2)
     return output, log_sum_exp
 
 

@@ -65,7 +65,7 @@ def probe_trie(model: PreTrainedModel, survey: AttentionSurvey | None = None, se
     tolerance = HALF_TOLERANCE if is_half else FP32_TOLERANCE
     if largest <= tolerance:  # not for NaN
         return None
-    return f"tokens of a trie differ by {largest:.1e} from the same tokens of sequences alone; {tolerance:.0e} is allowed"
+    return f"tokens of a trie differ by {largest:.1e} from those of sequences alone; {tolerance:.0e} is allowed"
 
 
 def _step(vocabulary: int, seed: int) -> tuple[StepBatch, list[list[int]]]:

@@ -17,17 +17,35 @@ import torch
 from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.attention.attention_layers import AttentionLayer
 from moepass.runtime.serving.attention.partial_attention import additive_mask
-from moepass.runtime.serving.attention.trie_parts import OwnPart, TrieParts, VisiblePast, trie_parts
+from moepass.runtime.serving.attention.trie_parts import EarlierPart, OwnPart, VisiblePast, trie_parts
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
 from moepass.runtime.serving.cache.block_memory import BlockMemory
+
+# Own parts up to this length run in batches: their kernels take no longer to run than to start. [Empirical]
+BATCHED_TOKENS = 128
+# To how many tokens parts of a batch are filled up.
+_STEPS = (4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class OwnBatch:
+    """Own parts that one call computes: a slice of the stream, or rows [b, n] of it, filled up with any rows.
+
+    Of the b · n results, in this order, `kept` belong to the tokens `places`. `mask` [b or 1, n, n], or None: causal.
+    """
+
+    rows: slice | torch.Tensor
+    mask: torch.Tensor | None
+    kept: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PreparedParts:
-    """Parts for all layers in which tokens see the same of their past; masks by part, made once."""
+    """Parts for all layers in which tokens see the same of their past, with masks and indices made once."""
 
-    parts: TrieParts
-    masks: Mapping[OwnPart, torch.Tensor]
+    own: tuple[OwnBatch, ...]
+    earlier: tuple[EarlierPart, ...]
     first_seen: torch.Tensor
 
 
@@ -84,16 +102,40 @@ class RunningStep:
         if key not in self._prepared:
             parts = trie_parts(self.step.nodes, self.step.depth, self.context_tokens, past, pair_flops)
             first_seen = self._on_device(past.first_seen(self.step.depth))
-            masks = {part: self._mask(part, first_seen) for part in parts.own if not part.is_causal}
-            self._prepared[key] = PreparedParts(parts, masks, first_seen)
+            batches: dict[tuple[int, bool], list[OwnPart]] = {}
+            for number, part in enumerate(parts.own):
+                tokens = part.end - part.start
+                # Long parts stand alone.
+                filled = next(step for step in _STEPS if step >= tokens) if tokens <= BATCHED_TOKENS else -number
+                batches.setdefault((filled, part.is_causal), []).append(part)
+            own = tuple(
+                self._one(batch[0], first_seen) if len(batch) == 1 else self._batch(batch, filled, first_seen)
+                for (filled, _), batch in batches.items()
+            )
+            self._prepared[key] = PreparedParts(own, parts.earlier, first_seen)
         return self._prepared[key]
 
-    def _mask(self, part: OwnPart, first_seen: torch.Tensor) -> torch.Tensor:
-        """[n, n]: 0 where a token sees another, -inf elsewhere."""
-        rows = slice(part.start, part.end)
-        places = torch.arange(part.start, part.end, device=self.device)
-        visible = (places <= places[:, None]) & (places[:, None] < self.subtree_end[rows])
-        return additive_mask(visible & (self.depth[rows] >= first_seen[rows, None]))
+    def _one(self, part: OwnPart, first_seen: torch.Tensor) -> OwnBatch:
+        places = torch.arange(part.start, part.end, device=self.device)[None]
+        mask = None if part.is_causal else additive_mask(self._visible(places, first_seen))
+        return OwnBatch(slice(part.start, part.end), mask)
+
+    def _batch(self, parts: list[OwnPart], filled: int, first_seen: torch.Tensor) -> OwnBatch:
+        starts, ends = (np.asarray([getattr(part, name) for part in parts]) for name in ("start", "end"))
+        places = starts[:, None] + np.arange(filled)
+        is_own = places < ends[:, None]
+        kept = np.flatnonzero(is_own)
+        rows, own = self._on_device(np.where(is_own, places, 0)), torch.from_numpy(is_own).to(self.device)
+        mask = None
+        if not parts[0].is_causal:
+            mask = additive_mask(self._visible(rows, first_seen) & own[:, None] & own[:, :, None])
+        return OwnBatch(rows, mask, self._on_device(kept), self._on_device(places.ravel()[kept]))
+
+    def _visible(self, places: torch.Tensor, first_seen: torch.Tensor) -> torch.Tensor:
+        """Which tokens at `places` [b, n] see which of the same row, [b, n, n]."""
+        query, key = places[:, :, None], places[:, None]
+        is_before = (key <= query) & (query < self.subtree_end[key])
+        return is_before & (self.depth[key] >= first_seen[query])
 
     def _on_device(self, numbers: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers, np.int64)).to(self.device)
@@ -104,7 +146,7 @@ _running: contextvars.ContextVar[RunningStep] = contextvars.ContextVar("moepass_
 
 @contextlib.contextmanager
 def running_step(step: RunningStep) -> Iterator[None]:
-    """Attention of a model that this thread calls in this block is that of `step`. Other threads have steps of theirs."""
+    """Attention of a model that this thread calls in this block is that of `step`. Other threads have their own."""
     token = _running.set(step)
     try:
         yield

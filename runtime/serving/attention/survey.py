@@ -66,7 +66,7 @@ def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
     if refusal is None and missing:
         kinds = getattr(config, "layer_types", None) or ()
         named = sorted({kinds[number] for number in missing if number < len(kinds)})
-        refusal = f"layers {missing} are no attention that transformers lets one replace: {', '.join(named) or 'unknown'}"
+        refusal = f"layers {missing} have no attention that can be replaced: {', '.join(named) or 'unknown'}"
     return AttentionSurvey(dict(sorted(records.layers.items())), refusal, _position_limit(config))
 
 
@@ -195,7 +195,9 @@ def _first_seen(rule: Callable[..., Any], query: int) -> int:
     seen = int(row.sum())
     first = query + 1 - seen
     if first < 0 or not bool(row[first : query + 1].all()):
-        raise InputError(f"token {query} does not see itself and those right before it, or sees later ones", name="mask")
+        raise InputError(
+            f"token {query} does not see itself and those right before it, or sees later ones", name="mask"
+        )
     return first
 
 
@@ -203,7 +205,8 @@ def _temperature(module: torch.nn.Module) -> Temperature | None:
     """Llama 4 scales queries by their index in the stream, in layers without rotary positions."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
         return None
-    return Temperature(float(module.attn_scale), float(module.floor_scale))
+    tuned: Any = module
+    return Temperature(float(tuned.attn_scale), float(tuned.floor_scale))
 
 
 def _refusal_without_a_pass(model: PreTrainedModel) -> str | None:

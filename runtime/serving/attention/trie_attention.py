@@ -76,38 +76,46 @@ def _over_parts(
     prepared = step.prepared(known.past, 2 * heads * (key_dim + value_dim))
     output = query.new_empty(1, tokens, heads, value_dim, dtype=torch.float32).transpose(1, 2)
     log_sum_exp = query.new_empty(1, tokens, heads, dtype=torch.float32).transpose(1, 2)
-    for own in prepared.parts.own:
-        rows = slice(own.start, own.end)
-        found = partial_attention(
-            query[:, :, rows],
-            key[:, :, rows],
-            value[:, :, rows],
-            scaling,
-            softcap,
-            own.is_causal,
-            prepared.masks.get(own),
-        )
-        output[:, :, rows], log_sum_exp[:, :, rows] = found
-    read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for part in prepared.parts.earlier:
-        keys, values, key_depth = key, value, step.depth
-        if part.context >= 0:
-            if part.context not in read:
-                assert step.memory is not None
-                chain = step.memory.read(known.cache_index, step.contexts[part.context])
-                read = {part.context: (chain[0].transpose(0, 1)[None], chain[1].transpose(0, 1)[None])}
-            keys, values = read[part.context]
+    for own in prepared.own:
+        rows = own.rows
+        if isinstance(rows, slice):
+            queries, keys, values = query[:, :, rows], key[:, :, rows], value[:, :, rows]
+        else:
+            queries, keys, values = (one[0].transpose(0, 1)[rows].transpose(1, 2) for one in (query, key, value))
+        found, sums = partial_attention(queries, keys, values, scaling, softcap, own.mask is None, own.mask)
+        if own.kept is None or own.places is None:
+            output[:, :, rows], log_sum_exp[:, :, rows] = found, sums
+        else:
+            output[0].transpose(0, 1)[own.places] = found.transpose(1, 2).flatten(0, 1)[own.kept].float()
+            log_sum_exp[0].T[own.places] = sums.transpose(1, 2).flatten(0, 1)[own.kept]
+    cached = _CachedContexts(step, known.cache_index)
+    for part in prepared.earlier:
+        keys, values, depth = (key, value, step.depth) if part.context < 0 else cached.read(part.context)
         rows, columns = slice(part.start, part.end), slice(part.key_start, part.key_end)
         mask = None
         if not part.sees_all:
-            if part.context >= 0:
-                key_depth = torch.arange(part.key_end, device=query.device)
-            mask = additive_mask(key_depth[columns] >= prepared.first_seen[rows, None])
-        found = partial_attention(
-            query[:, :, rows], keys[:, :, columns], values[:, :, columns], scaling, softcap, False, mask
-        )
-        merge_into(output[:, :, rows], log_sum_exp[:, :, rows], found)
+            mask = additive_mask(depth[columns] >= prepared.first_seen[rows, None])[None]
+        keys, values = keys[:, :, columns], values[:, :, columns]
+        other = partial_attention(query[:, :, rows], keys, values, scaling, softcap, False, mask)
+        merge_into(output[:, :, rows], log_sum_exp[:, :, rows], other)
     return output, log_sum_exp
+
+
+class _CachedContexts:
+    """Keys, values and depths of chains of cached blocks. One chain at a time is in memory twice."""
+
+    def __init__(self, step: RunningStep, cache_index: int) -> None:
+        self.step, self.cache_index = step, cache_index
+        self.context = -1
+
+    def read(self, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if context != self.context:
+            assert self.step.memory is not None
+            keys, values = self.step.memory.read(self.cache_index, self.step.contexts[context])
+            self.keys, self.values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+            self.depth = torch.arange(len(keys), device=keys.device)
+            self.context = context
+        return self.keys, self.values, self.depth
 
 
 def _fake_trie_attention(

@@ -11,7 +11,6 @@ Pseudo-code
     for each subtree, from the leaves up: the cheaper of
         one own part with a mask: all pairs of its tokens are computed
         its first node as a causal own part, all its other tokens over that node as an earlier part, then its subtrees
-    neighbouring subtrees become one own part where that is cheaper than one for each
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ import numpy as np
 from moepass.runtime.serving.batching.step_batch import Indices, TrieNode
 
 # FLOPs that take as long as one more part does: its kernel's start and the merging of its result.
-# [Empirical] 2 threads with AVX-512, 8 heads of 64 numbers, fp32.
-CALL_FLOPS = 8_000_000
+# [Empirical] one thread with AVX-512, 8 heads of 64 numbers, fp32; half and twice as much differ by less than 5 %.
+CALL_FLOPS = 2_000_000
 
 # Tokens of a piece of a node, in layers whose window or chunk is smaller. [Empirical]
 LEAST_PIECE = 64
@@ -97,7 +96,7 @@ def trie_parts(
     nodes: Sequence[TrieNode],
     depth: Indices,
     context_tokens: Sequence[int],
-    past: VisiblePast = VisiblePast(),  # noqa: B008 (frozen)
+    past: VisiblePast = VisiblePast(),
     pair_flops: int = 2048,
 ) -> TrieParts:
     """The parts of a step for layers in which tokens see `past`.
@@ -138,7 +137,6 @@ class _Splitter:
         self.first_seen = past.first_seen(depth)
         self.own: list[OwnPart] = []
         self.earlier: list[EarlierPart] = []
-        self.ends_in_subtree = False
 
     def pieces(self, nodes: Sequence[TrieNode]) -> Iterator[TrieNode]:
         length = self.past.piece_tokens
@@ -177,28 +175,15 @@ class _Splitter:
         return is_whole
 
     def add_sequence(self, piece: TrieNode) -> None:
-        """The own part of a piece whose descendants meet it in an earlier part."""
-        self.own.append(self._sequence(piece))
-        self.ends_in_subtree = False
-
-    def _sequence(self, piece: TrieNode) -> OwnPart:
+        """The tokens of one piece among themselves; its descendants meet it elsewhere."""
         sees_all = self.first_seen[piece.end - 1] <= self.depth[piece.start]
-        return OwnPart(piece.start, piece.end, bool(sees_all))
+        self.own.append(OwnPart(piece.start, piece.end, bool(sees_all)))
 
     def add_subtree(self, piece: TrieNode) -> None:
-        """Its own part, or a part together with the one before it."""
-        part = OwnPart(piece.start, piece.subtree_end, False)
         if piece.end == piece.subtree_end:
-            part = self._sequence(piece)
-        # No token of this subtree sees one of the subtree before it.
-        if self.ends_in_subtree:
-            last = self.own[-1]
-            apart = self.call_pairs + sum(_own_pairs(one.end - one.start, one.is_causal) for one in (last, part))
-            if _own_pairs(part.end - last.start, False) <= apart:
-                self.own[-1] = OwnPart(last.start, part.end, False)
-                return
-        self.own.append(part)
-        self.ends_in_subtree = True
+            self.add_sequence(piece)
+        else:
+            self.own.append(OwnPart(piece.start, piece.subtree_end, False))
 
     def add_earlier(
         self, start: int, end: int, key_start: int, key_end: int, key_depth: int, context: int = -1

@@ -13,7 +13,7 @@ from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyValueShape:
-    """What an attention layer keeps of a token: `kv_heads` keys of `key_dim` numbers, and as many values of `value_dim`.
+    """What an attention layer keeps of a token: `kv_heads` keys of `key_dim` numbers, as many values of `value_dim`.
 
     Both dims differ with latent attention (MLA), whose keys and values are expanded before attention sees them.
     """
