@@ -21,13 +21,21 @@ class PendingRun:
 
     __slots__ = ("blocks", "counts", "end", "parent", "ranks", "start")
 
-    def __init__(self, blocks: Sequence[BlockHash], start: int, end: int, parent: PendingRun | None) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[BlockHash],
+        start: int,
+        end: int,
+        parent: PendingRun | None,
+        counts: dict[int, int],
+        ranks: int,
+    ) -> None:
         self.blocks = blocks
         self.start = start
         self.end = end
         self.parent = parent
-        self.counts: dict[int, int] = {}
-        self.ranks = 0
+        self.counts = counts
+        self.ranks = ranks
 
 
 class BlockTables:
@@ -90,26 +98,23 @@ class BlockTables:
     def promise(self, blocks: Sequence[BlockHash], rank: int) -> PendingRun | None:
         """`rank` will have `blocks`, until the run that this returns is given to `release`. None for no blocks."""
         runs = self._runs
+        bit = 1 << rank
         count = len(blocks)
         depth = 0
         last: PendingRun | None = None
         while depth < count:
             run = runs.get(blocks[depth])
             if run is None:
-                run = PendingRun(blocks, depth, count, last)
-                runs[blocks[depth]] = run
-            else:
-                end = _agreed(run, blocks)
-                if end < run.end:
-                    run = self._split(run, end)
-            depth = run.end
-            last = run
-        run = last
-        bit = 1 << rank
-        while run is not None:
+                last = PendingRun(blocks, depth, count, last, {rank: 1}, bit)
+                runs[blocks[depth]] = last
+                break
+            end = _agreed(run, blocks)
+            if end < run.end:
+                run = self._split(run, end)
             run.counts[rank] = run.counts.get(rank, 0) + 1
             run.ranks |= bit
-            run = run.parent
+            depth = end
+            last = run
         return last
 
     def release(self, last: PendingRun | None, rank: int) -> None:
@@ -129,9 +134,7 @@ class BlockTables:
 
     def _split(self, run: PendingRun, place: int) -> PendingRun:
         """Cuts a run; the new one is its beginning, because those who will release the old one mean its end."""
-        head = PendingRun(run.blocks, run.start, place, run.parent)
-        head.counts = dict(run.counts)
-        head.ranks = run.ranks
+        head = PendingRun(run.blocks, run.start, place, run.parent, dict(run.counts), run.ranks)
         self._runs[run.blocks[run.start]] = head
         self._runs[run.blocks[place]] = run
         run.start = place

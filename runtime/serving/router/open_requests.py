@@ -27,9 +27,9 @@ class OpenRequest:
         self.order = order
         self.prompt_flops = prompt_flops
         self.questions = questions
-        self.running: list[Running] = []
-        self.unfinished = 0
-        self.unstarted = 0
+        self.running: tuple[Running, ...] = ()
+        self.unfinished = 1
+        self.unstarted = 1
         self.waiting_flops = 0
         self.is_closed = False
 

@@ -112,9 +112,8 @@ class Router(abc.ABC):
         questions = questions_of(request, self._formula) if request.parts else ()
         prompt_flops = self._flops(0, request.prompt_tokens)
         entry = OpenRequest(request, key, order, prompt_flops, questions)
-        entry.unfinished = entry.unstarted = 1
         self._requests[request.id] = entry
-        self._queue.push(Work(entry, questions, 1, prompt_flops + _sum(questions)))
+        self._queue.push(Work(entry, questions, 1, prompt_flops + _sum(questions) if questions else prompt_flops))
         if request.deadline != math.inf:
             heapq.heappush(self._deadlines, (request.deadline, order, entry))
 
@@ -161,11 +160,8 @@ class Router(abc.ABC):
         if running is None:
             return None
         self._release(running)
+        self._detach(running)
         entry = running.work.of
-        entry.running.remove(running)
-        if not running.is_started:
-            entry.unstarted -= 1
-        entry.unfinished -= 1
         if not entry.unfinished:
             entry.is_closed = True
             del self._requests[entry.request.id]
@@ -220,16 +216,19 @@ class Router(abc.ABC):
         entry = work.of
         request = entry.request
         shared = blocks * BLOCK_TOKENS
-        flops = self._flops(shared, request.prompt_tokens - shared) + _sum(questions)
-        is_whole = len(questions) == len(entry.questions)
-        parts = None if is_whole else tuple(sorted(part for question in questions for part in question.parts))
+        flops = self._flops(shared, request.prompt_tokens - shared)
+        parts = None
+        if questions:
+            flops += _sum(questions)
+            if len(questions) < len(entry.questions):
+                parts = tuple(sorted(part for question in questions for part in question.parts))
+            if questions is not work.questions:
+                work = Work(entry, questions, work.attempt, entry.prompt_flops + _sum(questions))
         self._assigned = number = self._assigned + 1
         assignment = Assignment(number, request.id, rank, parts, shared, flops, work.attempt)
-        if questions is not work.questions:
-            work = Work(entry, questions, work.attempt, entry.prompt_flops + _sum(questions))
         running = Running(assignment, work, self._tables.promise(request.blocks, rank))
         self._running[number] = running
-        entry.running.append(running)
+        entry.running += (running,)
         self._loads[rank] = load = self._loads[rank] + flops
         if load >= self._saturation_flops:
             self._open &= ~(1 << rank)
@@ -249,10 +248,16 @@ class Router(abc.ABC):
         """Takes work from a rank; it is no part of its request then."""
         del self._running[running.assignment.number]
         self._release(running)
+        self._detach(running)
+
+    @staticmethod
+    def _detach(running: Running) -> None:
         entry = running.work.of
-        entry.running.remove(running)
         entry.unfinished -= 1
-        entry.unstarted -= not running.is_started
+        if not running.is_started:
+            entry.unstarted -= 1
+        others = entry.running
+        entry.running = tuple(one for one in others if one is not running) if len(others) > 1 else ()
 
     def _run_again(self, work: Work) -> None:
         entry = work.of
@@ -266,7 +271,7 @@ class Router(abc.ABC):
         """Ends a request that has no answer, whatever state it is in."""
         entry.is_closed = True
         del self._requests[entry.request.id]
-        running = tuple(entry.running)
+        running = entry.running
         self._queue.close(entry, entry.unfinished - len(running))
         for one in running:
             self._withdraw(one)
@@ -308,4 +313,4 @@ def bits(mask: int) -> list[int]:
 
 
 def _sum(questions: tuple[Question, ...]) -> int:
-    return sum(question.flops for question in questions) if questions else 0
+    return sum(question.flops for question in questions)

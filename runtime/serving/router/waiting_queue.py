@@ -6,11 +6,14 @@ it never changes while time passes, and whoever waits for long enough is first, 
 
 from __future__ import annotations
 
+import collections
 import heapq
 
 from moepass.runtime.serving.router.open_requests import OpenRequest, Work
 
-_Heap = list[tuple[float, int, int, Work]]
+# Of work of one request, which has one place in the order, the last number tells which part of it this is.
+_Place = tuple[float, int, int]
+_Heap = list[tuple[_Place, Work]]
 
 
 class WaitingQueue:
@@ -19,6 +22,8 @@ class WaitingQueue:
     def __init__(self, ranks: int) -> None:
         self.flops = 0
         self.count = 0
+        # Nearly all work comes after what is there. It stands in a line, which costs nothing to sort.
+        self._line: collections.deque[Work] = collections.deque()
         self._heap: _Heap = []
         self._parked: list[_Heap] = [[] for _ in range(ranks)]
         self._parked_ranks = 0
@@ -29,22 +34,23 @@ class WaitingQueue:
         of.waiting_flops += work.flops
         self.flops += work.flops
         self.count += 1
-        heap = self._heap
         if rank is not None:
-            heap = self._parked[rank]
+            heapq.heappush(self._parked[rank], (_place(work), work))
             self._parked_ranks |= 1 << rank
-        # Work of one request is told apart by what it has of it: its first questions are different ones.
-        heapq.heappush(heap, (of.key, of.order, work.questions[0].parts[0] if work.questions else 0, work))
+        elif not self._line or (self._line[-1].of.key <= of.key and work.attempt == 1):
+            self._line.append(work)
+        else:
+            heapq.heappush(self._heap, (_place(work), work))
 
     def pop(self, open_ranks: int) -> Work | None:
         """The first piece of work that any of `open_ranks` may have."""
-        heap = self._heap
         while True:
-            if self._parked_ranks & open_ranks:
-                heap = min(self._heaps(open_ranks), key=_first)
-            if not heap:
+            if self._heap or self._parked_ranks & open_ranks:
+                work = self._pop_first(open_ranks)
+            elif self._line:
+                work = self._line.popleft()
+            else:
                 return None
-            work = heapq.heappop(heap)[3]
             of = work.of
             if not of.is_closed:
                 of.waiting_flops -= work.flops
@@ -54,8 +60,8 @@ class WaitingQueue:
 
     def unpark(self, rank: int) -> None:
         """What waits for `rank` waits for any."""
-        for place in self._parked[rank]:
-            heapq.heappush(self._heap, place)
+        for parked in self._parked[rank]:
+            heapq.heappush(self._heap, parked)
         self._parked[rank] = []
         self._parked_ranks &= ~(1 << rank)
 
@@ -65,15 +71,18 @@ class WaitingQueue:
         self.count -= pieces
         request.waiting_flops = 0
 
-    def _heaps(self, ranks: int) -> list[_Heap]:
-        found = [self._heap]
-        for rank, heap in enumerate(self._parked):
-            if not heap:
-                self._parked_ranks &= ~(1 << rank)
-            elif ranks >> rank & 1:
-                found.append(heap)
-        return found
+    def _pop_first(self, open_ranks: int) -> Work:
+        heaps = [(self._heap[0][0], self._heap)] if self._heap else []
+        for rank, parked in enumerate(self._parked):
+            if parked and open_ranks >> rank & 1:
+                heaps.append((parked[0][0], parked))
+        place, heap = min(heaps)
+        if self._line and _place(self._line[0]) < place:
+            return self._line.popleft()
+        work = heapq.heappop(heap)[1]
+        self._parked_ranks = sum(1 << rank for rank, parked in enumerate(self._parked) if parked)
+        return work
 
 
-def _first(heap: _Heap) -> tuple[float, int, int]:
-    return heap[0][:3] if heap else (float("inf"), 0, 0)
+def _place(work: Work) -> _Place:
+    return work.of.key, work.of.order, work.questions[0].parts[0] if work.questions else 0
