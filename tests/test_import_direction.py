@@ -81,6 +81,8 @@ ROOMS = {
             *("execute", "offload", "ranks", "profiles", "system"),
         ),
         "serving/router": _BATCHING,
+        "serving/questions": _BATCHING,
+        "serving/http": ("serving/questions", *_BATCHING),
     },
     "moepass": {
         "explaining": (),
