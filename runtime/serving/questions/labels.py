@@ -33,26 +33,13 @@ class LabelScores:
 
 
 def encode_labels(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> tuple[LabelTokens, ...]:
-    """The tokens that each of `labels` adds to the rendered `prompt`.
+    """The tokens that each of `labels` adds to the rendered `prompt`; its own, where it would change the prompt's.
 
     Labels are rendered text like prompts: what a user wrote in them has been shielded. Raises InputError where there
-    are none or too many, one adds no tokens or changes those of the prompt, and two add the same.
+    are none or too many, one adds no tokens, and two add the same.
     """
-    if not labels:
-        raise InputError("no labels are given; name at least one candidate answer", name="labels", expected="1 or more")
-    check_limit("the number of labels", len(labels), MOST_LABELS, "compare them in several requests")
-    context = encoder.context_of(prompt)
-    before, *wholes = encoder.encode_all([context, *(context + label for label in labels)])
     found: dict[LabelTokens, str] = {}
-    for label, whole in zip(labels, wholes, strict=True):
-        tokens = tuple(whole[len(before) :].tolist())
-        if whole[: len(before)].tolist() != before.tolist():
-            raise InputError(
-                f"label {_short(label)} changes the tokens of the prompt before it, so that they cannot be told "
-                "apart; begin it with a blank, or end the prompt with one",
-                name="label",
-                value=label,
-            )
+    for label, (tokens, _) in zip(labels, _in_context(encoder, prompt, labels), strict=True):
         if not tokens:
             raise InputError(
                 f"label {_short(label)} tokenises to nothing; a label needs at least one token",
@@ -72,20 +59,42 @@ def encode_labels(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> t
     return tuple(found)
 
 
-def blank_warnings(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> list[str]:
-    """A sentence for each of `labels` that takes fewer tokens behind `prompt` with a blank before it.
+def label_warnings(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> list[str]:
+    """A sentence for each of `labels` that the model has hardly seen as it is behind `prompt`, with its tokens.
 
-    Most vocabularies hold words with the blank before them, so that such a label is seldom what was meant.
+    Most vocabularies hold words with the blank before them. So a label that takes fewer tokens with one is seldom what
+    was meant, nor one that joins the word before it.
     """
     found = []
-    blanks = [" " + label for label in labels]
-    pairs = zip(labels, encode_labels(encoder, prompt, labels), encode_labels(encoder, prompt, blanks), strict=True)
-    for label, without, with_blank in pairs:
-        if len(with_blank) < len(without):
-            found.append(
-                f"label {_short(label)} is the {len(without)} tokens {encoder.names(without)} behind this prompt; "
-                f"with a blank before it, it is {encoder.names(with_blank)}. Is that what the model was trained with?"
-            )
+    with_blanks = _in_context(encoder, prompt, [" " + label for label in labels])
+    for label, (own, is_apart), (blank, _) in zip(
+        labels, _in_context(encoder, prompt, labels), with_blanks, strict=True
+    ):
+        if not is_apart:
+            what = "joins the text before it, where no token ends"
+        elif len(blank) < len(own):
+            what = f"is the tokens {encoder.names(own)} behind this prompt"
+        else:
+            continue
+        found.append(
+            f"label {_short(label)} {what}; with a blank before it, it is {encoder.names(blank)}. Which one was the "
+            "model trained with?"
+        )
+    return found
+
+
+def _in_context(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> list[tuple[LabelTokens, bool]]:
+    """Of each label its tokens behind `prompt`, and whether the prompt's own stay what they are."""
+    if not labels:
+        raise InputError("no labels are given; name at least one candidate answer", name="labels", expected="1 or more")
+    check_limit("the number of labels", len(labels), MOST_LABELS, "compare them in several requests")
+    context = encoder.context_of(prompt)
+    before, *wholes = encoder.encode_all([context, *(context + label for label in labels)])
+    found = []
+    for label, whole in zip(labels, wholes, strict=True):
+        is_apart = whole[: len(before)].tolist() == before.tolist()
+        tokens = whole[len(before) :] if is_apart else encoder.encode(label)
+        found.append((tuple(tokens.tolist()), is_apart))
     return found
 
 

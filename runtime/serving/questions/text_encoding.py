@@ -59,15 +59,14 @@ class TextEncoder:
         # Longest first: of control tokens that begin alike, the longer one is meant.
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._ids = np.arange(self._renamed.get_vocab_size() + len(names) + 1, dtype=np.int32)
+        self._ids = np.arange(1 + max(self._renamed.get_vocab().values()), dtype=np.int32)
         self._control_ids = {token["id"]: str(token["content"]) for token in control}
         for token in control:
             self._ids[self._renamed.token_to_id(names[token["content"]])] = token["id"]
-        unknown = getattr(original.model, "unk_token", None)
+        model = description["model"]
         # What no token fits is unknown, and that says nothing about what the text holds.
-        self._never_in_text = np.array(
-            sorted(id_ for id_, content in self._control_ids.items() if content != unknown), np.int32
-        )
+        unknown = {model.get("unk_id"), original.token_to_id(model.get("unk_token") or "")}
+        self._never_in_text = np.array(sorted(self._control_ids.keys() - unknown), np.int32)
 
     @property
     def control_tokens(self) -> dict[int, str]:
