@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeForSequenceClassification
 from transformers.utils import logging
 
 from moepass.models.testing.tiny import tiny_model
+from moepass.models.testing.tiny_build import build_tiny
 
 VOCABULARY = 512
 CONTROL_TOKENS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>", "<sep>"]
@@ -42,3 +44,13 @@ def save_byte_checkpoint(folder: Path, **config: int) -> Path:
 def byte_model(**config: int) -> PreTrainedModel:
     sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024, "num_hidden_layers": 2}
     return tiny_model("qwen3_moe", **(sizes | config))
+
+
+def classifier(classes: int) -> PreTrainedModel:
+    """A model of the same sizes that classifies sequences."""
+    config = byte_model().config
+    config.num_labels = classes
+    config.pad_token_id = CONTROL_TOKENS.index("<|pad|>")
+    return build_tiny(
+        Qwen3MoeForSequenceClassification, config, dtype=torch.float32, experts_implementation="grouped_mm", seed=1
+    )
