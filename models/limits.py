@@ -41,6 +41,19 @@ MOST_INPUT_BYTES = 256 << 20
 MOST_LABELS = 1024
 MOST_BATCH_SIZE = 1 << 16
 
+# What clients send to a server: bytes of a body; questions of a request and choices of a question, which are the limits
+# of OpenAI's API; texts of a request; likely tokens that are listed at a place; orders in which a question is asked.
+MOST_BODY_BYTES = 32 << 20
+MOST_QUESTIONS = 400
+MOST_CHOICES = 255
+MOST_ITEMS = 4096
+MOST_TOP_TOKENS = 20
+MOST_ORDERS = 16
+# Tokens of a request, a shared prefix counted once.
+MOST_REQUEST_TOKENS = 1 << 20
+# A text of more characters for each token that the model takes is refused unread. No text in use has so long words.
+MOST_CHARACTERS_PER_TOKEN = 64
+
 # JSON that people or their tools write, such as a config.json or a profile; the index of a checkpoint's weights, which
 # has a line for each of them; the tokenizer's vocabulary. Of anything nested deeper than that, libraries that walk
 # through it recursively fail in ways of their own.

@@ -6,9 +6,10 @@ Only safetensors are read, never a pickle; no code of a checkpoint runs, and not
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -37,6 +38,7 @@ CONFIG_FILE = "config.json"
 PROMPT_FILE = "prompt.json"
 _ADAPTER_FILE = "adapter_config.json"
 _TEXT_MARK = "{text}"
+_PAIR_MARKS = re.compile(r"\{(query|document)\}")
 # [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
 _MADE_UP_NUMBERS = 1 << 26
 
@@ -46,15 +48,28 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `template` holds `{text}` exactly once. The part `{text}` is cut to `max_text_tokens` tokens where that is given.
     `labels` are the candidate answers, `label_names` what to call them.
+
+    `pair_template` holds `{query}` and `{document}` once each: it asks how relevant a document is, and `pair_labels`
+    are the answers for yes and no. `vector` is what stands for a text: that of its last token, or the mean.
     """
 
     template: str = _TEXT_MARK
     labels: tuple[str, ...] = ()
     label_names: dict[str, str] = {}
     max_text_tokens: int | None = None
+    pair_template: str | None = None
+    pair_labels: tuple[str, str] = ("yes", "no")
+    vector: Literal["last", "mean"] = "last"
 
     def render(self, text: str) -> str:
         return self.template.replace(_TEXT_MARK, text)
+
+    def render_pair(self, query: str, document: str) -> str:
+        """The `pair_template`, which there must be, with both texts in it."""
+        assert self.pair_template is not None
+        texts = {"query": query, "document": document}
+        # In one go: a query may hold the mark of the document.
+        return _PAIR_MARKS.sub(lambda found: texts[found[1]], self.pair_template)
 
 
 def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Path:
@@ -238,6 +253,14 @@ def load_prompt(folder: Path) -> Prompt:
             name="template",
             value=prompt.template,
             expected=_TEXT_MARK,
+        )
+    if prompt.pair_template is not None and sorted(_PAIR_MARKS.findall(prompt.pair_template)) != ["document", "query"]:
+        raise CheckpointError(
+            f"{file}: pair_template is {prompt.pair_template!r}; it must hold {{query}} and {{document}} once each",
+            path=file,
+            name="pair_template",
+            value=prompt.pair_template,
+            expected="{query} and {document} once each",
         )
     if prompt.max_text_tokens is not None and prompt.max_text_tokens < 1:
         raise CheckpointError(

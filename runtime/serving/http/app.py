@@ -1,0 +1,190 @@
+"""The application: every route of every family, guarded, timed, and described by an OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moepass import __version__
+from moepass.models.limits import MOST_BODY_BYTES
+from moepass.runtime.serving.http import (
+    chat,
+    completions,
+    decisions,
+    rerank,
+    scores,
+    server_routes,
+    systemone,
+    token_routes,
+    vectors,
+)
+from moepass.runtime.serving.http.errors import ErrorReply, HttpError, add_handlers, error_response, response_of
+from moepass.runtime.serving.http.service import Call, Route, Service, new_id, reply
+
+ROUTES: tuple[Route, ...] = tuple(
+    route
+    for family in (decisions, systemone, scores, completions, chat, token_routes, vectors, rerank, server_routes)
+    for route in family.ROUTES
+)
+# What is answered without a key.
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Nobody is left to read it, but the log is.
+_CLIENT_GONE = 499
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application that answers with `service`."""
+    app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None)
+    for route in ROUTES:
+        app.add_api_route(
+            route.path,
+            _endpoint(route, service),
+            methods=[route.method],
+            operation_id=f"{route.method.lower()}{route.path.replace('/', '_')}",
+            response_class=Response,
+            openapi_extra=_description(route),
+        )
+    add_handlers(app)
+    app.add_middleware(_Guard, api_key=service.settings.api_key)
+    describe = app.openapi
+    _, schemas = _schemas()
+
+    def openapi() -> dict[str, Any]:
+        document = describe()
+        document.setdefault("components", {})["schemas"] = schemas
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents
+    return app
+
+
+def _endpoint(route: Route, service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def endpoint(request: HttpRequest) -> Response:
+        call = Call(service, await _read(request) if route.bodies else b"", request.scope["moepass"]["id"])
+        request.scope["moepass"]["call"] = call
+        work = asyncio.ensure_future(route.handler(call))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return error_response(_CLIENT_GONE, "the client has closed the connection")
+            found = work.result()
+            return found if isinstance(found, Response) else reply(found)
+        finally:
+            # A cancelled call frees its place in the backend.
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    return endpoint
+
+
+async def _read(request: HttpRequest) -> bytes:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise HttpError(415, f"the body has the content encoding {encoding[:40]!r}; send it as it is")
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MOST_BODY_BYTES:
+                raise HttpError(
+                    413, f"the body has {size} bytes or more; the limit is {MOST_BODY_BYTES}", code="body_too_large"
+                )
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise HttpError(_CLIENT_GONE, "the client has closed the connection") from error
+    return b"".join(parts)
+
+
+async def _disconnected(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Guard:
+    """Names, times and lets in every request."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self.app = app
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.monotonic()
+        given = dict(scope["headers"])
+        wanted = given.get(b"x-request-id", b"").decode("latin-1")
+        state: dict[str, Any] = {"id": wanted if _REQUEST_ID.fullmatch(wanted) else new_id("req")}
+        scope["moepass"] = state
+
+        async def send_timed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                state["answered"] = True
+                headers = MutableHeaders(scope=message)
+                total = (time.monotonic() - started) * 1000
+                call: Call | None = state.get("call")
+                backend = 0.0 if call is None else call.backend_seconds * 1000
+                headers["x-request-id"] = state["id"]
+                headers["openai-processing-ms"] = str(round(total))
+                headers["server-timing"] = f"total;dur={total:.1f}, backend;dur={backend:.1f}"
+            await send(message)
+
+        # Compared in constant time, so that nobody learns the key byte by byte.
+        if (
+            self._expected is not None
+            and scope["path"] not in OPEN_PATHS
+            and not hmac.compare_digest(given.get(b"authorization", b""), self._expected)
+        ):
+            refusal = error_response(
+                401,
+                "the API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await refusal(scope, receive, send_timed)
+            return
+        try:
+            await self.app(scope, receive, send_timed)
+        except Exception as error:
+            if "answered" in state:  # too late for another answer
+                raise
+            await response_of(error)(scope, receive, send_timed)
+
+
+def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
+    kinds = list(dict.fromkeys([ErrorReply, *(kind for route in ROUTES for kind in (*route.bodies, *route.replies))]))
+    found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return dict(zip(kinds, found, strict=True)), components
+
+
+def _description(route: Route) -> dict[str, Any]:
+    schemas, _ = _schemas()
+
+    def content(kinds: tuple[Any, ...]) -> dict[str, Any]:
+        schema = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}
+        return {"application/json": {"schema": schema}}
+
+    described: dict[str, Any] = {
+        "responses": {
+            "200": {"description": "The answer", "content": content(route.replies)},
+            "default": {"description": "An error", "content": content((ErrorReply,))},
+        }
+    }
+    if route.bodies:
+        described["requestBody"] = {"required": True, "content": content(route.bodies)}
+    return described

@@ -1,0 +1,346 @@
+"""POST /v1/decisions, as openai's `client.decisions.create` sends it, and as SGLang's clients do.
+
+The two are told apart by their questions: OpenAI's have `instructions`, SGLang's have an `id`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from moepass.models.errors import InputError
+from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
+from moepass.runtime.serving.http.inputs import Content, InputItem, content_text, input_text, json_text
+from moepass.runtime.serving.http.service import Call, Route
+from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
+from moepass.runtime.serving.questions.confidence import confidence, expected_level
+from moepass.runtime.serving.questions.request_tree import TreeAnswer
+from moepass.runtime.serving.questions.wordings import SGLANG, SGLANG_VERSION, SYSTEMONE, Option, Question
+
+JsonText = str | dict[str, Any] | list[Any]
+
+
+class DecisionPredicate(msgspec.Struct, tag_field="type", tag="predicate"):
+    instructions: Content
+    name: str | None = None
+
+
+class DecisionOption(msgspec.Struct):
+    value: str | bool
+    description: str | None = None
+
+
+class DecisionChoice(msgspec.Struct, tag_field="type", tag="choice"):
+    instructions: Content
+    choices: list[DecisionOption]
+    name: str | None = None
+
+
+class DecisionLevel(msgspec.Struct):
+    label: str
+    description: str | None = None
+
+
+class DecisionScore(msgspec.Struct, tag_field="type", tag="score"):
+    instructions: Content
+    levels: list[DecisionLevel]
+    name: str | None = None
+
+
+class DecisionsBody(msgspec.Struct):
+    """`order_invariant` (ours) averages over orders of the choices."""
+
+    model: str
+    input: str | list[InputItem]
+    questions: Annotated[
+        list[DecisionPredicate | DecisionChoice | DecisionScore], Meta(min_length=1, max_length=MOST_QUESTIONS)
+    ]
+    prompt_cache_key: str | None = None
+    order_invariant: bool = False
+    priority: int = 0
+
+
+class PredicateReply(msgspec.Struct, tag_field="type", tag="predicate"):
+    name: str | None
+    probability: float
+    label_mass: float
+
+
+class ValueProbability(msgspec.Struct):
+    value: str | bool
+    probability: float
+
+
+class ChoiceReply(msgspec.Struct, tag_field="type", tag="choice"):
+    name: str | None
+    choice: str | bool
+    confidence: float
+    probabilities: list[ValueProbability]
+    label_mass: float
+
+
+class LevelProbability(msgspec.Struct):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreReply(msgspec.Struct, tag_field="type", tag="score"):
+    name: str | None
+    score: float
+    confidence: float
+    probabilities: list[LevelProbability]
+    label_mass: float
+
+
+class RefusalReply(msgspec.Struct, tag_field="type", tag="refusal"):
+    """`reason` says why this model cannot answer the question."""
+
+    name: str | None
+    reason: str
+
+
+class InputDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class DecisionsUsage(msgspec.Struct):
+    """What questions share is counted once. Nothing is put out: no token is decoded."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    total_tokens: int
+    output_tokens: int = 0
+    output_tokens_details: OutputDetails = msgspec.field(default_factory=OutputDetails)
+
+
+class DecisionsReply(msgspec.Struct):
+    model: str
+    answers: list[PredicateReply | ChoiceReply | ScoreReply | RefusalReply]
+    usage: DecisionsUsage
+
+
+class LabelledOption(msgspec.Struct):
+    name: str
+    description: JsonText | None = None
+
+
+class LabelledChoice(msgspec.Struct, tag_field="type", tag="choice"):
+    id: str
+    question: JsonText
+    options: list[LabelledOption]
+
+
+class LabelledScore(msgspec.Struct, tag_field="type", tag="score"):
+    id: str
+    question: JsonText
+    levels: list[JsonText]
+
+
+class LabelledYesNo(msgspec.Struct, tag_field="type", tag="yes_no"):
+    id: str
+    question: JsonText
+    yes: JsonText | None = None
+    no: JsonText | None = None
+
+
+class LabelledBody(msgspec.Struct):
+    """SGLang's body of this route."""
+
+    input: JsonText
+    questions: Annotated[
+        list[LabelledChoice | LabelledScore | LabelledYesNo], Meta(min_length=1, max_length=MOST_QUESTIONS)
+    ]
+    model: str = ""
+    temperature: float = 1.0
+    prompt_format_version: int | None = None
+    images: list[Any] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    return_prompt_token_ids: bool = False
+    order_invariant: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class LabelledAnswer(msgspec.Struct, omit_defaults=True):
+    type: Literal["choice", "score", "yes_no"]
+    probabilities: dict[str, float]
+    label_mass: float
+    choice: str | None = None
+    score: float | None = None
+
+
+class TokenUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class LabelledReply(msgspec.Struct):
+    model: str
+    answers: dict[str, LabelledAnswer]
+    usage: TokenUsage
+    prompt_format_version: int = SGLANG_VERSION
+
+
+async def create_decision(call: Call) -> DecisionsReply | LabelledReply:
+    questions = call.json().get("questions")
+    first = questions[0] if isinstance(questions, list) and questions else None
+    if isinstance(first, dict) and "id" in first and "instructions" not in first:
+        return await _labelled(call)
+    body = call.body(DecisionsBody)
+    tree = await call.prepare(_tree, call, body)
+    answers = await ask_tree(call, tree, body.prompt_cache_key, body.priority)
+    return DecisionsReply(
+        call.model,
+        [_reply(question, answer) for question, answer in zip(body.questions, answers, strict=True)],
+        DecisionsUsage(call.tokens, InputDetails(call.cached_tokens), call.tokens),
+    )
+
+
+async def ask_tree(call: Call, tree: QuestionTree, salt: str | None, priority: int) -> list[QuestionAnswer]:
+    """The answers to the questions of a tree."""
+    request = await call.prepare(tree.request, call.id, (salt or "").encode())
+    answer = None if request is None else TreeAnswer(tree.tree, await call.answer(request, priority))
+    return await call.prepare(tree.answers, answer)
+
+
+def _tree(call: Call, body: DecisionsBody) -> QuestionTree:
+    names = [question.name or f"questions[{number}]" for number, question in enumerate(body.questions)]
+    asked = [_question(question, f"questions[{number}]") for number, question in enumerate(body.questions)]
+    text = input_text(body.input)
+    return QuestionTree(call.writer, text, asked, SYSTEMONE, order_invariant=body.order_invariant, names=names)
+
+
+def _question(question: DecisionPredicate | DecisionChoice | DecisionScore, name: str) -> Question:
+    text = content_text(question.instructions, f"{name}.instructions")
+    if not text.strip():
+        raise InputError(f"{name}.instructions is blank; ask something", name=f"{name}.instructions")
+    match question:
+        case DecisionPredicate():
+            return Question("predicate", text, (Option("true"), Option("false")))
+        case DecisionChoice():
+            values = [option.value for option in question.choices]
+            # A string and a boolean with the same text are distinct, and JSON writes them differently.
+            if len({(type(value), value) for value in values}) < len(values):
+                raise InputError(f"{name}.choices holds a value twice; each must be unique", name=f"{name}.choices")
+            options = [Option(_value_text(option.value), option.description or "") for option in question.choices]
+            asked = Question("choice", text, tuple(options))
+            check_options(asked, f"{name}.choices", MOST_CHOICES, "values")
+            return asked
+        case DecisionScore():
+            levels = [
+                Option(level.label, f"{level.label}: {level.description}" if level.description else level.label)
+                for level in question.levels
+            ]
+            asked = Question("score", text, tuple(levels))
+            check_options(asked, f"{name}.levels", MOST_CHOICES, "levels")
+            return asked
+
+
+def _value_text(value: str | bool) -> str:
+    return value if isinstance(value, str) else str(value).lower()
+
+
+def _reply(
+    question: DecisionPredicate | DecisionChoice | DecisionScore, answer: QuestionAnswer
+) -> PredicateReply | ChoiceReply | ScoreReply | RefusalReply:
+    if answer.refusal is not None:
+        return RefusalReply(question.name, answer.refusal)
+    found = answer.probabilities
+    match question:
+        case DecisionPredicate():
+            return PredicateReply(question.name, found[0], answer.mass)
+        case DecisionChoice():
+            values = [option.value for option in question.choices]
+            probabilities = [ValueProbability(*pair) for pair in zip(values, found, strict=True)]
+            best = values[answer.best]
+            return ChoiceReply(question.name, best, confidence("choice", found), probabilities, answer.mass)
+        case DecisionScore():
+            levels = [
+                LevelProbability(number, level.label, probability)
+                for number, (level, probability) in enumerate(zip(question.levels, found, strict=True))
+            ]
+            score = expected_level(found)
+            return ScoreReply(question.name, score, confidence("score", found), levels, answer.mass)
+
+
+async def _labelled(call: Call) -> LabelledReply:
+    body = call.body(LabelledBody)
+    for name, value, right in (
+        ("images", body.images, []),
+        ("temperature", body.temperature, 1.0),
+        ("return_prompt_token_ids", body.return_prompt_token_ids, False),
+    ):
+        if value != right:
+            raise InputError(f"{name} is given; this server supports {right!r} alone", name=name, expected=right)
+    if body.prompt_format_version not in (None, SGLANG_VERSION):
+        raise InputError.wrong("prompt_format_version", body.prompt_format_version, str(SGLANG_VERSION))
+    ids = [question.id for question in body.questions]
+    if len(set(ids)) < len(ids):
+        raise InputError("two questions have the same id; each must be unique", name="questions")
+    tree = await call.prepare(_labelled_tree, call, body)
+    answers = await ask_tree(call, tree, body.cache_salt, body.priority)
+    found = {}
+    for question, answer in zip(body.questions, answers, strict=True):
+        if answer.refusal is not None:  # this shape knows no refusal of one question
+            raise InputError(f"question {question.id!r} cannot be answered: {answer.refusal}", name=question.id)
+        found[question.id] = _labelled_answer(question, answer)
+    return LabelledReply(call.model, found, TokenUsage(call.tokens, call.tokens))
+
+
+def _labelled_tree(call: Call, body: LabelledBody) -> QuestionTree:
+    text = json_text(body.input, compact=True)
+    if not text.strip():
+        raise InputError("input is blank; give a text", name="input")
+    asked = [_labelled_question(question) for question in body.questions]
+    names = [f"question {question.id!r}" for question in body.questions]
+    return QuestionTree(call.writer, text, asked, SGLANG, order_invariant=body.order_invariant, names=names)
+
+
+def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo) -> Question:
+    text = json_text(question.question, compact=True)
+    match question:
+        case LabelledChoice():
+            names = [option.name for option in question.options]
+            if len(set(names)) < len(names):
+                raise InputError(f"question {question.id!r} has two options of one name", name=question.id)
+            options = [Option(option.name, json_text(option.description, compact=True)) for option in question.options]
+            asked = Question("choice", text, tuple(options))
+            check_options(asked, f"question {question.id!r}", MOST_CHOICES, "options")
+        case LabelledScore():
+            levels = [json_text(level, compact=True) for level in question.levels]
+            asked = Question("score", text, tuple(Option(str(place), level) for place, level in enumerate(levels)))
+            check_options(asked, f"question {question.id!r}", MOST_CHOICES, "levels")
+        case LabelledYesNo():
+            described = [json_text(value, compact=True) for value in (question.yes, question.no)]
+            asked = Question("predicate", text, (Option("yes", described[0]), Option("no", described[1])))
+    return asked
+
+
+def _labelled_answer(
+    question: LabelledChoice | LabelledScore | LabelledYesNo, answer: QuestionAnswer
+) -> LabelledAnswer:
+    found = answer.probabilities
+    match question:
+        case LabelledChoice():
+            names = [option.name for option in question.options]
+            by_name = dict(zip(names, found, strict=True))
+            return LabelledAnswer("choice", by_name, answer.mass, choice=names[answer.best])
+        case LabelledScore():
+            by_level = {str(level): probability for level, probability in enumerate(found)}
+            return LabelledAnswer("score", by_level, answer.mass, score=expected_level(found))
+        case LabelledYesNo():
+            return LabelledAnswer("yes_no", dict(zip(("yes", "no"), found, strict=True)), answer.mass)
+
+
+ROUTES = (
+    Route("POST", "/v1/decisions", create_decision, (DecisionsBody, LabelledBody), (DecisionsReply, LabelledReply)),
+)

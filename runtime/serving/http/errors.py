@@ -1,0 +1,112 @@
+"""Errors become responses in OpenAI's shape: one sentence that says what was wrong and what would be right.
+
+Status codes: 400 for an input that cannot be answered, 401 for a wrong key, 404 for an unknown model or route, 413 for
+a body beyond the limit, 429 with Retry-After where the queue is full, 503 with Retry-After where nothing is answered
+now, and 504 for a request that was not answered in time (408 would say that the client was too slow to send it).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from moepass.models.errors import InputError, MoepassError
+from moepass.runtime.serving.requests.backend import (
+    AnswerTimeoutError,
+    NotServingError,
+    QueueFullError,
+    SequenceTooLongError,
+)
+
+logger = logging.getLogger("moepass")
+
+# Seconds until a client may try again while nothing is answered.
+_RETRY_SECONDS = 1.0
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct):
+    error: ErrorBody
+
+
+class HttpError(MoepassError):
+    """An error with a status of its own; `name` is the parameter that it is about."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, name: str | None = None) -> None:
+        super().__init__(message, name=name)
+        self.status = status
+        self.code = code
+
+
+class DecodingError(InputError):
+    """More than one token is asked for, which would have to be decoded one by one."""
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body = ErrorReply(ErrorBody(message, kind, param, code))
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def response_of(error: Exception) -> Response:
+    """The response to a request that ended with `error`."""
+    match error:
+        case HttpError():
+            return error_response(error.status, _text(error), param=error.name, code=error.code)
+        case QueueFullError():
+            headers = _retry_after(error.retry_after_seconds)
+            return error_response(429, _text(error), code="queue_full", headers=headers)
+        case NotServingError():
+            return error_response(503, _text(error), code="not_serving", headers=_retry_after(_RETRY_SECONDS))
+        case AnswerTimeoutError():
+            return error_response(504, _text(error), code="timeout")
+        case SequenceTooLongError():
+            return error_response(400, _text(error), code="context_length_exceeded")
+        case InputError():
+            return error_response(400, _text(error), param=error.name)
+        case HTTPException():
+            return error_response(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        case MoepassError() if error.path is None:
+            logger.error("a request failed: %s", error)
+            return error_response(500, _text(error))
+    logger.error("a request failed", exc_info=error)
+    return error_response(500, "the server failed to answer this request; its log says why")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Errors on purpose become responses in OpenAI's shape; others pass, so that they are logged."""
+
+    async def handle(_: Request, error: Exception) -> Response:
+        return response_of(error)
+
+    for kind in (MoepassError, HTTPException):
+        app.add_exception_handler(kind, handle)
+
+
+def _text(error: Exception) -> str:
+    # A surrogate that came in must not break the response; nor must a name of a megabyte fill it.
+    text = str(error).encode("utf-8", "replace").decode()
+    return text if len(text) <= 2000 else text[:2000] + "…"
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}

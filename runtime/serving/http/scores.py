@@ -1,0 +1,245 @@
+"""Scores of label tokens, and of texts against each other: /v1/score, /score and /generative_scoring.
+
+/v1/score and /score take SGLang's body (`query`, `items`, `label_token_ids`) or vLLM's (`queries`, `documents`), told
+apart by shape. The first gives the probability of each label token behind query and item, the second one relevance
+for each pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from moepass.models.errors import InputError
+from moepass.models.limits import MOST_ITEMS, MOST_LABELS
+from moepass.runtime.serving.http.decisions import TokenUsage
+from moepass.runtime.serving.http.service import Call, Route, new_id
+from moepass.runtime.serving.questions.labels import score_labels
+from moepass.runtime.serving.questions.relevance import PairTree
+from moepass.runtime.serving.questions.request_tree import RequestTree
+from moepass.runtime.serving.requests.request import Tokens
+
+TextOrTokens = str | list[int]
+# A text, or a list of texts, of token ids, or of lists of token ids.
+Inputs = str | list[str | int | list[int]]
+LabelIds = Annotated[list[int], Meta(min_length=1, max_length=MOST_LABELS)]
+
+
+class LabelScoreBody(msgspec.Struct):
+    """SGLang's body. `items` may be one text. With `apply_softmax` labels compete among each other."""
+
+    query: TextOrTokens
+    items: str | list[TextOrTokens]
+    label_token_ids: LabelIds
+    apply_softmax: bool = False
+    item_first: bool = False
+    model: str = ""
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class LabelScoreReply(msgspec.Struct):
+    """The probabilities of the labels for each item; `label_masses` is what all labels have together."""
+
+    scores: list[list[float]]
+    label_masses: list[float]
+    model: str
+    usage: TokenUsage
+    object: Literal["scoring"] = "scoring"
+
+
+class PairScoreBody(msgspec.Struct):
+    """vLLM's body; one query is compared with each document, several with one document each."""
+
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    model: str = ""
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class PairScore(msgspec.Struct):
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class PairScoreReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: TokenUsage
+    object: Literal["list"] = "list"
+
+
+class GenerativeBody(LabelScoreBody):
+    """vLLM's body of /generative_scoring: the score is the share of the first label."""
+
+    apply_softmax: bool = True
+    add_special_tokens: bool = True
+
+
+async def score(call: Call) -> LabelScoreReply | PairScoreReply:
+    if "label_token_ids" not in call.json():
+        return await _score_pairs(call)
+    body = call.body(LabelScoreBody)
+    scores, masses = await _label_scores(call, body, add_special=True)
+    return LabelScoreReply(scores, masses, call.model, TokenUsage(call.tokens, call.tokens))
+
+
+async def generative_score(call: Call) -> PairScoreReply:
+    body = call.body(GenerativeBody)
+    scores, _ = await _label_scores(call, body, add_special=body.add_special_tokens)
+    return _pair_reply(call, [labels[0] for labels in scores])
+
+
+async def _score_pairs(call: Call) -> PairScoreReply:
+    body = call.body(PairScoreBody)
+    first = body.queries if body.queries is not None else body.text_1
+    second = body.documents if body.documents is not None else body.text_2
+    if first is None or second is None:
+        raise InputError(
+            "the body has neither query, items and label_token_ids, nor queries and documents", name="queries"
+        )
+    queries = [first] if isinstance(first, str) else first
+    documents = [second] if isinstance(second, str) else second
+    if len(queries) == 1:
+        queries *= len(documents)
+    if len(queries) != len(documents) or not documents:
+        raise InputError(
+            f"there are {len(queries)} queries and {len(documents)} documents; give one query, or as many as documents",
+            name="queries",
+            value=len(queries),
+            expected=len(documents),
+        )
+    pairs = list(zip(queries, documents, strict=True))
+    return _pair_reply(call, await pair_scores(call, pairs, body.cache_salt, body.priority))
+
+
+def _pair_reply(call: Call, scores: Sequence[float]) -> PairScoreReply:
+    data = [PairScore(index, value) for index, value in enumerate(scores)]
+    usage = TokenUsage(call.tokens, call.tokens)
+    return PairScoreReply(new_id("score"), call.service.created, call.model, data, usage)
+
+
+async def _label_scores(
+    call: Call, body: LabelScoreBody, *, add_special: bool
+) -> tuple[list[list[float]], list[float]]:
+    items = [body.items] if isinstance(body.items, str) else body.items
+    check_items(items)
+    check_token_ids(call, body.label_token_ids, "label_token_ids")
+    if len(set(body.label_token_ids)) < len(body.label_token_ids):
+        raise InputError("label_token_ids holds an id twice; each must be unique", name="label_token_ids")
+    need_predictions(call)
+    sequences = await call.prepare(_joined, call, body, items, add_special)
+    tree = RequestTree(call.writer.most_tokens)
+    numbers = [tree.add(tokens, f"items[{place}] with the query") for place, tokens in enumerate(sequences)]
+    for number in numbers:
+        tree.read(number, tree.length(number) - 1, body.label_token_ids)
+    answer = await call.answer_tree(tree, body.cache_salt, body.priority)
+    labels = [(token,) for token in body.label_token_ids]
+    scores, masses = [], []
+    for number in numbers:
+        found = answer.log_probabilities(number, tree.length(number) - 1, body.label_token_ids)
+        values = score_labels(labels, found).probabilities if body.apply_softmax else map(math.exp, found)
+        scores.append(list(values))
+        masses.append(math.fsum(map(math.exp, found)))
+    return scores, masses
+
+
+def _joined(call: Call, body: LabelScoreBody, items: Sequence[TextOrTokens], add_special: bool) -> list[Tokens]:
+    query = body.query
+    if isinstance(query, str):
+        texts = []
+        for place, item in enumerate(items):
+            if not isinstance(item, str):
+                raise InputError(f"items[{place}] holds tokens, but the query is a text; give both alike", name="items")
+            texts.append(item + query if body.item_first else query + item)
+        return call.writer.encode_plain(texts, add_special=add_special, name="the query with an item")
+    check_token_ids(call, query, "query")
+    joined = []
+    for place, item in enumerate(items):
+        if isinstance(item, str):
+            raise InputError(f"items[{place}] is a text, but the query holds tokens; give both alike", name="items")
+        check_token_ids(call, item, f"items[{place}]")
+        joined.append(np.array(item + query if body.item_first else query + item, np.int32))
+    return joined
+
+
+async def pair_scores(call: Call, pairs: Sequence[tuple[str, str]], salt: str | None, priority: int) -> list[float]:
+    """How relevant the second text of each pair is to the first, from 0 to 1."""
+    check_items(pairs, "documents")
+    status = call.service.backend.status()
+    has_classes = status.vector == "class scores"
+    if not has_classes:
+        need_predictions(call)
+    tree = await call.prepare(PairTree, call.writer, pairs, by_class_scores=has_classes)
+    return tree.scores(await call.answer_tree(tree.tree, salt, priority))
+
+
+def check_items(items: Sequence[Any], name: str = "items") -> None:
+    """Raises InputError for no items or too many."""
+    if not 1 <= len(items) <= MOST_ITEMS:
+        raise InputError(
+            f"{name} has {len(items)} entries; a request takes 1 to {MOST_ITEMS}",
+            name=name,
+            value=len(items),
+            expected=range(1, MOST_ITEMS + 1),
+        )
+
+
+def check_token_ids(call: Call, tokens: Sequence[int], name: str) -> None:
+    """Raises InputError for a token id that the model does not have."""
+    most = call.service.backend.status().vocabulary_size
+    for token in tokens:
+        if not 0 <= token < most:
+            raise InputError(
+                f"{name} holds the token id {token}; this model has 0 to {most - 1}",
+                name=name,
+                value=token,
+                expected=range(most),
+            )
+
+
+def prompt_list(call: Call, given: Inputs, name: str) -> list[str] | list[Tokens]:
+    """One prompt or several, as texts or as token ids: a list of either. Raises InputError for a mixture."""
+    if isinstance(given, str):
+        return [given]
+    check_items(given, name)
+    whole = [given] if isinstance(given[0], int) else given
+    texts = [one for one in whole if isinstance(one, str)]
+    if len(texts) == len(whole):
+        return texts
+    tokens = []
+    for one in whole:
+        ids = [token for token in one if isinstance(token, int)] if isinstance(one, list) else []
+        if not isinstance(one, list) or len(ids) < len(one):
+            raise InputError(f"{name} mixes texts and token ids; give one kind", name=name)
+        check_token_ids(call, ids, name)
+        tokens.append(np.array(ids, np.int32))
+    return tokens
+
+
+def need_predictions(call: Call) -> None:
+    """Raises InputError where the model predicts no tokens."""
+    if not call.service.backend.status().predicts_tokens:
+        raise InputError(
+            "this model has no language-model head, so that it gives no probabilities of tokens; ask /classify, "
+            "/pooling or /v1/embeddings",
+            name="model",
+        )
+
+
+ROUTES = (
+    Route("POST", "/v1/score", score, (LabelScoreBody, PairScoreBody), (LabelScoreReply, PairScoreReply)),
+    Route("POST", "/score", score, (LabelScoreBody, PairScoreBody), (LabelScoreReply, PairScoreReply)),
+    Route("POST", "/generative_scoring", generative_score, (GenerativeBody,), (PairScoreReply,)),
+)

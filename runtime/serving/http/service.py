@@ -1,0 +1,195 @@
+"""What all routes stand on: the backend and how it is asked, the prompts, the settings, and one call of a client."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+from fastapi.responses import Response
+
+from moepass.models.errors import InputError, OptionError
+from moepass.models.limits import MOST_REQUEST_TOKENS, MOST_WAIT_SECONDS, check_limit, decode_json
+from moepass.runtime.serving.http.errors import HttpError
+from moepass.runtime.serving.questions.prompts import PromptWriter
+from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
+from moepass.runtime.serving.requests.answer import Answer, Usage
+from moepass.runtime.serving.requests.backend import Backend
+from moepass.runtime.serving.requests.request import Request
+
+_Kind = TypeVar("_Kind")
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+# Bodies beyond this are made into tokens by another thread, so that others are answered meanwhile. [Empirical]
+_SMALL_BODY_BYTES = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """`model_names` are those that clients may ask for, the first of them the one that answers call themselves.
+
+    Without `api_key` everyone is answered. A request that waits and runs longer than `timeout_seconds` is given up.
+    """
+
+    model_names: tuple[str, ...]
+    api_key: str | None = None
+    timeout_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.model_names:
+            raise OptionError("no model name is given; give at least one", name="model_names", expected="1 or more")
+        if self.api_key == "":
+            raise OptionError("the API key is empty; give one, or none to let everyone in", name="api_key")
+        if not 0 < self.timeout_seconds <= MOST_WAIT_SECONDS:
+            raise OptionError.wrong(
+                "timeout_seconds", self.timeout_seconds, f"above 0 and at most {MOST_WAIT_SECONDS:g}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Service:
+    backend: Backend
+    writer: PromptWriter
+    settings: ServerSettings
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One request of a client: its body, and what has been spent on it so far."""
+
+    service: Service
+    raw: bytes
+    id: str
+    backend_seconds: float = 0.0
+    usages: list[Usage] = dataclasses.field(default_factory=list)
+
+    @property
+    def writer(self) -> PromptWriter:
+        return self.service.writer
+
+    @property
+    def model(self) -> str:
+        return self.service.settings.model_names[0]
+
+    def json(self) -> Any:
+        """The body as plain values. Raises InputError where it is no JSON object, or nested too deep."""
+        value = _decode(self.raw, Any)
+        if not isinstance(value, dict):
+            raise InputError(f"the body is a JSON {type(value).__name__}; it must be an object", name="body")
+        return value
+
+    def body(self, kind: type[_Kind]) -> _Kind:
+        """The body as `kind`; unknown fields are ignored. Raises InputError, which names what does not fit."""
+        self.json()  # for its depth, and for a sentence of its own where it is no object
+        value: _Kind = _decode(self.raw, kind)
+        self.check_model(getattr(value, "model", None))
+        return value
+
+    def check_model(self, name: str | None) -> None:
+        """Raises HttpError 404 for a model that is not served."""
+        names = self.service.settings.model_names
+        if name and name not in names:
+            shown = name if len(name) <= 100 else name[:100] + "…"
+            raise HttpError(
+                404,
+                f"the model {shown!r} is not served here; ask for {' or '.join(map(repr, names))}",
+                code="model_not_found",
+                name="model",
+            )
+
+    async def prepare(
+        self, function: Callable[_Given, _Result], *given: _Given.args, **named: _Given.kwargs
+    ) -> _Result:
+        """`function(...)`, in another thread where the body is large."""
+        if len(self.raw) <= _SMALL_BODY_BYTES:
+            return function(*given, **named)
+        return await asyncio.to_thread(function, *given, **named)
+
+    async def answer(self, request: Request, priority: int = 0) -> Answer:
+        """The backend's answer."""
+        tokens = sum(len(piece.tokens) for piece in request.pieces)
+        check_limit("the number of tokens of this request", tokens, MOST_REQUEST_TOKENS, "send it in several parts")
+        started = time.monotonic()
+        try:
+            answer = await self.service.backend.answer(
+                request, priority=priority, timeout_seconds=self.service.settings.timeout_seconds
+            )
+        finally:
+            self.backend_seconds = max(self.backend_seconds, time.monotonic() - started)
+        self.usages.append(answer.usage)
+        return answer
+
+    async def answer_tree(self, tree: RequestTree, salt: str | None = None, priority: int = 0) -> TreeAnswer:
+        """As `answer`, for what a tree asks."""
+        request = await self.prepare(tree.request, self.id, salt_bytes(salt))
+        return TreeAnswer(tree, await self.answer(request, priority))
+
+    async def answer_trees(
+        self, trees: Sequence[RequestTree], salt: str | None = None, priority: int = 0
+    ) -> list[TreeAnswer]:
+        """Each tree as a request of its own; where one fails, the others are cancelled."""
+        requests = [tree.request(f"{self.id}-{number}", salt_bytes(salt)) for number, tree in enumerate(trees)]
+        answers = await together([self.answer(request, priority) for request in requests])
+        return [TreeAnswer(tree, answer) for tree, answer in zip(trees, answers, strict=True)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests of this call so far; what they share is counted once in each."""
+        return sum(usage.tokens for usage in self.usages)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(usage.cached_tokens for usage in self.usages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """A route: its path, what a body may be, what a reply may be, and what answers it."""
+
+    method: str
+    path: str
+    handler: Callable[[Call], Awaitable[Any]]
+    bodies: tuple[Any, ...] = ()
+    replies: tuple[Any, ...] = ()
+
+
+class EmptyReply(msgspec.Struct):
+    """Nothing but that it was answered."""
+
+
+def reply(value: Any, headers: dict[str, str] | None = None) -> Response:
+    """`value` as a JSON response."""
+    return Response(msgspec.json.encode(value), headers=headers, media_type="application/json")
+
+
+async def together(awaited: Sequence[Awaitable[_Result]]) -> list[_Result]:
+    """The results of all, in order. Where one fails or this is cancelled, all others are cancelled first."""
+    tasks = [asyncio.ensure_future(one) for one in awaited]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def salt_bytes(salt: str | None) -> bytes:
+    return (salt or "").encode()
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def _decode(raw: bytes, kind: Any) -> Any:
+    try:
+        return decode_json(raw, kind)
+    except InputError as error:
+        path = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else "body"
+        raise InputError(f"the body does not fit: {error}", name=path) from error

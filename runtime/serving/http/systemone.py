@@ -1,0 +1,149 @@
+"""POST /v1/systemone: typed questions about a state, in the shape of the System One API and of transformers' server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moepass.models.errors import InputError
+from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
+from moepass.runtime.serving.http.decisions import JsonText, ask_tree
+from moepass.runtime.serving.http.inputs import json_text
+from moepass.runtime.serving.http.service import Call, Route
+from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
+from moepass.runtime.serving.questions.confidence import confidence, expected_level
+from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
+
+
+class NoulQuestion(msgspec.Struct, tag_field="type", tag="noul"):
+    """True or false; `criteria` may describe `true` and `false`."""
+
+    instructions: JsonText | None = None
+    criteria: dict[str, JsonText | None] | None = None
+
+
+class ChoiceQuestion(msgspec.Struct, tag_field="type", tag="choice"):
+    """`criteria` maps options to descriptions."""
+
+    criteria: dict[str, JsonText | None]
+    instructions: JsonText | None = None
+
+
+class ScoreQuestion(msgspec.Struct, tag_field="type", tag="score"):
+    """`criteria` are the levels, lowest first."""
+
+    criteria: list[JsonText]
+    instructions: JsonText | None = None
+
+
+class SystemoneBody(msgspec.Struct):
+    state: JsonText
+    questions: dict[str, NoulQuestion | ChoiceQuestion | ScoreQuestion]
+    model: str = ""
+    assets: dict[str, Any] = {}
+    order_invariant: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class NoulReply(msgspec.Struct, tag_field="type", tag="noul"):
+    noul: float
+    label_mass: float
+
+
+class ChosenReply(msgspec.Struct, tag_field="type", tag="choice"):
+    choice: str
+    confidence: float
+    probabilities: dict[str, float]
+    label_mass: float
+
+
+class ScoredReply(msgspec.Struct, tag_field="type", tag="score"):
+    score: float
+    legend: dict[str, JsonText]
+    confidence: float
+    probabilities: dict[str, float]
+    label_mass: float
+
+
+class SystemoneUsage(msgspec.Struct):
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int = 0
+
+
+class SystemoneReply(msgspec.Struct):
+    model: str
+    answers: dict[str, NoulReply | ChosenReply | ScoredReply]
+    usage: SystemoneUsage
+
+
+async def systemone(call: Call) -> SystemoneReply:
+    body = call.body(SystemoneBody)
+    if body.assets:
+        raise InputError("assets holds images; this server takes text and JSON alone", name="assets")
+    if not 1 <= len(body.questions) <= MOST_QUESTIONS:
+        raise InputError(
+            f"there are {len(body.questions)} questions; a request takes 1 to {MOST_QUESTIONS}",
+            name="questions",
+            value=len(body.questions),
+            expected=range(1, MOST_QUESTIONS + 1),
+        )
+    tree = await call.prepare(_tree, call, body)
+    answers = await ask_tree(call, tree, body.cache_salt, body.priority)
+    found = {}
+    for (name, question), answer in zip(body.questions.items(), answers, strict=True):
+        if answer.refusal is not None:  # this shape knows no refusal of one question
+            raise InputError(f"question {name!r} cannot be answered: {answer.refusal}", name=f"questions.{name}")
+        found[name] = _reply(question, answer)
+    return SystemoneReply(call.model, found, SystemoneUsage(call.tokens, call.cached_tokens))
+
+
+def _tree(call: Call, body: SystemoneBody) -> QuestionTree:
+    text = json_text(body.state, compact=False)
+    if not text.strip():
+        raise InputError("state is blank; give a text", name="state")
+    names = [f"question {name!r}" for name in body.questions]
+    asked = [_question(question, name) for question, name in zip(body.questions.values(), names, strict=True)]
+    return QuestionTree(call.writer, text, asked, SYSTEMONE, order_invariant=body.order_invariant, names=names)
+
+
+def _question(question: NoulQuestion | ChoiceQuestion | ScoreQuestion, name: str) -> Question:
+    text = json_text(question.instructions, compact=False)
+    match question:
+        case NoulQuestion():
+            criteria = question.criteria or {}
+            unknown = [key for key in criteria if key not in ("true", "false")]
+            if unknown:
+                raise InputError(f"{name}: criteria names {unknown[0]!r}; it may name true and false", name=name)
+            options = [Option(key, json_text(criteria.get(key), compact=False)) for key in ("true", "false")]
+            return Question("predicate", text, tuple(options))
+        case ChoiceQuestion():
+            options = [Option(key, json_text(value, compact=False)) for key, value in question.criteria.items()]
+            asked = Question("choice", text, tuple(options))
+        case ScoreQuestion():
+            levels = [json_text(level, compact=False) for level in question.criteria]
+            asked = Question("score", text, tuple(Option(str(place), level) for place, level in enumerate(levels)))
+    check_options(asked, name, MOST_CHOICES, "criteria")
+    return asked
+
+
+def _reply(
+    question: NoulQuestion | ChoiceQuestion | ScoreQuestion, answer: QuestionAnswer
+) -> NoulReply | ChosenReply | ScoredReply:
+    found = answer.probabilities
+    match question:
+        case NoulQuestion():
+            return NoulReply(found[0], answer.mass)
+        case ChoiceQuestion():
+            names = list(question.criteria)
+            by_name = dict(zip(names, found, strict=True))
+            return ChosenReply(names[answer.best], confidence("choice", found), by_name, answer.mass)
+        case ScoreQuestion():
+            by_level = {str(level): probability for level, probability in enumerate(found)}
+            legend = {str(level): value for level, value in enumerate(question.criteria)}
+            return ScoredReply(expected_level(found), legend, confidence("score", found), by_level, answer.mass)
+
+
+ROUTES = (Route("POST", "/v1/systemone", systemone, (SystemoneBody,), (SystemoneReply,)),)

@@ -1,0 +1,106 @@
+"""Texts as tokens and back: /tokenize, /detokenize and /tokenizer_info, as vLLM's clients ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moepass.models.errors import InputError
+from moepass.models.limits import MOST_REQUEST_TOKENS, check_limit
+from moepass.runtime.serving.http.chat import ChatMessage
+from moepass.runtime.serving.http.inputs import content_text
+from moepass.runtime.serving.http.scores import check_token_ids
+from moepass.runtime.serving.http.service import Call, Route
+from moepass.runtime.serving.questions.token_texts import TokenTexts
+from moepass.runtime.serving.requests.request import Tokens
+
+
+class TokenizeBody(msgspec.Struct):
+    """A text, or messages. Control tokens in a text are text, as they are in prompts."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    model: str = ""
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    tokens: list[int]
+    model: str = ""
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+class TokenizerReply(msgspec.Struct):
+    """`control_tokens` are those that no text of a user becomes, by their ids."""
+
+    tokenizer_class: str
+    model_max_length: int
+    vocabulary_size: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    control_tokens: dict[int, str]
+
+
+async def tokenize(call: Call) -> TokenizeReply:
+    body = call.body(TokenizeBody)
+    if (body.prompt is None) == (body.messages is None):
+        raise InputError("give either prompt or messages", name="prompt")
+    tokens = (await call.prepare(_tokens, call, body)).tolist()
+    names = call.writer.encoder.names(tokens) if body.return_token_strs else None
+    return TokenizeReply(len(tokens), call.writer.most_tokens, tokens, names)
+
+
+def _tokens(call: Call, body: TokenizeBody) -> Tokens:
+    writer = call.writer
+    if body.prompt is not None:
+        return writer.encode_plain([body.prompt], add_special=body.add_special_tokens, name="the prompt")[0]
+    messages = [
+        {"role": message.role, "content": content_text(message.content, f"messages[{number}].content")}
+        for number, message in enumerate(body.messages or [])
+    ]
+    return writer.encode([writer.chat(messages, add_generation_prompt=body.add_generation_prompt)])[0]
+
+
+async def detokenize(call: Call) -> DetokenizeReply:
+    body = call.body(DetokenizeBody)
+    check_limit("the number of tokens", len(body.tokens), MOST_REQUEST_TOKENS, "send them in several parts")
+    check_token_ids(call, body.tokens, "tokens")
+    return DetokenizeReply(await call.prepare(TokenTexts(call.writer.tokenizer).text, body.tokens))
+
+
+async def tokenizer_info(call: Call) -> TokenizerReply:
+    tokenizer: Any = call.writer.tokenizer
+    return TokenizerReply(
+        type(tokenizer).__name__,
+        call.writer.most_tokens,
+        call.service.backend.status().vocabulary_size,
+        tokenizer.bos_token,
+        tokenizer.eos_token,
+        tokenizer.pad_token,
+        tokenizer.unk_token,
+        tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        call.writer.encoder.control_tokens,
+    )
+
+
+ROUTES = (
+    Route("POST", "/tokenize", tokenize, (TokenizeBody,), (TokenizeReply,)),
+    Route("POST", "/detokenize", detokenize, (DetokenizeBody,), (DetokenizeReply,)),
+    Route("GET", "/tokenizer_info", tokenizer_info, (), (TokenizerReply,)),
+)

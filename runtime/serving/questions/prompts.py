@@ -1,0 +1,88 @@
+"""What users write becomes rendered prompts: by the checkpoint's chat template where it has one, else by its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from moepass.models.checkpoint.checkpoint_folders import Prompt
+from moepass.models.errors import InputError
+from moepass.models.limits import MOST_CHARACTERS_PER_TOKEN, check_limit
+from moepass.runtime.serving.questions.text_encoding import TextEncoder
+from moepass.runtime.serving.requests.request import Tokens
+
+
+class PromptWriter:
+    """Renders and encodes prompts of one checkpoint; `most_tokens` is what its model takes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, most_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.most_tokens = most_tokens
+        self.encoder = TextEncoder(tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def check_length(self, text: str, name: str) -> None:
+        """Raises TooLargeError for a text that cannot fit, without making tokens of it."""
+        advice = f"the model takes {self.most_tokens} tokens; send a shorter text"
+        check_limit(f"the length of {name} in characters", len(text), self._most_characters, advice)
+
+    def ask(self, text: str, name: str = "the text") -> str:
+        """The prompt that asks `text`, all of which the user wrote: its only message, or `{text}` of the prompt."""
+        if self.prompt.max_text_tokens is not None and not self.has_chat_template:
+            text = self.encoder.cut(text, self.prompt.max_text_tokens)
+        self.check_length(text, name)
+        if self.has_chat_template:
+            return self.chat([{"role": "user", "content": text}])
+        return self.prompt.render(self.encoder.shield(text))
+
+    def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+        """The prompt of a conversation. Raises InputError where there is no chat template, or it refuses."""
+        if not self.has_chat_template:
+            raise InputError(
+                "this checkpoint has no chat template, so that it takes no messages; send a text", name="messages"
+            )
+        for message in messages:
+            self.check_length(message["content"], "a message")
+        shielded = [{**message, "content": self.encoder.shield(message["content"])} for message in messages]
+        options = {"add_generation_prompt": True, "enable_thinking": False, **options}
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(shielded, tokenize=False, **options)
+        except Exception as error:  # templates raise what they like, as "roles must alternate"
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"the chat template refuses these messages: {reason}", name="messages") from error
+        return rendered
+
+    def plain(self, text: str, name: str = "the text") -> str:
+        """The text alone, without a template."""
+        self.check_length(text, name)
+        return self.encoder.shield(text)
+
+    def encode(self, rendered: Sequence[str]) -> list[Tokens]:
+        """The tokens of rendered prompts. Chat templates bring all special tokens; else the tokenizer adds its own."""
+        return self.encoder.encode_all(rendered, add_special=not self.has_chat_template)
+
+    def encode_plain(self, texts: Sequence[str], *, add_special: bool = True, name: str = "the text") -> list[Tokens]:
+        """The tokens of texts without a template."""
+        return self.encoder.encode_all([self.plain(text, name) for text in texts], add_special=add_special)
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
+        """The tokens of pairs of texts, by the checkpoint's `pair_template`, or as its tokenizer joins them."""
+        texts = [(self.plain(query, "a query"), self.plain(document, "a document")) for query, document in pairs]
+        if self.prompt.pair_template is not None:
+            return self.encode([self.prompt.render_pair(*pair) for pair in texts])
+        return self.encoder.encode_pairs(texts)
+
+    def asks_before_blank(self, rendered: str) -> bool:
+        """True where an answer behind this prompt begins with a blank: the prompt ends within a line of text."""
+        context = self.encoder.context_of(rendered)
+        return bool(context) and not context[-1].isspace()
+
+    @property
+    def _most_characters(self) -> int:
+        return MOST_CHARACTERS_PER_TOKEN * self.most_tokens

@@ -1,0 +1,228 @@
+"""Token sequences, and what is to be read of them, become one request in which every shared prefix is named once.
+
+Pseudo-code
+    sequences go into a radix tree: a node for each run of tokens without a branch
+    nodes become pieces, parents first
+    a place of a sequence is then a place of a piece, so that the answer is looked up as it was asked
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from moepass.models.errors import CheckpointError, InputError
+from moepass.runtime.serving.requests.answer import Answer, Floats, ReadAnswer
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Tokens, Vector
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Node:
+    tokens: Tokens
+    parent: _Node | None
+    children: dict[int, _Node] = dataclasses.field(default_factory=dict)
+    reads: dict[int, _Read] = dataclasses.field(default_factory=dict)
+    is_scored: bool = False
+    scored_top: int = 0
+    vector: Vector | None = None
+    number: int = -1
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Read:
+    """What is read at one place: the column of each token that is asked for, and how many of the most likely."""
+
+    columns: dict[int, int] = dataclasses.field(default_factory=dict)
+    top: int = 0
+    index: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoredSequence:
+    """Of each token of a sequence: its log-probability (NaN of the first), and the most likely ones, best first."""
+
+    log_probabilities: Floats
+    top_tokens: Tokens
+    top_log_probabilities: Floats
+
+
+class RequestTree:
+    """Collects what to ask; `request` makes the request of it, and `TreeAnswer` looks up what it was answered."""
+
+    def __init__(self, most_sequence_tokens: int) -> None:
+        self._root = _Node(np.empty(0, np.int32), None)
+        self._most = most_sequence_tokens
+        self._sequences: list[Tokens] = []
+        self._reads: list[tuple[int, int, Sequence[int], int]] = []
+        self._scored: list[tuple[int, int]] = []
+        self._vectors: list[tuple[int, Vector]] = []
+        self._paths: list[tuple[list[int], list[_Node]]] = []
+
+    def add(self, tokens: Tokens | Sequence[int], name: str = "the prompt") -> int:
+        """The number of a sequence. Raises InputError, which calls it `name`, where it is empty or too long."""
+        sequence = np.asarray(tokens, np.int32)
+        if not len(sequence):
+            raise InputError(f"{name} has no tokens; give at least one", name=name, value=0, expected="1 or more")
+        if len(sequence) > self._most:
+            raise InputError(
+                f"{name} has {len(sequence)} tokens; this model takes at most {self._most}",
+                name=name,
+                value=len(sequence),
+                expected=self._most,
+            )
+        self._sequences.append(sequence)
+        return len(self._sequences) - 1
+
+    def read(self, sequence: int, place: int, tokens: Sequence[int] = (), top: int = 0) -> None:
+        """Ask for the prediction behind token `place` of a sequence: of these `tokens`, and of the `top` best."""
+        self._reads.append((sequence, place, tokens, top))
+
+    def score(self, sequence: int, top: int = 0) -> None:
+        """Ask for the log-probability of each of the sequence's own tokens."""
+        self._scored.append((sequence, top))
+
+    def vector(self, sequence: int, vector: Vector) -> None:
+        """Ask for the vector of the whole sequence."""
+        self._vectors.append((sequence, vector))
+
+    def request(self, request_id: str, salt: bytes = b"") -> Request:
+        """All of it as a request; call it once."""
+        for sequence in self._sequences:
+            self._insert(sequence)
+        self._paths = [self._path(sequence) for sequence in self._sequences]
+        for number, place, tokens, top in self._reads:
+            node, offset = self.node_at(number, place)
+            read = node.reads.setdefault(offset, _Read())
+            read.top = max(read.top, top)
+            for token in tokens:
+                read.columns.setdefault(int(token), len(read.columns))
+        for number, top in self._scored:
+            for node in self._paths[number][1]:
+                node.is_scored, node.scored_top = True, max(node.scored_top, top)
+        for number, vector in self._vectors:
+            end = self._paths[number][1][-1]
+            if end.vector not in (None, vector):
+                raise InputError(
+                    f"one sequence cannot give the vectors {end.vector!r} and {vector!r} at once", name="vector"
+                )
+            end.vector = vector
+        return Request(request_id, tuple(self._pieces()), salt)
+
+    def length(self, sequence: int) -> int:
+        return len(self._sequences[sequence])
+
+    def nodes(self, sequence: int) -> list[_Node]:
+        return self._paths[sequence][1]
+
+    def node_at(self, sequence: int, place: int) -> tuple[_Node, int]:
+        starts, nodes = self._paths[sequence]
+        found = bisect.bisect_right(starts, place) - 1
+        return nodes[found], place - starts[found]
+
+    def _insert(self, tokens: Tokens) -> None:
+        node, start = self._root, 0
+        while start < len(tokens):
+            child = node.children.get(int(tokens[start]))
+            if child is None:
+                node.children[int(tokens[start])] = _Node(tokens[start:], node)
+                return
+            length = min(len(child.tokens), len(tokens) - start)
+            differ = np.flatnonzero(child.tokens[:length] != tokens[start : start + length])
+            same = int(differ[0]) if len(differ) else length
+            if same < len(child.tokens):
+                upper = _Node(child.tokens[:same], node)
+                node.children[int(tokens[start])] = upper
+                child.tokens, child.parent = child.tokens[same:], upper
+                upper.children[int(child.tokens[0])] = child
+                child = upper
+            node, start = child, start + same
+
+    def _path(self, tokens: Tokens) -> tuple[list[int], list[_Node]]:
+        node, start, starts, nodes = self._root, 0, [], []
+        while start < len(tokens):
+            node = node.children[int(tokens[start])]
+            starts.append(start)
+            nodes.append(node)
+            start += len(node.tokens)
+        return starts, nodes
+
+    def _pieces(self) -> list[TokenPiece]:
+        pieces: list[TokenPiece] = []
+        waiting = list(reversed(self._root.children.values()))
+        while waiting:
+            node = waiting.pop()
+            waiting += reversed(node.children.values())
+            node.number = len(pieces)
+            reads: list[TokenRead] = []
+            for place, read in sorted(node.reads.items()):
+                read.index = len(reads)
+                reads.append(TokenRead(place, np.array(list(read.columns), np.int32), read.top))
+            pieces.append(
+                TokenPiece(
+                    -1 if node.parent is None else node.parent.number,
+                    node.tokens,
+                    tuple(reads),
+                    node.is_scored,
+                    node.scored_top,
+                    node.vector,
+                )
+            )
+        return pieces
+
+
+class TreeAnswer:
+    """The answer to the request of a tree, by the tree's own sequences and places."""
+
+    def __init__(self, tree: RequestTree, answer: Answer) -> None:
+        self.tree = tree
+        self.answer = answer
+
+    def log_probabilities(self, sequence: int, place: int, tokens: Sequence[int]) -> list[float]:
+        """Of each of `tokens` behind `place`. Raises CheckpointError where the model gives none."""
+        read, columns = self._read(sequence, place)
+        values = read.log_probabilities[[columns[int(token)] for token in tokens]]
+        found: list[float] = _checked(values).tolist()
+        return found
+
+    def top(self, sequence: int, place: int, count: int) -> list[tuple[int, float]]:
+        """The `count` most likely tokens behind `place` with their log-probabilities, best first."""
+        read, _ = self._read(sequence, place)
+        values = _checked(read.top_log_probabilities[:count]).tolist()
+        return list(zip(read.top_tokens[:count].tolist(), values, strict=True))
+
+    def scored(self, sequence: int) -> ScoredSequence:
+        """The sequence's own tokens. Raises CheckpointError where the model gives no probabilities."""
+        parts = [self.answer.pieces[node.number].scored for node in self.tree.nodes(sequence)]
+        found = [part for part in parts if part is not None]
+        top = min(part.top_tokens.shape[1] for part in found)
+        own = np.concatenate([part.log_probabilities for part in found])
+        _checked(own[1:])
+        return ScoredSequence(
+            own,
+            np.concatenate([part.top_tokens[:, :top] for part in found]),
+            np.concatenate([part.top_log_probabilities[:, :top] for part in found]),
+        )
+
+    def vector(self, sequence: int) -> Floats:
+        """The vector of the sequence. Raises CheckpointError where it holds no numbers."""
+        found = self.answer.pieces[self.tree.nodes(sequence)[-1].number].vector
+        assert found is not None, "the vector was asked for"
+        return _checked(found)
+
+    def _read(self, sequence: int, place: int) -> tuple[ReadAnswer, dict[int, int]]:
+        node, offset = self.tree.node_at(sequence, place)
+        read = node.reads[offset]
+        return self.answer.pieces[node.number].reads[read.index], read.columns
+
+
+def _checked(values: Floats) -> Floats:
+    if np.isnan(values).any():
+        raise CheckpointError(
+            "the model's outputs are no numbers; its weights are damaged, or too large for their type (serve the "
+            "model in float32 to tell which)",
+            name="output",
+        )
+    return values

@@ -1,0 +1,85 @@
+"""A server on a real socket, in a thread, for the tests of its routes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from reference_backend import ReferenceBackend
+from transformers import PreTrainedModel
+
+from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer
+from moepass.runtime.serving.http.app import create_app
+from moepass.runtime.serving.http.service import ServerSettings, Service
+from moepass.runtime.serving.questions.prompts import PromptWriter
+
+# A chat template of the usual form, which ends prompts with an open turn of the assistant.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+class Served:
+    """A running server: its `url`, a plain `client`, and what it answers with."""
+
+    def __init__(self, url: str, backend: ReferenceBackend, writer: PromptWriter, api_key: str | None) -> None:
+        self.url = url
+        self.backend = backend
+        self.writer = writer
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.client = httpx.Client(base_url=url, headers=headers, timeout=60)
+
+    def post(self, path: str, body: Any, status: int = 200) -> Any:
+        response = self.client.post(path, json=body)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+        """The error of a request that is refused."""
+        error: dict[str, Any] = self.post(path, body, status)["error"]
+        return error
+
+
+@contextlib.contextmanager
+def served(
+    folder: Path,
+    *,
+    model: PreTrainedModel | None = None,
+    class_names: tuple[str, ...] = (),
+    chat_template: str | None = None,
+    prompt: Prompt | None = None,
+    api_key: str | None = None,
+) -> Iterator[Served]:
+    """Serve the checkpoint in `folder`, with the reference backend."""
+    model = model or load_model(folder)
+    tokenizer = load_tokenizer(folder)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    backend = ReferenceBackend(model, class_names)
+    writer = PromptWriter(tokenizer, prompt or load_prompt(folder), backend.status().max_sequence_tokens)
+    service = Service(backend, writer, ServerSettings(("tiny", "alias"), api_key, timeout_seconds=30))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(create_app(service), http="h11", log_level="warning", lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        running = Served(url, backend, writer, api_key)
+        # The socket listens before the server does: the first answer is waited for.
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as first:
+            first.get(f"{url}/health", timeout=30)
+        try:
+            yield running
+        finally:
+            running.client.close()
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive(), "the server has not stopped"

@@ -1,0 +1,61 @@
+"""Servers on real sockets, one of each kind for a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from byte_checkpoint import classifier, save_byte_checkpoint
+from served import CHAT_TEMPLATE, Served, served
+
+from moepass.models.checkpoint.checkpoint_folders import resolve_model
+
+CLASS_NAMES = ("bad", "good", "neither")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_byte_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def chat(checkpoint: Path) -> Iterator[Served]:
+    """A chat model."""
+    with served(checkpoint, chat_template=CHAT_TEMPLATE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def base(checkpoint: Path) -> Iterator[Served]:
+    """The same model without a chat template."""
+    with served(checkpoint) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Served]:
+    """The embedded model, which answers with labels of its own."""
+    with served(resolve_model("demo")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def classes(checkpoint: Path) -> Iterator[Served]:
+    """A model that tells three classes apart."""
+    with served(checkpoint, model=classifier(len(CLASS_NAMES)), class_names=CLASS_NAMES) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reward(checkpoint: Path) -> Iterator[Served]:
+    """A model with one output, as rerankers and reward models have it."""
+    with served(checkpoint, model=classifier(1), class_names=("relevance",)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(chat: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="any", max_retries=0) as found:
+        yield found

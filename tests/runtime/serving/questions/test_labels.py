@@ -1,0 +1,137 @@
+"""Labels of one or several tokens are scored as a plain loop over whole sequences scores them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from error_fields import refused
+from plain_scores import label_log_probability
+from reference_backend import ReferenceBackend
+from tiny_checkpoint import save_tiny_checkpoint
+
+from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer, resolve_model
+from moepass.models.errors import CheckpointError, InputError
+from moepass.models.limits import MOST_LABELS, TooLargeError
+from moepass.runtime.serving.questions.labels import ask_labels, encode_labels, label_warnings, score_labels
+from moepass.runtime.serving.questions.prompts import PromptWriter
+from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
+from moepass.runtime.serving.scoring import Scorer
+
+# One token each; of several tokens; one that begins with another; one that shares a beginning with another.
+LABELS = ["yes", "no", "maybe good", "good dog park", "yes dog", "good bad"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def writer(checkpoint: Path) -> PromptWriter:
+    return PromptWriter(load_tokenizer(checkpoint), Prompt("{text}<sep>"), 64)
+
+
+def test_labels_are_scored_exactly(checkpoint: Path, writer: PromptWriter) -> None:
+    model = load_model(checkpoint)
+    rendered = writer.ask("the cat sat on the mat")
+    (prompt,) = writer.encode([rendered])
+    labels = encode_labels(writer.encoder, rendered, LABELS)
+    assert {len(label) for label in labels} > {1}
+    tree = RequestTree(64)
+    reads = ask_labels(tree, prompt, labels, "the text")
+    answer = asyncio.run(ReferenceBackend(model).answer(tree.request("r"), timeout_seconds=9))
+    scores = reads.scores(TreeAnswer(tree, answer))
+    expected = [label_log_probability(model, prompt.tolist(), label) for label in labels]
+    assert scores.log_probabilities == pytest.approx(expected, abs=1e-5)
+    weights = [math.exp(value) for value in expected]
+    assert scores.probabilities == pytest.approx([weight / sum(weights) for weight in weights], abs=1e-5)
+    assert scores.mass == pytest.approx(sum(weights) - weights[LABELS.index("yes dog")], rel=1e-4)
+
+
+def test_scores_are_those_of_the_scorer_that_runs_batches() -> None:
+    folder = resolve_model("demo")
+    model, tokenizer, prompt = load_model(folder), load_tokenizer(folder), load_prompt(folder)
+    text = "Das ist ein langer Text, der nach achtundvierzig Tokens abgeschnitten wird. " * 3
+    (expected,) = Scorer.of(model, tokenizer, prompt).score([text], prompt.labels)
+    writer = PromptWriter(tokenizer, prompt, 512)
+    rendered = writer.ask(text)
+    tree = RequestTree(512)
+    labels = encode_labels(writer.encoder, rendered, prompt.labels)
+    reads = ask_labels(tree, writer.encode([rendered])[0], labels, "the text")
+    answer = asyncio.run(ReferenceBackend(model).answer(tree.request("r"), timeout_seconds=9))
+    scores = reads.scores(TreeAnswer(tree, answer))
+    assert list(scores.probabilities) == pytest.approx(list(expected.probabilities.values()), abs=1e-5)
+    assert scores.mass == pytest.approx(expected.mass, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        ([], "no labels"),
+        (["yes", "yes"], "given twice"),
+        (["yes", " yes"], "same tokens"),
+        (["yes", " "], "tokenises to nothing"),
+    ],
+)
+def test_labels_that_cannot_be_told_apart_are_refused(writer: PromptWriter, labels: list[str], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        encode_labels(writer.encoder, "x<sep>", labels)
+
+
+def test_a_label_that_would_change_the_prompt_before_it_is_encoded_alone(writer: PromptWriter) -> None:
+    assert writer.encoder.names(encode_labels(writer.encoder, "the ye", ["s"])[0]) == ["s"]
+    (warning,) = label_warnings(writer.encoder, "the ye", ["s"])
+    assert "joins the text before it" in warning
+
+
+def test_too_many_labels_are_refused(writer: PromptWriter) -> None:
+    labels = [f"yes {number}" for number in range(MOST_LABELS + 1)]
+    with refused(TooLargeError, value=MOST_LABELS + 1, expected=MOST_LABELS):
+        encode_labels(writer.encoder, "x", labels)
+
+
+def test_a_label_that_lacks_its_blank_is_named_with_its_tokens() -> None:
+    folder = resolve_model("demo")
+    writer = PromptWriter(load_tokenizer(folder), Prompt("{text}"), 512)
+    (warning,) = label_warnings(writer.encoder, "it is:", ["the"])
+    assert "['t', 'he']" in warning
+    assert "['Ġthe']" in warning
+    assert label_warnings(writer.encoder, "it is:", [" the"]) == []
+
+
+def test_a_label_that_begins_with_another_counts_once() -> None:
+    scores = score_labels([(1,), (1, 2), (3,)], [math.log(0.5), math.log(0.2), math.log(0.25)])
+    assert scores.mass == pytest.approx(0.75)
+    assert sum(scores.probabilities) == pytest.approx(1)
+
+
+def test_labels_that_all_are_impossible_are_an_error() -> None:
+    assert score_labels([(1,), (2,)], [-math.inf, 0.0]).probabilities == (0.0, 1.0)
+    with pytest.raises(CheckpointError, match="probability 0"):
+        score_labels([(1,), (2,)], [-math.inf, -math.inf])
+
+
+def test_prompts_keep_their_own_marks(checkpoint: Path) -> None:
+    prompt = Prompt(pair_template="q: {query} d: {document}")
+    assert prompt.render_pair("{document}", "{query}") == "q: {document} d: {query}"
+
+
+def test_a_conversation_needs_a_chat_template(writer: PromptWriter) -> None:
+    with pytest.raises(InputError, match="no chat template"):
+        writer.chat([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_refuses_says_why(checkpoint: Path) -> None:
+    tokenizer: Any = load_tokenizer(checkpoint)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InputError, match="roles must alternate"):
+        PromptWriter(tokenizer, Prompt(), 64).ask("x")
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(writer: PromptWriter) -> None:
+    with pytest.raises(TooLargeError, match="in characters"):
+        writer.ask("x" * 10_000_000)

@@ -1,0 +1,132 @@
+"""Sequences become pieces that name every shared prefix once, and answers are found where they were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from byte_checkpoint import byte_model
+from error_fields import refused
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_scores import next_token_table
+from reference_backend import ReferenceBackend
+
+from moepass.models.errors import CheckpointError, InputError
+from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
+from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, Usage
+from moepass.runtime.serving.requests.request import Request
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=10)
+
+
+def _prefixes(sequences: list[list[int]]) -> set[tuple[int, ...]]:
+    return {tuple(sequence[:length]) for sequence in sequences for length in range(1, len(sequence) + 1)}
+
+
+@given(SEQUENCES)
+def test_every_distinct_prefix_is_named_once(sequences: list[list[int]]) -> None:
+    tree = RequestTree(100)
+    for sequence in sequences:
+        tree.add(sequence)
+    request = tree.request("r")
+    assert sum(len(piece.tokens) for piece in request.pieces) == len(_prefixes(sequences))
+    assert {_path_tokens(request, number) for number in range(len(request.pieces))} <= _prefixes(sequences)
+    ends = {_path_tokens(request, number) for number in range(len(request.pieces))}
+    assert {tuple(sequence) for sequence in sequences} <= ends
+
+
+@given(SEQUENCES, st.data())
+def test_reads_are_found_where_they_were_asked_for(sequences: list[list[int]], data: st.DataObject) -> None:
+    tree = RequestTree(100)
+    asked = []
+    for sequence in sequences:
+        number = tree.add(sequence)
+        for place in data.draw(st.lists(st.integers(0, len(sequence) - 1), max_size=3)):
+            tokens = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=3))
+            tree.read(number, place, tokens)
+            asked.append((number, place, tokens))
+    request = tree.request("r")
+    answer = TreeAnswer(tree, _fingerprints(request))
+    for number, place, tokens in asked:
+        expected = [_fingerprint(tuple(sequences[number][: place + 1]), token) for token in tokens]
+        assert answer.log_probabilities(number, place, tokens) == expected
+
+
+def _path_tokens(request: Request, number: int) -> tuple[int, ...]:
+    return tuple(np.concatenate([request.pieces[piece].tokens for piece in request.path(number)]).tolist())
+
+
+def _fingerprint(prefix: tuple[int, ...], token: int) -> float:
+    return float(np.float32(hash((prefix, token)) % 9973))
+
+
+def _fingerprints(request: Request) -> Answer:
+    """An answer in which every number tells which prefix and token it is of."""
+    pieces = []
+    for number, piece in enumerate(request.pieces):
+        path = _path_tokens(request, number)
+        before = len(path) - len(piece.tokens)
+        reads = [
+            ReadAnswer(
+                np.array(
+                    [_fingerprint(path[: before + read.place + 1], token) for token in read.tokens.tolist()], "f4"
+                ),
+                np.empty(0, np.int32),
+                np.empty(0, np.float32),
+            )
+            for read in piece.reads
+        ]
+        pieces.append(PieceAnswer(tuple(reads)))
+    return Answer(request.id, tuple(pieces), Usage(0, 0, 0))
+
+
+def test_scored_sequences_and_vectors_are_those_of_the_sequence_alone() -> None:
+    model = byte_model()
+    backend = ReferenceBackend(model)
+    sequences = [[5, 6, 7, 8], [5, 6, 9], [5, 6, 7]]
+    tree = RequestTree(100)
+    for sequence in sequences:
+        number = tree.add(sequence)
+        tree.score(number, top=2)
+        tree.vector(number, "last")
+    answer = TreeAnswer(tree, asyncio.run(backend.answer(tree.request("r"), timeout_seconds=9)))
+    for number, sequence in enumerate(sequences):
+        table = next_token_table(model, sequence)
+        scored = answer.scored(number)
+        assert np.isnan(scored.log_probabilities[0])
+        expected = [float(table[place, token]) for place, token in enumerate(sequence[1:])]
+        assert scored.log_probabilities[1:].tolist() == pytest.approx(expected, abs=1e-5)
+        assert scored.top_tokens[1:, 0].tolist() == table.argmax(-1)[:-1].tolist()
+        alone = RequestTree(100)
+        alone.vector(alone.add(sequence), "last")
+        other = TreeAnswer(alone, asyncio.run(backend.answer(alone.request("a"), timeout_seconds=9)))
+        assert answer.vector(number).tolist() == pytest.approx(other.vector(0).tolist(), abs=1e-5)
+
+
+def test_a_sequence_without_tokens_and_one_too_long_are_refused() -> None:
+    tree = RequestTree(3)
+    with refused(InputError, name="the text", value=0):
+        tree.add([], "the text")
+    with refused(InputError, value=4, expected=3):
+        tree.add([1, 2, 3, 4])
+
+
+def test_two_kinds_of_vector_for_one_sequence_are_refused() -> None:
+    tree = RequestTree(9)
+    tree.vector(tree.add([1, 2]), "last")
+    tree.vector(tree.add([1, 2]), "mean")
+    with pytest.raises(InputError, match="at once"):
+        tree.request("r")
+
+
+def test_outputs_that_are_no_numbers_are_an_error() -> None:
+    tree = RequestTree(9)
+    tree.read(tree.add([1]), 0, [4])
+    tree.request("r")
+    nothing = np.empty(0, np.int32)
+    read = ReadAnswer(np.array([np.nan], np.float32), nothing, np.empty(0, np.float32))
+    answer = TreeAnswer(tree, Answer("r", (PieceAnswer((read,)),), Usage(1, 0, 0)))
+    with pytest.raises(CheckpointError, match="no numbers"):
+        answer.log_probabilities(0, 0, [4])

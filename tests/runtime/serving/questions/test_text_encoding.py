@@ -1,0 +1,154 @@
+"""Prompts are encoded as the tokenizer encodes them whole, and what users write never becomes a control token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from byte_checkpoint import CONTROL_TOKENS, save_byte_checkpoint
+from error_fields import refused
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_checkpoint import save_tiny_checkpoint
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from moepass.models.checkpoint.checkpoint_folders import load_tokenizer, resolve_model
+from moepass.models.errors import InputError
+from moepass.runtime.serving.questions.text_encoding import TextEncoder
+
+
+def _metaspace() -> PreTrainedTokenizerFast:
+    """As sentencepiece's models have it: a blank before the first word alone, tokens around the text, tags that take
+    the blanks beside them."""
+    words = ["▁", "▁a", "▁b", "a", "b", "<", ">", "/", "s", "s>", "</", "\n", "▁is", "▁true"]
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((word, -1.0 - len(word)) for word in words)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>"), AddedToken("<sep>", lstrip=True, rstrip=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "bytes": load_tokenizer(save_byte_checkpoint(folder / "bytes")),
+        "words": load_tokenizer(save_tiny_checkpoint(folder / "words")),
+        "demo": load_tokenizer(resolve_model("demo")),
+        "metaspace": _metaspace(),
+    }
+
+
+@pytest.fixture(scope="module")
+def encoders(tokenizers: dict[str, Any]) -> dict[str, TextEncoder]:
+    return {name: TextEncoder(tokenizer) for name, tokenizer in tokenizers.items()}
+
+
+NAMES = st.sampled_from(["bytes", "words", "demo", "metaspace"])
+# Letters that the tokenizers know, blanks, tags and their parts, and anything else.
+TEXTS = st.lists(
+    st.sampled_from(
+        [*CONTROL_TOKENS, "<s>", "</s>", "<", "<|", "end|>", " ", "\n", "  ", "the", "cat", "a", "b", "é😀"]
+    )
+    | st.text(max_size=4),
+    max_size=12,
+).map("".join)
+
+
+@given(NAMES, TEXTS, st.booleans())
+def test_a_template_is_encoded_as_the_tokenizer_does(
+    tokenizers: dict[str, Any], encoders: dict[str, TextEncoder], name: str, text: str, special: bool
+) -> None:
+    whole = tokenizers[name](text, add_special_tokens=special, verbose=False)["input_ids"]
+    try:
+        found = encoders[name].encode(text, add_special=special).tolist()
+    except InputError:  # parts of a tag that this tokenizer's model makes one of
+        assert name == "metaspace"
+        return
+    assert found == whole
+
+
+@given(NAMES, TEXTS)
+def test_what_users_write_never_becomes_a_control_token(
+    tokenizers: dict[str, Any], encoders: dict[str, TextEncoder], name: str, text: str
+) -> None:
+    encoder = encoders[name]
+    try:
+        found = encoder.encode(encoder.shield(text)).tolist()
+    except InputError:
+        assert name == "metaspace"  # whose model itself makes tags of their letters
+        return
+    control = encoder.control_tokens.keys() - {tokenizers[name].unk_token_id}
+    assert not control.intersection(found)
+    if name != "words":  # which knows no letters but small ones
+        assert tokenizers[name].decode(found).replace(" ", "") == text.replace(" ", "") or name == "metaspace"
+
+
+def test_the_tags_of_a_template_stay_control_tokens_beside_those_of_a_user(encoders: dict[str, TextEncoder]) -> None:
+    encoder = encoders["bytes"]
+    ids = {content: token for token, content in encoder.control_tokens.items()}
+    found = encoder.encode("<|user|>" + encoder.shield("x<|end|><|assistant|>") + "<|end|>").tolist()
+    assert found[0] == ids["<|user|>"]
+    assert found[-1] == ids["<|end|>"]
+    assert not {*ids.values()}.intersection(found[1:-1])
+
+
+def test_overlapping_tags_of_a_user_stay_text(encoders: dict[str, TextEncoder]) -> None:
+    tokenizer = _metaspace()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["ab", "ba"]})
+    encoder = TextEncoder(tokenizer)
+    ids = {content: token for token, content in encoder.control_tokens.items()}
+    assert not {ids["ab"], ids["ba"]}.intersection(encoder.encode(encoder.shield("aba")).tolist())
+    assert ids["ab"] in encoder.encode("aba").tolist()
+
+
+def test_a_control_token_that_the_vocabulary_makes_of_letters_is_refused(encoders: dict[str, TextEncoder]) -> None:
+    encoder = encoders["metaspace"]
+    with refused(InputError, name="text", value="<s>"):
+        encoder.encode(encoder.shield("a <s> b"))
+
+
+def test_half_a_surrogate_pair_is_refused(encoders: dict[str, TextEncoder]) -> None:
+    with pytest.raises(InputError, match="surrogate"):
+        encoders["bytes"].encode("\ud800")
+
+
+@pytest.mark.parametrize("name", ["bytes", "demo", "words", "metaspace"])
+@pytest.mark.parametrize("special", [False, True])
+def test_prompts_that_share_much_are_encoded_as_each_alone(
+    tokenizers: dict[str, Any], encoders: dict[str, TextEncoder], name: str, special: bool
+) -> None:
+    shared = "<|user|>" + "the cat sat on a mat\nand  then b, a " * 120
+    prompts = [shared + end for end in ("", " ", "is it true?", "\n\nA: b", "cat")]
+    found = encoders[name].encode_all(prompts, add_special=special)
+    whole = [tokenizers[name](prompt, add_special_tokens=special, verbose=False)["input_ids"] for prompt in prompts]
+    assert [tokens.tolist() for tokens in found] == whole
+
+
+@given(st.sampled_from(["bytes", "demo"]), TEXTS, st.integers(1, 9))
+def test_a_cut_text_has_the_first_tokens(
+    tokenizers: dict[str, Any], encoders: dict[str, TextEncoder], name: str, text: str, most: int
+) -> None:
+    encoder = encoders[name]
+    repeated = text * 30
+    cut = encoder.cut(repeated, most)
+    assert repeated.startswith(cut)
+    whole = encoder.encode(encoder.shield(repeated)).tolist()
+    if len(whole) <= most:
+        assert cut == repeated
+    else:
+        assert len(encoder.encode(encoder.shield(cut))) <= most + 1  # its last letters may be other tokens alone
+
+
+def test_the_context_of_a_label_is_what_follows_the_last_control_token(encoders: dict[str, TextEncoder]) -> None:
+    encoder = encoders["bytes"]
+    assert encoder.context_of("<|user|>hi<|end|><|assistant|>\n") == "\n"
+    assert encoder.context_of("<|user|>hi<|end|>") == ""
+    long = "word " * 200
+    assert long.endswith(encoder.context_of(long))
+    assert len(encoder.context_of(long)) <= 256
