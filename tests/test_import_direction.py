@@ -78,7 +78,7 @@ ROOMS = {
         "serving/attention": ("serving/cache", "serving/batching"),
         "serving/engine": (
             *("serving/attention", "serving/cache", *_BATCHING),
-            *("execute", "offload", "ranks", "profiles", "system"),
+            *("offload", "homes/registry", "banks"),
         ),
         "serving/router": _BATCHING,
         "serving/workers": ("serving/engine", "serving/router", *_BATCHING, "ranks", "system"),

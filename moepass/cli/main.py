@@ -1,4 +1,4 @@
-"""The command line: `moepass score`, `moepass explain`, `moepass calibrate`, `moepass demo`, `moepass cache`.
+"""The command line: `moepass score`, `serve`, `explain`, `calibrate`, `demo` and `cache`.
 
 Nothing heavy is imported before a command runs: `moepass --help` must not wait for torch.
 """
@@ -18,6 +18,7 @@ from moepass.cli.arguments import parse_labels, set_threads
 from moepass.cli.input_lines import read_lines
 from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar, with_progress
 from moepass.cli.scoring import answer, make_scorer
+from moepass.cli.serve_command import serve
 from moepass.cli.streams import (
     READER_LEFT,
     check_compiler_cache,
@@ -357,6 +358,11 @@ def calibrate(
     if not quick:
         stored = store_profile(hardware)
         console.print(f"stored as the profile of this machine: {stored}", highlight=False, soft_wrap=True)
+
+
+app.command(
+    epilog="Examples:\n\n**moepass serve demo**\n\n**moepass serve ./checkpoint --ranks 2 --home peer --port 8080**"
+)(serve)
 
 
 @app.command()

@@ -1,5 +1,4 @@
 """One rank: requests in, answers out, step by step, through a compiled model.
 
-May import serving/attention, serving/cache, serving/batching, serving/requests, execute, offload, ranks, profiles,
-system.
+May import serving/attention, serving/cache, serving/batching, serving/requests, offload, homes/registry, banks.
 """

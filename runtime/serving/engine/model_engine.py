@@ -91,6 +91,12 @@ class ModelEngine:
     def facts(self) -> EngineFacts:
         return self._facts
 
+    def be_ready(self, flops_per_second: float) -> None:
+        """The engine is warm: it forgets what the cache holds of that, and how fast it is stands in its facts."""
+        self._index.evict(self._index.block_count)
+        self._index.drain_events()
+        self._facts = dataclasses.replace(self._facts, flops_per_second=flops_per_second)
+
     def compilations(self) -> int:
         return self._counters.compilations()
 

@@ -58,9 +58,11 @@ STEPS_AT_A_RANK = 2
 
 @dataclasses.dataclass(frozen=True)
 class FrontendLimits:
-    """How much may wait: FLOPs that no rank has yet, and bytes of the tokens of all requests that are open."""
+    """How much may wait: seconds that the ranks need for what none of them has yet, and bytes of the tokens of all
+    requests that are open.
+    """
 
-    waiting_flops: float = math.inf
+    waiting_seconds: float = math.inf
     open_bytes: float = math.inf
 
 
@@ -219,16 +221,17 @@ class Frontend:
     # ---- Requests
 
     def _check_room(self, router: Router, size: int) -> None:
+        """Raises QueueFullError. One request is taken however large it is, if nothing waits."""
+        rate = sum(facts.flops_per_second for facts in self._facts.values())
+        seconds = router.waiting_flops / rate
         for name, value, limit in (
-            ("FLOPs", router.waiting_flops, self._limits.waiting_flops),
-            ("bytes", self._open_bytes + size, self._limits.open_bytes),
+            ("seconds of work", seconds, self._limits.waiting_seconds),
+            ("bytes", self._open_bytes, self._limits.open_bytes - size if self._open_bytes else math.inf),
         ):
             if value >= limit:
-                rate = sum(facts.flops_per_second for facts in self._facts.values())
-                seconds = max(1.0, math.ceil(router.waiting_flops / rate)) if rate else 1.0
                 raise QueueFullError(
                     f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
-                    retry_after_seconds=seconds,
+                    retry_after_seconds=max(1.0, math.ceil(seconds)),
                     name=name,
                     value=value,
                     expected=limit,

@@ -1,0 +1,201 @@
+"""The options of `moepass serve`. Each has a twin in the environment: --port is MOEPASS_PORT."""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Annotated
+
+import typer
+
+from moepass.cli.rank_options import RankOptions
+from moepass.cli.streams import check_compiler_cache
+from moepass.models.byte_counts import parse_bytes
+from moepass.models.errors import OptionError
+from moepass.models.homes import HOMES, home_named
+from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS
+
+
+class _ServedDtype(str, enum.Enum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class _Lower(str, enum.Enum):
+    inductor = "inductor"
+    eager = "eager"
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or **demo**.", envvar="MOEPASS_MODEL")
+    ],
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen at.", envvar="MOEPASS_HOST")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="0: any that is free.", envvar="MOEPASS_PORT")
+    ] = 8000,
+    ranks: Annotated[
+        int,
+        typer.Option(min=1, max=MOST_RANKS, metavar="N", help="Processes that compute.", envvar="MOEPASS_RANKS"),
+    ] = 1,
+    home: Annotated[
+        str,
+        typer.Option(
+            metavar=f"[{'|'.join(HOMES)}]",
+            help="Where experts rest; **device** streams none.",
+            envvar="MOEPASS_HOME",
+        ),
+    ] = "host",
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What clients call the model; more than one may be given.",
+            envvar="MOEPASS_NAME",
+            show_default="the last part of MODEL",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Clients must send it.", envvar="MOEPASS_API_KEY", show_default="none"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Where ranks compute: cpu or cuda.", envvar="MOEPASS_DEVICE")
+    ] = "cpu",
+    dtype: Annotated[
+        _ServedDtype | None,
+        typer.Option(help="Of the weights.", envvar="MOEPASS_DTYPE", show_default="that of the checkpoint"),
+    ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Of each rank's device, such as 6GB: the planner decides which layers stay.",
+            envvar="MOEPASS_MEMORY_BUDGET",
+            show_default="experts of no layer stay",
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Slots that experts stream through.", envvar="MOEPASS_SLOTS", show_default="2"
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A preset or a profile of the machine.",
+            envvar="MOEPASS_HARDWARE",
+            show_default="what `moepass calibrate` has stored",
+        ),
+    ] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Memory of each rank for prefixes that come again; **off** keeps none.",
+            envvar="MOEPASS_KV_CACHE",
+            show_default="a tenth of what is free",
+        ),
+    ] = None,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_TOKENS,
+            metavar="N",
+            help="A step is full from so many tokens on.",
+            envvar="MOEPASS_STEP_TOKENS",
+            show_default="the plan's saturation threshold",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0.001, metavar="SECONDS", help="A request is given up after it.", envvar="MOEPASS_TIMEOUT"),
+    ] = 60.0,
+    queue_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            help="Work that may wait; beyond it requests are refused with 429.",
+            envvar="MOEPASS_QUEUE_SECONDS",
+        ),
+    ] = 30.0,
+    queue_bytes: Annotated[
+        str,
+        typer.Option(metavar="BYTES", help="Tokens of all open requests.", envvar="MOEPASS_QUEUE_BYTES"),
+    ] = "1GB",
+    drain: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", help="After SIGTERM, open requests have so long.", envvar="MOEPASS_DRAIN"
+        ),
+    ] = 30.0,
+    lower: Annotated[_Lower, typer.Option(help="How segments are compiled.", envvar="MOEPASS_LOWER")] = _Lower.inductor,
+    eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.", envvar="MOEPASS_EAGER")] = False,
+    link: Annotated[
+        str,
+        typer.Option(metavar="LINK", help="real, or emulate:BYTES_PER_S.", envvar="MOEPASS_LINK"),
+    ] = "real",
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_THREADS,
+            metavar="N",
+            help="CPU threads of each rank.",
+            envvar="MOEPASS_THREADS",
+            show_default="cores shared out evenly",
+        ),
+    ] = None,
+) -> None:
+    """Answer decisions, scores, rankings and embeddings over HTTP, in the shapes of OpenAI's and other clients.
+
+    Ranks compile and warm up first; /ready tells when they are done. All questions of a request and all requests of a
+    step share their prefixes.
+    """
+    cache_bytes = 0 if kv_cache == "off" else parse_bytes(kv_cache)
+    most_bytes = parse_bytes(queue_bytes)
+    if most_bytes is None or most_bytes <= 0:
+        raise OptionError.wrong("queue_bytes", queue_bytes, "bytes above 0, such as 1GB")
+    check_compiler_cache()
+
+    from moepass.cli.serving import ServeOptions, run_server
+
+    names = tuple(name or [os.path.basename(os.path.normpath(model))])
+    rank_options = RankOptions(
+        model=model,
+        ranks=ranks,
+        home=home_named(home).name,
+        device=device,
+        lower=lower.value,
+        compiled=not eager,
+        link=link,
+        key="",
+        meeting="",
+        threads=threads or max(1, (os.cpu_count() or 1) // ranks),
+        dtype=None if dtype is None else dtype.value,
+        slots=slots,
+        memory_budget=memory_budget,
+        hardware=hardware,
+        cache_bytes=None if cache_bytes is None else int(cache_bytes),
+        step_tokens=step_tokens,
+    )
+    run_server(
+        ServeOptions(
+            host=host,
+            port=port,
+            names=names,
+            api_key=api_key,
+            timeout_seconds=timeout,
+            queue_seconds=queue_seconds,
+            queue_bytes=int(most_bytes),
+            drain_seconds=drain,
+        ),
+        rank_options,
+    )

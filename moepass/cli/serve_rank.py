@@ -1,0 +1,101 @@
+"""One rank of a server, as a process: `python -m moepass.cli.serve_rank ENDPOINT RANK ATTEMPT`, options on stdin."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import signal
+import sys
+
+import msgspec
+
+
+def main() -> int:
+    """Serve until the server says that it ends, or is gone. Returns the exit status."""
+    endpoint, rank, attempt = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    # Ctrl-C reaches all processes of a terminal; the server decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
+
+    import zmq
+
+    from moepass.cli.rank_options import RankOptions
+    from moepass.models.errors import MoepassError
+    from moepass.runtime.serving.workers.frontend import rank_name
+    from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
+
+    options = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOptions)
+    try:
+        engine = _engine(options, rank, attempt)
+        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, _Parent())
+        try:
+            run_rank(engine, mailbox)
+        finally:
+            mailbox.close()
+    except MoepassError as error:
+        print(f"moepass: error: rank {rank}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class _Parent:
+    """The server that started this process."""
+
+    def __init__(self) -> None:
+        self._number = os.getppid()
+
+    def is_gone(self) -> bool:
+        return os.getppid() != self._number
+
+
+def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  # its types take seconds to import
+    import torch
+    from torch import nn
+
+    from moepass.models.checkpoint.checkpoint_folders import resolve_model
+    from moepass.models.homes import home_named
+    from moepass.models.sizes.architecture import DTYPES
+    from moepass.runtime.homes.registry.home_options import Host
+    from moepass.runtime.homes.registry.packers import options_of
+    from moepass.runtime.offload.offload import check_device
+    from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine
+    from moepass.stored_compile import StoredModule
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    home = None
+    if options.home != "device":
+        if home_named(options.home).is_spread:
+            # Every attempt of the ranks is a group of its own.
+            torch.distributed.init_process_group(
+                "gloo",
+                init_method=f"file://{options.meeting}/group-{attempt}",
+                rank=rank,
+                world_size=options.ranks,
+                timeout=datetime.timedelta(minutes=10),
+            )
+        home = Host(link=options.link) if options.home == Host.home else options_of(options.home)
+
+    def compile_module(module: nn.Module) -> StoredModule:
+        return StoredModule(module, {"lower": options.lower}, options.model)
+
+    dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
+    asked = EngineOptions(
+        home,
+        check_device(options.device),
+        dtypes[options.dtype] if options.dtype is not None else None,
+        slots=options.slots,
+        memory_budget=options.memory_budget,
+        hardware=options.hardware,
+        cache_bytes=options.cache_bytes,
+        step_tokens=options.step_tokens,
+    )
+    key = bytes.fromhex(options.key)
+    return load_engine(resolve_model(options.model), asked, compile_module if options.compiled else None, key)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

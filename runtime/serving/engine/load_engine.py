@@ -1,0 +1,257 @@
+"""From a checkpoint to an engine that is warm: loaded, surveyed, compiled, and measured.
+
+Pseudo-code
+    load the model, its experts at their home
+    survey its attention, and try a small trie on it: a trie where both agree, else padded rows
+    limits: the plan's threshold, and the tokens that fit into memory
+    warm up: steps of different sizes compile what there is to compile, and the largest tells FLOPs per second
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.errors import InputError
+from moepass.models.sizes.architecture import short_dtype
+from moepass.models.sizes.families import from_config
+from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, peak_activation_bytes
+from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.homes.registry.home_options import HomeOptions
+from moepass.runtime.offload.loading import load_pretrained, offload_report
+from moepass.runtime.serving.attention.probe import probe_trie
+from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
+from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
+from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.cache.block_index import BlockIndex
+from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
+from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
+from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEngine, StatesRunner
+from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.padded_rows import PaddedRows
+from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.engine.trie_states import TrieStates
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.torch_private import frames_compiled
+
+logger = logging.getLogger("moepass")
+
+# [Empirical] Parts of the memory that is free after loading: for blocks of the cache by default, and for the
+# activations of a step. The rest is for logits, masks and what torch keeps.
+CACHE_SHARE = 0.1
+ACTIVATION_SHARE = 0.4
+# More blocks than that hold hardly more prefixes. [Empirical]
+MOST_CACHE_BYTES = 4 << 30
+# Tokens of a padded row group, where a model takes no trie.
+ROWS_TOKENS = MICRO_BATCH_TOKENS
+# Tokens of a sequence of the full step that is measured.
+WARM_UP_TOKENS = 256
+
+# Compiles a module, whose arguments are tensors.
+Compile = Callable[[nn.Module], Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """How a model is served.
+
+    home            where experts rest; None: on the device, as transformers loads them
+    cache_bytes     for prefix blocks: 0 switches the cache off, None is a part of the memory that is free
+    step_tokens     a step is full from so many tokens on; None: as the plan says
+    """
+
+    home: HomeOptions | None
+    device: torch.device
+    dtype: torch.dtype | None = None
+    slots: int | None = None
+    memory_budget: str | None = None
+    hardware: str | None = None
+    cache_bytes: int | None = None
+    step_tokens: int | None = None
+
+
+def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | None, key: bytes) -> ModelEngine:
+    """An engine of the checkpoint in `folder`; `compile_module` None runs the model uncompiled.
+
+    Raises CheckpointError, and what `load_pretrained` raises.
+    """
+    return make_engine(_loaded(folder, options), options, compile_module, key)
+
+
+def make_engine(
+    model: PreTrainedModel, options: EngineOptions, compile_module: Compile | None, key: bytes
+) -> ModelEngine:
+    """An engine of `model`, which belongs to it from then on, warmed up."""
+    store = _placed_store(model)
+    if store is not None:
+        store.tells_of_uncompiled_calls = False  # the survey and the probe are no compiled calls, and short
+    head = ModelHead(model)
+    survey = survey_attention(model)
+    refusal = survey.refusal or probe_trie(model, survey)
+    table = FlopsTable(from_config(model.config))
+    free = _free_bytes(options.device)
+    shapes = survey.shapes if refusal is None else ()
+    blocks = _block_count(shapes, options, free)
+    runner: StatesRunner
+    compiled = compile_module or (lambda module: module)
+    if refusal is None:
+        model.set_attn_implementation(TRIE_ATTENTION_NAME)
+        memory = BlockMemory(shapes, blocks * block_bytes(shapes), options.device) if blocks else None
+        runner = TrieStates(compiled(TrieBackbone(head.backbone)), survey.layers, memory, options.device)
+    else:
+        logger.info("every sequence is computed by itself, as padded rows: %s", refusal)
+        runner = PaddedRows(compiled(RowsBackbone(head.backbone)), options.device, ROWS_TOKENS)
+    facts = _facts(model, head, table, survey, refusal, options, free)
+    counters = EngineCounters(_exposed_seconds(model), lambda: frames_compiled()[0])
+    engine = ModelEngine(head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters)
+    if store is not None:
+        store.tells_of_uncompiled_calls = compile_module is not None
+    warm_up(engine, _full_step_tokens(model, options))
+    return engine
+
+
+def warm_up(engine: ModelEngine, full_step_tokens: int) -> None:
+    """Run steps of all kinds, so that nothing is left to compile, and measure how fast a full one is.
+
+    Steps of one token, of two, of a trie with prefixes that come from the cache the second time, and full ones.
+    """
+    facts = engine.facts
+    longest = min(facts.max_sequence_tokens, facts.most_tokens)
+    tokens = np.random.default_rng(0).integers(0, facts.vocabulary_size, size=longest, dtype=np.int32)
+
+    def read(place: int) -> tuple[TokenRead, ...]:
+        return (TokenRead(place, tokens[:1], 1),) if facts.predicts_tokens else ()
+
+    def request(number: int, length: int, branches: int = 0) -> Request:
+        vector = None if facts.predicts_tokens else "last"
+        pieces = [TokenPiece(-1, np.roll(tokens, number)[:length], read(length - 1), vector=vector)]  # type: ignore[arg-type]
+        pieces += [TokenPiece(0, tokens[place : place + 1], read(0), vector=vector) for place in range(branches)]  # type: ignore[arg-type]
+        return Request(f"warm-up {number}", tuple(pieces), salt=b"warm-up")
+
+    trie = request(1, max(1, min(longest - 1, 40)), min(3, longest - 1))
+    for asked in ([request(0, 1)], [request(0, min(longest, 2))], [trie], [trie]):
+        engine.step(asked)
+    length = min(longest, WARM_UP_TOKENS)
+    full = [request(number, length) for number in range(max(1, min(full_step_tokens, facts.most_tokens) // length))]
+    fastest = min((engine.step(full) for _ in range(2)), key=lambda result: result.seconds)
+    engine.be_ready(max(1.0, fastest.flops) / fastest.seconds)
+
+
+def _loaded(folder: Path, options: EngineOptions) -> PreTrainedModel:
+    if options.home is None:
+        model = load_model(folder, options.dtype)
+        model.to(options.device)
+        return model
+    return load_pretrained(
+        folder,
+        home=options.home,
+        device=options.device,
+        slots=options.slots,
+        memory_budget=options.memory_budget,
+        hardware=options.hardware,
+        tokens=options.step_tokens,
+        dtype=options.dtype,
+        progress=lambda done, total: None,
+    )
+
+
+def _facts(
+    model: PreTrainedModel,
+    head: ModelHead,
+    table: FlopsTable,
+    survey: AttentionSurvey,
+    refusal: str | None,
+    options: EngineOptions,
+    free_bytes: int,
+) -> EngineFacts:
+    config = model.config.get_text_config()
+    limits = (getattr(config, "max_position_embeddings", None), survey.position_limit)
+    longest = min((int(limit) for limit in limits if limit), default=1 << 30)
+    token_bytes = peak_activation_bytes(from_config(model.config), 1, short_dtype(model.dtype))
+    most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / token_bytes))
+    full = _full_step_tokens(model, options)
+    names = model.config.id2label if head.kind == "classes" else {}
+    return EngineFacts(
+        form="trie" if refusal is None else "rows",
+        saturation_flops=full * table.total(1),
+        flops_per_second=0.0,
+        most_tokens=most_tokens,
+        max_sequence_tokens=longest,
+        vocabulary_size=int(config.vocab_size),
+        predicts_tokens=head.kind == "tokens",
+        vector="class scores" if head.kind == "classes" else "embedding",
+        class_names=tuple(str(names[number]) for number in sorted(names)),
+        notes={
+            "steps": "tries: every shared prefix is computed once"
+            if refusal is None
+            else f"padded rows, because {refusal}",
+            "full step": f"{full} tokens, {_threshold_source(model, options)}",
+            "largest step": f"{most_tokens} tokens",
+        },
+    )
+
+
+def _full_step_tokens(model: PreTrainedModel, options: EngineOptions) -> int:
+    return options.step_tokens or _threshold_tokens(model) or MICRO_BATCH_TOKENS
+
+
+def _threshold_source(model: PreTrainedModel, options: EngineOptions) -> str:
+    if options.step_tokens:
+        return "as asked for"
+    return (
+        "the plan's saturation threshold"
+        if _threshold_tokens(model)
+        else "[Empirical], without a plan"
+    )
+
+
+def _threshold_tokens(model: PreTrainedModel) -> int | None:
+    """By the plan of an offloaded model, where a profile of the machine was known."""
+    placed = _placed_store(model)
+    return None if placed is None or placed.placed is None else placed.placed.decisions.threshold_tokens or None
+
+
+def _placed_store(model: PreTrainedModel) -> BankStore | None:
+    try:
+        return offload_report(model).store
+    except InputError:  # its experts were not offloaded
+        return None
+
+
+def _exposed_seconds(model: PreTrainedModel) -> Callable[[], float]:
+    store = _placed_store(model)
+    if store is None or not store.banks:
+        return lambda: 0.0
+    return lambda: store.ring().statistics.waited_seconds
+
+
+def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_bytes: int) -> int:
+    if not shapes:
+        return 0
+    limit = options.cache_bytes
+    if limit is None:
+        limit = min(MOST_CACHE_BYTES, int(CACHE_SHARE * free_bytes))
+    count = limit // block_bytes(shapes)
+    if limit and not count:
+        raise InputError(
+            f"{limit} bytes hold no block of the cache, which takes {block_bytes(shapes)}; give more, or switch it off",
+            name="kv_cache",
+            value=limit,
+            expected=block_bytes(shapes),
+        )
+    return count
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
