@@ -66,7 +66,7 @@ def cases(draw: Any) -> Case:
     return Case(requests, cache, packed, naive_step(requests, cache), stream_sequences(packed, contents))
 
 
-many = settings(max_examples=150)
+many = settings(max_examples=100)
 
 
 @many
@@ -327,6 +327,17 @@ def test_a_read_inside_cached_blocks_computes_its_own_block_alone() -> None:
     assert packed.batch.contexts == ((0,), tuple(range(9)))
     assert [node.context for node in packed.batch.nodes] == [0, 1]
     assert packed.placements[0].usage.cached_tokens == 160 - 21
+
+
+def test_reads_on_both_sides_of_a_border_are_one_node() -> None:
+    tokens = np.arange(64, dtype=np.int32)
+    reads = tuple(TokenRead(place, np.array([1], np.int32)) for place in (47, 50))
+    request = Request("a", (TokenPiece(-1, tokens, reads),))
+    matched = MatchedBlocks(request_hashes(request, KEY), np.arange(4), np.zeros((4, BLOCK_TOKENS), bool))
+    packed = pack([request], TABLE, [matched])
+    assert packed.batch.depth.tolist() == list(range(32, 51))
+    assert len(packed.batch.nodes) == 1
+    assert packed.batch.contexts == ((0, 1),)
 
 
 def test_branches_behind_equal_cached_blocks_share_a_context() -> None:
