@@ -43,6 +43,10 @@ class PieceTrie:
     # By the node above and the first token: node << 32 | token.
     children: dict[int, int] = dataclasses.field(default_factory=dict)
 
+    def piece_end(self, piece: int) -> int:
+        """Where the tokens of `piece` end in `tokens`."""
+        return self.piece_starts[piece] + len(self.pieces[piece].tokens)
+
     def add_node(self, start: int, parent: int, depth: int, end: int) -> int:
         self.starts.append(start)
         self.parents.append(parent)
@@ -56,7 +60,7 @@ def build_trie(requests: Sequence[Request]) -> PieceTrie:
     pieces = [piece for request in requests for piece in request.pieces]
     tokens = np.concatenate([NO_TOKENS, *(piece.tokens for piece in pieces)]).astype(np.int32, copy=False)
     trie = PieceTrie(pieces, tokens)
-    walk = _Walk(trie)
+    walk = _TrieWalk(trie)
     roots: dict[bytes, int] = {}
     at = 0
     for number, request in enumerate(requests):
@@ -77,7 +81,7 @@ def build_trie(requests: Sequence[Request]) -> PieceTrie:
     return trie
 
 
-class _Walk:
+class _TrieWalk:
     """Walks down a trie and adds what is missing. Labels are compared as bytes, first tokens read as plain numbers."""
 
     def __init__(self, trie: PieceTrie) -> None:
