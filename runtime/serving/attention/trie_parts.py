@@ -85,12 +85,6 @@ class TrieParts:
     own: tuple[OwnPart, ...]
     earlier: tuple[EarlierPart, ...]
 
-    @property
-    def pairs(self) -> int:
-        """Pairs that are computed, also those that a mask hides. Causal parts count as the triangle that they are."""
-        own = sum(_own_pairs(part.end - part.start, part.is_causal) for part in self.own)
-        return own + sum((part.end - part.start) * (part.key_end - part.key_start) for part in self.earlier)
-
 
 def trie_parts(
     nodes: Sequence[TrieNode],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import numpy as np
 import pytest
 import torch
 from dense_attention import dense_attention
@@ -19,7 +20,7 @@ from moepass.runtime.serving.attention.attention_layers import AttentionLayer
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
 from moepass.runtime.serving.attention.trie_attention import trie_attention_forward
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, TrieNode
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 
 
@@ -228,3 +229,23 @@ def test_arguments_that_would_change_the_result_are_refused(arguments: dict[str,
     with pytest.raises(InputError) as raised:
         trie_attention_forward(module, *tensors, **arguments)
     assert raised.value.name == name
+
+
+def test_a_step_counts_the_flops_that_ran() -> None:
+    """100 questions of 30 tokens with 3 labels of 2 behind 1,000 tokens: hardly more than each pair once."""
+    nodes = [TrieNode(0, 1000, -1, 4600)]
+    for start in range(1000, 4600, 36):
+        nodes.append(TrieNode(start, start + 30, 0, start + 36))
+        nodes += [TrieNode(place, place + 2, len(nodes) - 1, place + 2) for place in range(start + 30, start + 36, 2)]
+    question = [*range(1000, 1030), *[1030, 1031] * 3]
+    depth = np.asarray([*range(1000), *question * 100])
+    ends = np.concatenate([np.full(node.end - node.start, node.subtree_end) for node in nodes])
+    step = StepBatch(depth, depth, ends, tuple(nodes), (), depth[:0], ())
+    layer = AttentionLayer(0, 2, KeyValueShape(1, 64, 64, torch.float32), VisiblePast())
+    running = RunningStep(step, {0: layer, 1: layer})
+    query, key = torch.randn(1, 2, 4600, 64), torch.randn(1, 1, 4600, 64)
+    with running_step(running):
+        for number in (0, 1):
+            torch.ops.moepass.trie_attention(query, key, key, None, number, 0.125, 0.0)
+    needed = 2 * (4 * 2 * 64) * int((depth + 1).sum())
+    assert needed <= running.attention_flops <= 1.05 * needed
