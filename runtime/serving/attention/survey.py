@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -50,11 +52,14 @@ class AttentionSurvey:
 
 
 def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
-    """One eager forward pass of a few tokens through all layers but the head. The model is left as it was."""
+    """One eager forward pass of a few tokens without experts and head. The model is left as it was.
+
+    It reads no expert, so it costs nothing where these rest in a home, and works for a model on the device `meta`.
+    """
     refusal = _refusal_without_a_pass(model)
     records = _Records()
     if refusal is None:
-        with attention_set_to(model, _SURVEY_NAME), records.recording():
+        with attention_set_to(model, _SURVEY_NAME), _without_experts(model), records.recording(), _OneSequence():
             try:
                 ids = torch.arange(3, 3 + _TOKENS, device=model.device)[None]
                 with torch.no_grad():
@@ -84,6 +89,28 @@ def attention_set_to(model: PreTrainedModel, name: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+@contextlib.contextmanager
+def _without_experts(model: PreTrainedModel) -> Iterator[None]:
+    if not model._can_set_experts_implementation():
+        yield
+        return
+    before = model.config._experts_implementation
+    model.set_experts_implementation(_SURVEY_NAME)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+class _OneSequence(TorchFunctionMode):
+    """Transformers asks whether positions are those of one sequence. On the device `meta` nobody knows: they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__bool__ and args[0].device.type == "meta":
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 class _Records:
@@ -142,20 +169,31 @@ def _survey_forward(
 
 
 def _survey_mask(
-    *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any
+    *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any, **others: Any
 ) -> torch.Tensor:
     # Of its own each time: layers tell masks apart by their identity.
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+    chunk = getattr(others.get("config"), "attention_chunk_size", None)
     past: VisiblePast | InputError
     try:
         past = past_of_rule(mask_function)
     except InputError as error:
         past = error  # models make masks that none of their layers uses
+    except RuntimeError:
+        # The rule of chunks, and no other, holds a tensor: the padding, which nobody knows on the device `meta`.
+        if torch.device(device).type != "meta" or not chunk:
+            raise
+        past = VisiblePast(chunk=chunk)
     _recording.get().masks.append((mask, past))
     return mask
 
 
+def _no_experts(module: torch.nn.Module, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros_like(hidden_states)
+
+
 ALL_ATTENTION_FUNCTIONS.register(_SURVEY_NAME, _survey_forward)
+ALL_EXPERTS_FUNCTIONS.register(_SURVEY_NAME, _no_experts)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY_NAME, _survey_mask)
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moepass.models import formulas
 from moepass.models.errors import InputError
 from moepass.runtime.serving.attention.attention_layers import AttentionLayer, attention_arguments
 from moepass.runtime.serving.attention.partial_attention import additive_mask, merge_into, partial_attention
@@ -73,7 +74,9 @@ def _over_parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, heads, tokens, key_dim = query.shape
     value_dim = value.shape[-1]
-    prepared = step.prepared(known.past, 2 * heads * (key_dim + value_dim))
+    pair_flops = formulas.score_flops(1, heads, key_dim, value_dim)
+    prepared = step.prepared(known.past, pair_flops)
+    step.attention_flops += prepared.pairs * pair_flops
     output = query.new_empty(1, tokens, heads, value_dim, dtype=torch.float32).transpose(1, 2)
     log_sum_exp = query.new_empty(1, tokens, heads, dtype=torch.float32).transpose(1, 2)
     for own in prepared.own:

@@ -85,12 +85,6 @@ class TrieParts:
     own: tuple[OwnPart, ...]
     earlier: tuple[EarlierPart, ...]
 
-    @property
-    def pairs(self) -> int:
-        """Pairs that are computed, also those that a mask hides. Causal parts count as the triangle that they are."""
-        own = sum(_own_pairs(part.end - part.start, part.is_causal) for part in self.own)
-        return own + sum((part.end - part.start) * (part.key_end - part.key_start) for part in self.earlier)
-
 
 def trie_parts(
     nodes: Sequence[TrieNode],
@@ -118,16 +112,15 @@ def trie_parts(
         else:
             splitter.add_sequence(piece)
             splitter.add_earlier(piece.end, piece.subtree_end, piece.start, piece.end, int(depth[piece.start]))
-    roots = [node for node in nodes if node.context >= 0 and node.parent < 0]
-    for number, root in enumerate(roots):
-        start, end = root.start, root.subtree_end
-        if number and (roots[number - 1].context, roots[number - 1].subtree_end) == (root.context, start):
-            continue
-        for other in roots[number + 1 :]:
-            if (other.context, other.start) != (root.context, end):
-                break
-            end = other.subtree_end
-        splitter.add_earlier(start, end, 0, context_tokens[root.context], 0, root.context)
+    # Neighbouring roots behind the same chain meet it together.
+    runs: list[list[int]] = []
+    for root in (node for node in nodes if node.parent < 0 and node.context >= 0):
+        if runs and runs[-1][::2] == [root.context, root.start]:
+            runs[-1][2] = root.subtree_end
+        else:
+            runs.append([root.context, root.start, root.subtree_end])
+    for context, start, end in runs:
+        splitter.add_earlier(start, end, 0, context_tokens[context], 0, context)
     return TrieParts(tuple(splitter.own), tuple(splitter.earlier))
 
 

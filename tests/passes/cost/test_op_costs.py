@@ -159,6 +159,17 @@ def test_flex_attention_counts_all_pairs() -> None:
     assert node_cost(node).is_known
 
 
+def test_attention_over_a_trie_counts_one_sequence() -> None:
+    """The most that its tokens can cost, whatever they share."""
+    from moepass.runtime.serving.attention import trie_attention as trie_attention
+
+    query, key, value = zeros(1, 4, 12, 16), zeros(1, 2, 12, 16), zeros(1, 2, 12, 8)
+    node = run(torch.ops.moepass.trie_attention.default, query, key, value, None, 0, 0.25, 0.0)
+    assert node_cost(node).flops == formulas.score_flops(12 * 13 // 2, 4, 16, 8)
+    assert node_cost(node).memory_bytes == 4 * 12 * (4 * 16 + 2 * 16 + 2 * 8 + 4 * 8)
+    assert node_cost(node).is_known
+
+
 def test_triangular_systems() -> None:
     node = run(aten.linalg_solve_triangular.default, zeros(3, 6, 6), zeros(3, 6, 5), upper=False)
     assert node_cost(node).flops == formulas.triangular_solve_flops(6, 5, count=3)

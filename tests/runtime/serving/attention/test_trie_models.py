@@ -181,6 +181,23 @@ def test_windows_and_chunks_of_real_sizes_are_learned_from_a_few_tokens() -> Non
     assert found.position_limit is None
 
 
+@pytest.mark.parametrize("name", sorted(TINY_FAMILIES))
+def test_a_configuration_alone_says_the_same(name: str) -> None:
+    model = tiny_model(name)
+    with torch.device("meta"):
+        weightless = type(model)(model.config).eval()
+    assert survey_attention(weightless) == survey_attention(model)
+
+
+def test_a_survey_reads_no_expert() -> None:
+    model = tiny_model("qwen3_moe")
+    expected = survey_attention(model)
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeExperts":
+            module.gate_up_proj = None
+    assert survey_attention(model) == expected
+
+
 def test_rotations_that_depend_on_the_longest_sequence_of_a_step_have_a_limit() -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}

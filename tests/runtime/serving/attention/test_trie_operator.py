@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
+import numpy as np
 import pytest
 import torch
 from dense_attention import dense_attention
+from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_trie import naive_step
 
+from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.attention import partial_attention, trie_parts
 from moepass.runtime.serving.attention.attention_layers import AttentionLayer
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
+from moepass.runtime.serving.attention.trie_attention import trie_attention_forward
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, TrieNode
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 
 
@@ -113,3 +118,134 @@ def test_any_trie_gives_what_one_dense_mask_gives(case: Case) -> None:
         patch.setattr(trie_parts, "MASK_NUMBERS", 300)
         patch.setattr(trie_parts, "LEAST_PIECE", 16)
         _check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_half_precision_is_as_exact_as_its_inputs(dtype: torch.dtype, softcap: float) -> None:
+    case = dataclasses.replace(CASE, softcap=softcap)
+    step, running, blocks = _setting(case)
+    query, key, value, sinks = (None if one is None else one.to(dtype) for one in _tensors(case, step.count))
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    half = [KeyValueShape(2, 8, 8, dtype)]
+    memory = BlockMemory(half, 4 * block_bytes(half))
+    for place, (keys, values) in blocks.items():
+        memory.keys[0][place], memory.values[0][place] = keys.to(dtype), values.to(dtype)
+    rounded = {place: (memory.keys[0][place], memory.values[0][place]) for place in blocks}
+    expected = dense_attention(step, query, key, value, rounded, 0.3, softcap=softcap, sinks=sinks)
+    with running_step(RunningStep(step, running.layers, memory)):
+        found = torch.ops.moepass.trie_attention(query, key, value, sinks, 7, 0.3, softcap)
+    assert found.dtype == dtype
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+PROMPT = tuple(number % 2 for number in range(40))
+CASE = Case(
+    ((*PROMPT, 0, 1), (*PROMPT, 1), (*PROMPT[:20], 1, 1), (1, 1, 1)),
+    (32, 0, 0, 0),
+    *(2, 3, 8, 8),
+    VisiblePast(),
+    0.0,
+    True,
+    2_000_000,
+)
+
+
+def test_stored_blocks_hold_the_keys_and_values_of_their_tokens() -> None:
+    step, _ = naive_step([PROMPT], stored={PROMPT[:16]: 2, PROMPT[:32]: 0})
+    shape = KeyValueShape(2, 8, 4, torch.float32)
+    memory = BlockMemory([shape, shape], 3 * block_bytes([shape, shape]))
+    layers = {number: AttentionLayer(number - 4, 2, shape, VisiblePast()) for number in (4, 5)}
+    query, key, value = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 4)
+    with running_step(RunningStep(step, layers, memory)):
+        torch.ops.moepass.trie_attention(query, key, value, None, 5, 0.3, 0.0)
+    found = memory.read(1, torch.tensor([2, 0]))
+    assert torch.equal(found[0], key[0, :, :32].transpose(0, 1))
+    assert torch.equal(found[1], value[0, :, :32].transpose(0, 1))
+    assert not memory.keys[0].any()
+    assert not memory.keys[1][1].any()
+
+
+def test_it_needs_a_step_that_fits() -> None:
+    step, running, _ = _setting(CASE)
+    query, key, value, sinks = _tensors(CASE, step.count)
+
+    def call(layer: int = 7, tokens: int = step.count) -> torch.Tensor:
+        rows = (one[:, :, :tokens] for one in (query, key, value))
+        found: torch.Tensor = torch.ops.moepass.trie_attention(*rows, sinks, layer, 0.3, 0.0)
+        return found
+
+    with refused(MoepassError, name="running_step"):
+        call()
+    with running_step(running):
+        with refused(MoepassError, name="layer 8", value=8, expected=[7]):
+            call(layer=8)
+        with refused(InputError, name="layer 7", expected=step.count):
+            call(tokens=step.count - 1)
+        found: list[BaseException] = []
+
+        def in_another_thread() -> None:
+            try:
+                call()
+            except MoepassError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=in_another_thread)
+        thread.start()
+        thread.join()
+        assert len(found) == 1
+        call()
+    with refused(MoepassError, name="running_step"):
+        call()
+
+
+def test_a_step_with_cached_blocks_needs_their_memory() -> None:
+    step, running, _ = _setting(CASE)
+    with refused(InputError, name="memory"):
+        RunningStep(step, running.layers, None)
+    wrong = dataclasses.replace(step, depth=step.depth + 1)
+    with refused(InputError, name="node 0", value=1, expected=0):
+        RunningStep(wrong, running.layers, running.memory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"cu_seq_lens_q": torch.zeros(1)}, "cu_seq_lens_q"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"is_causal": False}, "is_causal"),
+        ({"scaling": torch.ones(1)}, "scaling"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "mask"),
+    ],
+)
+def test_arguments_that_would_change_the_result_are_refused(arguments: dict[str, object], name: str) -> None:
+    module = torch.nn.Module()
+    module.layer_idx = 7  # type: ignore[assignment]
+    tensors = torch.zeros(3, 1, 2, 4, 8).unbind()
+    with pytest.raises(InputError) as raised:
+        trie_attention_forward(module, *tensors, **arguments)
+    assert raised.value.name == name
+
+
+def test_a_step_counts_the_flops_that_ran() -> None:
+    """100 questions of 30 tokens with 3 labels of 2 behind 1,000 tokens: hardly more than each pair once."""
+    nodes = [TrieNode(0, 1000, -1, 4600)]
+    for start in range(1000, 4600, 36):
+        nodes.append(TrieNode(start, start + 30, 0, start + 36))
+        nodes += [TrieNode(place, place + 2, len(nodes) - 1, place + 2) for place in range(start + 30, start + 36, 2)]
+    question = [*range(1000, 1030), *[1030, 1031] * 3]
+    depth = np.asarray([*range(1000), *question * 100])
+    ends = np.concatenate([np.full(node.end - node.start, node.subtree_end) for node in nodes])
+    step = StepBatch(depth, depth, ends, tuple(nodes), (), depth[:0], ())
+    layer = AttentionLayer(0, 2, KeyValueShape(1, 64, 64, torch.float32), VisiblePast())
+    running = RunningStep(step, {0: layer, 1: layer})
+    query, key = torch.randn(1, 2, 4600, 64), torch.randn(1, 1, 4600, 64)
+    with running_step(running):
+        for number in (0, 1):
+            torch.ops.moepass.trie_attention(query, key, key, None, number, 0.125, 0.0)
+    needed = 2 * (4 * 2 * 64) * int((depth + 1).sum())
+    assert needed <= running.attention_flops <= 1.05 * needed

@@ -1,0 +1,138 @@
+"""Attention over a trie in captured graphs: one graph for all steps, which holds nothing of any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import captured_graph, pretended_gpu, put_on_gpu
+from naive_trie import naive_step
+from stored_models import EAGER, graphs_compiled_by
+from torch import nn
+
+import moepass
+from moepass.models.testing.tiny import tiny_model
+from moepass.runtime.captures.capture_store import CaptureStore
+from moepass.runtime.serving.attention.partial_attention import partial_attention
+from moepass.runtime.serving.attention.running_step import RunningStep, running_step
+from moepass.runtime.serving.attention.survey import survey_attention
+from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
+from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
+from moepass.stored_compile import StoredModule
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+PREFIX = tuple(range(3, 3 + BLOCK_TOKENS))
+# Of different shapes; the last two store a block and read it again.
+STEPS: list[tuple[list[tuple[int, ...]], dict[str, Any]]] = [
+    ([PREFIX[:5], (*PREFIX[:4], 9, 9, 8), (50, 51)], {}),
+    ([(*PREFIX, 7), (*PREFIX, 8, 9)], {}),
+    ([(*PREFIX, 7), (*PREFIX, 8, 9), (40, 41)], {"stored": {PREFIX: 1}}),
+    ([(*PREFIX, 7), (*PREFIX, 8, 9), (40, 41)], {"cached": {PREFIX: 1}}),
+]
+
+
+class Logits(nn.Module):
+    """As the engine calls a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(
+            input_ids=tokens, position_ids=depth, use_cache=False, attention_mask=None
+        ).logits
+        return logits
+
+
+class Runs:
+    """A model as it answers every one of STEPS, called by `call`."""
+
+    def __init__(self, model: Any) -> None:
+        self.layers = survey_attention(model).layers
+        self.shapes = survey_attention(model).shapes
+        model.set_attn_implementation(TRIE_ATTENTION_NAME)
+
+    def all(self, call: Any) -> list[torch.Tensor]:
+        memory = BlockMemory(self.shapes, 2 * block_bytes(self.shapes))
+        found = []
+        for sequences, blocks in STEPS:
+            step, places = naive_step(sequences, **blocks)
+            tokens, depth = torch.from_numpy(step.tokens)[None], torch.from_numpy(step.depth)[None]
+            for given in (tokens, depth):
+                torch._dynamo.mark_dynamic(given, 1)
+            with running_step(RunningStep(step, self.layers, memory)):
+                found.append(call(tokens, depth)[0, places])
+        return found
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_one_graph_serves_all_steps_and_gives_what_the_model_gives(family: str, streaming: bool) -> None:
+    model = tiny_model(family, num_hidden_layers=2)
+    runs = Runs(model)
+    module = Logits(model)
+    expected = runs.all(module)
+    torch.testing.assert_close(expected[1], expected[2][:2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected[2], expected[3], rtol=1e-5, atol=1e-5)
+    if streaming:
+        moepass.offload_experts(model)
+    with moepass.record_compilations() as compilations:
+        found = runs.all(torch.compile(module, backend="asyncep", fullgraph=True, options={"lower": "eager"}))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    (compilation,) = compilations
+    plan = compilation.plan
+    assert plan.uncosted == ()
+    assert len(plan.blocks) == 2
+    assert plan.refusals == ()
+
+
+@pytest.mark.slow
+def test_inductor_compiles_around_it() -> None:
+    model = tiny_model("qwen3_moe", num_hidden_layers=2)
+    runs = Runs(model)
+    module = Logits(model)
+    expected = runs.all(module)
+    moepass.offload_experts(model)
+    for one, other in zip(runs.all(torch.compile(module, backend="asyncep")), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("known_tests")
+def test_a_graph_with_it_is_stored_and_serves_other_steps(store: CaptureStore) -> None:
+    model = tiny_model("qwen3_moe", num_hidden_layers=2)
+    runs = Runs(model)
+    module = Logits(model)
+    expected = runs.all(module)
+    runs.all(StoredModule(module, EAGER, "trie", store))
+    assert len(store.entries()) == 1
+    found: list[torch.Tensor] = []
+    assert graphs_compiled_by(lambda: found.extend(runs.all(StoredModule(module, EAGER, "trie", store)))) == 0
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_graphs_for_gpus_hold_it_once_a_layer() -> None:
+    model = tiny_model("gpt_oss", num_hidden_layers=2)
+    model.set_attn_implementation(TRIE_ATTENTION_NAME)
+    with pretended_gpu():
+        put_on_gpu(model)
+        tokens = torch.zeros(1, 20, dtype=torch.int64, device="cuda")
+        graph = captured_graph(Logits(model), tokens, tokens)
+    calls = [node for node in graph.graph.nodes if node.target == torch.ops.moepass.trie_attention.default]
+    assert [node.args[4] for node in calls] == [0, 1]
+    assert {node.meta["val"].device.type for node in calls} == {"cuda"}
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_parts_of_attention_trace_for_gpus(softcap: float, is_masked: bool) -> None:
+    with pretended_gpu():
+        query, key = (torch.zeros(3, heads, 40, 16, device="cuda") for heads in (4, 2))
+        mask = torch.zeros(3, 40, 40, device="cuda") if is_masked else None
+        output, log_sum_exp = partial_attention(query, key, key[..., :8], 0.25, softcap, not is_masked, mask)
+    assert (output.device.type, output.shape, log_sum_exp.shape) == ("cuda", (3, 4, 40, 8), (3, 4, 40))

@@ -1,0 +1,153 @@
+"""A trie in parts: each pair of a token and one that it sees is in exactly one, and few others are in any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_trie import naive_step
+
+from moepass.runtime.serving.attention import trie_parts as parts_module
+from moepass.runtime.serving.attention.trie_parts import EarlierPart, OwnPart, TrieParts, VisiblePast, trie_parts
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, TrieNode
+
+# 8 heads of 64 numbers.
+PAIR_FLOPS = 2048
+PASTS = st.one_of(
+    st.just(VisiblePast()),
+    st.builds(VisiblePast, window=st.integers(1, 70)),
+    st.builds(VisiblePast, chunk=st.integers(1, 70)),
+)
+
+
+def _parts(step: StepBatch, past: VisiblePast) -> TrieParts:
+    return trie_parts(step.nodes, step.depth, [BLOCK_TOKENS * len(one) for one in step.contexts], past, PAIR_FLOPS)
+
+
+def _counts(step: StepBatch, parts: TrieParts, past: VisiblePast) -> tuple[np.ndarray, list[np.ndarray]]:
+    """How often each token meets each token, and each token of each chain."""
+    first = past.first_seen(step.depth)
+    among = np.zeros((step.count, step.count), int)
+    behind = [np.zeros((step.count, BLOCK_TOKENS * len(chain)), int) for chain in step.contexts]
+    place = np.arange(step.count)
+    for own in parts.own:
+        rows = slice(own.start, own.end)
+        sees = place[rows] <= place[rows, None]
+        if not own.is_causal:
+            sees &= (place[rows, None] < step.subtree_end[rows]) & (step.depth[rows] >= first[rows, None])
+        among[rows, rows] += sees
+    for part in parts.earlier:
+        table, depth = (among, step.depth) if part.context < 0 else (behind[part.context], None)
+        rows, columns = slice(part.start, part.end), slice(part.key_start, part.key_end)
+        keys = np.arange(part.key_start, part.key_end) if depth is None else depth[columns]
+        sees = keys >= first[rows, None]
+        assert not part.sees_all or sees.all()
+        table[rows, columns] += sees
+    return among, behind
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=50).map(tuple), min_size=1, max_size=8, unique=True),
+    st.integers(0, 3),
+    PASTS,
+    st.sampled_from([0, 20_000, 2_000_000]),
+)
+def test_every_pair_is_in_exactly_one_part(
+    sequences: list[tuple[int, ...]], cached_blocks: int, past: VisiblePast, call_flops: int
+) -> None:
+    longest = max(sequences, key=len)
+    cached = {longest[: BLOCK_TOKENS * number]: number for number in range(1, cached_blocks + 1)}
+    step, _ = naive_step(sequences, cached)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts_module, "CALL_FLOPS", call_flops)
+        patch.setattr(parts_module, "LEAST_PIECE", 8)
+        patch.setattr(parts_module, "MASK_NUMBERS", 100)
+        parts = _parts(step, past)
+    among, behind = _counts(step, parts, past)
+    first, place = past.first_seen(step.depth), np.arange(step.count)
+    sees = (place <= place[:, None]) & (place[:, None] < step.subtree_end) & (step.depth >= first[:, None])
+    assert np.array_equal(among, sees)
+    for number, table in enumerate(behind):
+        hangs_on = np.zeros(step.count, bool)
+        for node in step.nodes:
+            hangs_on[node.start : node.end] |= node.context == number
+        assert np.array_equal(table, hangs_on[:, None] & (np.arange(table.shape[1]) >= first[:, None]))
+    covered = np.concatenate([np.arange(own.start, own.end) for own in parts.own])
+    assert np.array_equal(np.sort(covered), place)
+
+
+def _tree(spec: Sequence[tuple[int, list[tuple[int, list[tuple[int, list]]]]]]) -> StepBatch:  # type: ignore[type-arg]
+    """A step of nodes (tokens, children)."""
+    nodes: list[TrieNode] = []
+    depth: list[int] = []
+
+    def add(tokens: int, children: list, parent: int, before: int) -> None:  # type: ignore[type-arg]
+        number, start = len(nodes), len(depth)
+        nodes.append(TrieNode(start, start + tokens, parent, start))
+        depth.extend(range(before, before + tokens))
+        for child in children:
+            add(*child, number, before + tokens)
+        nodes[number] = TrieNode(start, start + tokens, parent, len(depth))
+
+    for root in spec:
+        add(*root, -1, 0)
+    none = np.empty(0, np.int64)
+    return StepBatch(np.zeros(len(depth), np.int64), np.asarray(depth), none, tuple(nodes), (), none, ())
+
+
+def _pairs(parts: TrieParts) -> int:
+    sizes = [(part.end - part.start, part.is_causal) for part in parts.own]
+    own = sum(size * (size + 1) // 2 if is_causal else size**2 for size, is_causal in sizes)
+    return own + sum((part.end - part.start) * (part.key_end - part.key_start) for part in parts.earlier)
+
+
+def _needed(step: StepBatch) -> int:
+    return int((step.depth + 1).sum())
+
+
+LEAF: list = []  # type: ignore[type-arg]
+
+
+@pytest.mark.parametrize(
+    ("spec", "most_parts", "most_waste"),
+    [
+        ([(512, LEAF)] * 64, 64, 1.0),
+        # A causal part for each prefix and each branch, and one for all branches over their prefix.
+        ([(512, [(64, LEAF)] * 64)] * 4, 4 * (1 + 64 + 1), 1.0),
+        # A question with its labels is one part.
+        ([(1000, [(30, [(2, LEAF)] * 3)] * 100)], 1 + 100 + 1, 1.03),
+    ],
+    ids=["nothing shared", "shared prefixes", "questions"],
+)
+def test_parts_are_few_and_waste_little(spec: list, most_parts: int, most_waste: float) -> None:  # type: ignore[type-arg]
+    step = _tree(spec)
+    parts = _parts(step, VisiblePast())
+    assert len(parts.own) + len(parts.earlier) <= most_parts
+    assert _needed(step) <= _pairs(parts) <= most_waste * _needed(step)
+
+
+def test_a_window_bounds_what_is_computed() -> None:
+    step = _tree([(10_000, [(100, LEAF)] * 3)])
+    parts = _parts(step, VisiblePast(window=128))
+    # 128 tokens before each and, of the piece where the window begins, as many again.
+    assert _pairs(parts) <= 2 * 128 * step.count
+    chunked = _parts(step, VisiblePast(chunk=256))
+    assert _pairs(chunked) <= 256 * step.count
+    # Those of the last chunk, 16 tokens of the prompt, for each of the three branches.
+    assert chunked.earlier == (EarlierPart(10_000, 10_300, 9_984, 10_000, -1, True),)
+
+
+def test_a_short_request_is_one_part() -> None:
+    step = _tree([(30, [(3, LEAF)] * 10)])
+    assert _parts(step, VisiblePast()) == TrieParts((OwnPart(0, 60, False),), ())
+
+
+def test_long_chains_of_nodes_are_no_recursion() -> None:
+    nodes = tuple(TrieNode(place, place + 1, place - 1, 3000) for place in range(3000))
+    parts = trie_parts(nodes, np.arange(3000), [], VisiblePast(), PAIR_FLOPS)
+    among = sum(part.end - part.start for part in parts.own)
+    assert among == 3000
