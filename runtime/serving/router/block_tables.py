@@ -1,9 +1,10 @@
 """Which rank holds which prefix blocks (committed), and which it has been promised (pending).
 
-Sets of ranks are bit masks. Committed blocks are a table from hash to mask. Pending ones are counted, and there a block
-is a step on the way of a whole prompt: runs of blocks that the same prompts go through are one node, so that a prompt
-of a thousand blocks that nobody shares costs what one of ten costs. A hash covers all before it, so it names the node
-that begins with it, and two runs agree up to the first difference and nowhere behind it.
+Sets of ranks are bit masks. Committed blocks are a table from hash to mask. A rank that holds a block holds all before
+it (a cache can use no other), so how far a rank holds a prompt is found by bisection. Pending blocks are counted, and
+there a block is a step on the way of a whole prompt: runs of blocks that the same prompts go through are one node, so
+that a prompt of a thousand blocks that nobody shares costs what one of ten costs. A hash covers all before it, so it
+names the node that begins with it, and two runs agree up to the first difference and nowhere behind it.
 """
 
 from __future__ import annotations
@@ -70,30 +71,36 @@ class BlockTables:
 
     def deepest(self, blocks: Sequence[BlockHash], ranks: int) -> tuple[int, int]:
         """Those of `ranks` with the most leading blocks, committed or pending, and how many; all `ranks` for 0."""
+        if not blocks:
+            return ranks, 0
+        found, depth = ranks, 0
+        run = self._runs.get(blocks[0])
+        while run is not None and (promised := run.ranks & ranks):
+            found = promised
+            depth = _agreed(run, blocks)
+            if depth < run.end or depth == len(blocks):
+                break
+            run = self._runs.get(blocks[depth])
+        # Whoever holds a block holds all before it. So committed blocks count only where they lead further, or as far.
         committed = self._committed.get
-        runs = self._runs
-        depth = 0
-        count = len(blocks)
-        is_pending = True
-        while depth < count:
-            # Promised prefixes begin at the beginning: behind the first block that no one promised there is none.
-            run = runs.get(blocks[depth]) if is_pending else None
-            if run is None:
-                is_pending = False
-                promised = 0
-                end = count
+        if depth < len(blocks) and (held := committed(blocks[depth], 0) & ranks):
+            return self._deepest_committed(blocks, ranks, depth + 1, held)
+        return (found | committed(blocks[depth - 1], 0) & ranks if depth else found), depth
+
+    def _deepest_committed(self, blocks: Sequence[BlockHash], ranks: int, depth: int, held: int) -> tuple[int, int]:
+        """The same among committed blocks, if `held` of the ranks hold the first `depth` of them."""
+        committed = self._committed.get
+        step = 1
+        missing = len(blocks) + 1  # so many nobody holds
+        while depth + 1 < missing:
+            middle = min(depth + step, (depth + missing) // 2)
+            more = committed(blocks[middle - 1], 0) & ranks
+            if more:
+                depth, held = middle, more
+                step *= 2
             else:
-                promised = run.ranks
-                end = _agreed(run, blocks)
-            if ranks & ~promised:
-                while depth < end:
-                    left = (committed(blocks[depth], 0) | promised) & ranks
-                    if not left:
-                        return ranks, depth
-                    ranks = left
-                    depth += 1
-            depth = end
-        return ranks, depth
+                missing = middle
+        return held, depth
 
     def promise(self, blocks: Sequence[BlockHash], rank: int) -> PendingRun | None:
         """`rank` will have `blocks`, until the run that this returns is given to `release`. None for no blocks."""

@@ -35,15 +35,22 @@ class OpenRequest:
 
 
 class Work:
-    """All of a request, or its prompt and some `questions`, that waits; `flops` without any sharing."""
+    """All of a request, or its prompt and some `questions`, that waits; `flops` without any sharing.
 
-    __slots__ = ("attempt", "flops", "of", "questions")
+    `place` is that in the order of what waits: by its key, then by submission. Of one request, whose work has the same
+    of both, the first part tells which work this is. It may be parked once in its life, to wait for a saturated rank.
+    """
+
+    __slots__ = ("attempt", "flops", "is_parked", "may_wait", "of", "place", "questions")
 
     def __init__(self, of: OpenRequest, questions: tuple[Question, ...], attempt: int, flops: int) -> None:
         self.of = of
         self.questions = questions
         self.attempt = attempt
         self.flops = flops
+        self.place = (of.key, of.order, questions[0].parts[0] if questions else 0)
+        self.may_wait = True
+        self.is_parked = False
 
 
 class Running:

@@ -25,7 +25,7 @@ Placement = tuple[int, int, tuple[Question, ...]]
 
 
 class Router(abc.ABC):
-    """What a policy adds is `_place`, which may leave work with the queue.
+    """What a policy adds is `_place`, which may park work in the queue.
 
     Args:
         ranks: how many; all are there at the beginning.
@@ -170,11 +170,12 @@ class Router(abc.ABC):
     # Events of ranks
 
     def block_stored(self, rank: int, block: BlockHash) -> None:
-        """`rank` can take a block from its cache. Ranks say so before they say that the work is done."""
+        """`rank` can take a block, and all before it, from its cache. It says so before it says that work is done."""
         if self._is_available(rank):
             self._tables.store(rank, block)
 
     def block_evicted(self, rank: int, block: BlockHash) -> None:
+        """`rank` holds a block no more. Blocks behind it, which are of no use without it, are evicted before it."""
         if self._is_available(rank):
             self._tables.evict(rank, block)
 
@@ -209,7 +210,7 @@ class Router(abc.ABC):
 
     @abc.abstractmethod
     def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
-        """Which ranks get `work`: all of it, every question once. Nothing: it has been put back into the queue."""
+        """Which ranks get `work`: all of it, every question once. Nothing: it is parked in the queue."""
 
     def _assign(self, work: Work, placement: Placement) -> Assignment:
         rank, blocks, questions = placement

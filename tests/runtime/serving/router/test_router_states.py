@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 from router_oracle import BLOCK, LinearAndPairs, RouterOracle
 
-from moepass.runtime.serving.router.prefix_router import PrefixRouter
+from moepass.runtime.serving.router.prefix_router import MOST_PASSED_OVER, PrefixRouter
 from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
 from moepass.runtime.serving.router.router import Router
 from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
@@ -34,6 +34,10 @@ def chain(path: tuple[int, ...]) -> tuple[int, ...]:
         block = block * 4 + turn
         hashes.append(block)
     return tuple(hashes)
+
+
+def behind_or_at(block: int, first: int) -> bool:
+    return block == first or (block > first and behind_or_at(block // 4, first))
 
 
 CHAINS = st.lists(st.integers(0, 1), max_size=6).map(lambda path: chain(tuple(path)))
@@ -81,12 +85,12 @@ class RouterMachine(RuleBasedStateMachine):
             flops_per_second=1000.0,
             priority_seconds=2.0,
             keeps_blocks=keeps_blocks,
+            most_passed_over=MOST_PASSED_OVER,
         )
         self.now = 0.0
         self.submitted = 0
         self.ended: list[str] = []
         self.numbers: list[int] = []
-        self.lost_runs: dict[str, int] = {}
 
     @rule(
         blocks=CHAINS,
@@ -166,9 +170,11 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 3), blocks=CHAINS)
     def evict(self, rank: int, blocks: tuple[int, ...]) -> None:
         if rank < self.oracle.ranks:
-            for block in blocks[-1:]:
-                self.router.block_evicted(rank, block)
-                self.oracle.blocks[rank].discard(block)
+            # A block leaves after those behind it.
+            for block in sorted(self.oracle.blocks[rank], reverse=True):
+                if blocks and behind_or_at(block, blocks[-1]):
+                    self.router.block_evicted(rank, block)
+                    self.oracle.blocks[rank].discard(block)
 
     @rule(rank=st.integers(0, 3))
     def lose(self, rank: int) -> None:
