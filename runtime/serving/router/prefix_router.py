@@ -140,13 +140,17 @@ def _level(loads: list[int], total: int) -> int:
 
 
 def _shares(questions: tuple[Question, ...], loads: list[int], level: int) -> list[tuple[Question, ...]]:
-    """Questions in order, to each rank until it has reached `level`, at least one; the last one gets the others."""
+    """Questions in order, to each rank up to `level`, at least one; the last rank gets the others.
+
+    A question goes where at least half of it has room, and the next rank gets what was too much or too little.
+    """
     shares: list[tuple[Question, ...]] = []
-    place = 0
+    place = surplus = 0
     for load in loads[:-1]:
         start = place
-        while place < len(questions) and (place == start or load < level):
-            load += questions[place].flops
+        surplus += level - load
+        while place < len(questions) and (place == start or 2 * surplus > questions[place].flops):
+            surplus -= questions[place].flops
             place += 1
         shares.append(questions[start:place])
     return [*shares, questions[place:]]

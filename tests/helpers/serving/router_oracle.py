@@ -24,8 +24,8 @@ class LinearAndPairs:
     per_pair: int = 2
 
     def flops(self, prefix_tokens: int, new_tokens: int) -> int:
-        seen = sum(prefix_tokens + place + 1 for place in range(new_tokens))
-        return self.per_token * new_tokens + self.per_pair * seen
+        pairs = new_tokens * prefix_tokens + new_tokens * (new_tokens + 1) // 2
+        return self.per_token * new_tokens + self.per_pair * pairs
 
 
 @dataclasses.dataclass(eq=False)
@@ -225,10 +225,13 @@ class RouterOracle:
     ) -> list[tuple[int, ...]]:
         left = list(questions)
         shares: list[list[int]] = [[] for _ in loads]
+        surplus = 0
         for share, load in zip(shares[:-1], loads[:-1], strict=True):
-            while left and (not share or load < level):
-                load += self._question_cost(request, left[0])
+            room = level - load + surplus
+            while left and (not share or room > self._question_cost(request, left[0]) / 2):
+                room -= self._question_cost(request, left[0])
                 share.append(left.pop(0))
+            surplus = room
         shares[-1] = left
         return [tuple(share) for share in shares]
 
