@@ -13,23 +13,22 @@ from collections.abc import Sequence
 
 from moepass.runtime.serving.router.routable import BlockHash
 
+# Bits of a count: more requests than a rank can have at a time.
+_COUNT_BITS = 32
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
+
 
 class PendingRun:
     """Blocks [start, end) of a prompt, for as long as a request that goes through all of them is assigned.
 
-    `counts` says for each rank how many such requests it has, `ranks` has the bits of those with at least one.
+    `counts` says how many such requests each rank has, in `_COUNT_BITS` bits for each: one number is much smaller than
+    a table, and there is one for nearly every request. `ranks` has the bits of the ranks with at least one.
     """
 
     __slots__ = ("blocks", "counts", "end", "parent", "ranks", "start")
 
     def __init__(
-        self,
-        blocks: Sequence[BlockHash],
-        start: int,
-        end: int,
-        parent: PendingRun | None,
-        counts: dict[int, int],
-        ranks: int,
+        self, blocks: Sequence[BlockHash], start: int, end: int, parent: PendingRun | None, counts: int, ranks: int
     ) -> None:
         self.blocks = blocks
         self.start = start
@@ -67,7 +66,7 @@ class BlockTables:
     @property
     def pending(self) -> dict[BlockHash, dict[int, int]]:
         """A copy: of every block, how many assigned requests of each rank bring it."""
-        return {block: dict(run.counts) for run in self._runs.values() for block in run.blocks[run.start : run.end]}
+        return {block: _counts(run) for run in self._runs.values() for block in run.blocks[run.start : run.end]}
 
     def deepest(self, blocks: Sequence[BlockHash], ranks: int) -> tuple[int, int]:
         """Those of `ranks` with the most leading blocks, committed or pending, and how many; all `ranks` for 0."""
@@ -106,19 +105,20 @@ class BlockTables:
         """`rank` will have `blocks`, until the run that this returns is given to `release`. None for no blocks."""
         runs = self._runs
         bit = 1 << rank
+        one = 1 << rank * _COUNT_BITS
         count = len(blocks)
         depth = 0
         last: PendingRun | None = None
         while depth < count:
             run = runs.get(blocks[depth])
             if run is None:
-                last = PendingRun(blocks, depth, count, last, {rank: 1}, bit)
+                last = PendingRun(blocks, depth, count, last, one, bit)
                 runs[blocks[depth]] = last
                 break
             end = _agreed(run, blocks)
             if end < run.end:
                 run = self._split(run, end)
-            run.counts[rank] = run.counts.get(rank, 0) + 1
+            run.counts += one
             run.ranks |= bit
             depth = end
             last = run
@@ -127,26 +127,28 @@ class BlockTables:
     def release(self, last: PendingRun | None, rank: int) -> None:
         """Takes back what one call of `promise` for `rank` did."""
         run = last
+        shift = rank * _COUNT_BITS
         while run is not None:
-            counts = run.counts
-            left = counts[rank] - 1
-            if left:
-                counts[rank] = left
-            else:
-                del counts[rank]
+            run.counts -= 1 << shift
+            if not run.counts:
+                del self._runs[run.blocks[run.start]]
+            elif not run.counts >> shift & _COUNT_MASK:
                 run.ranks &= ~(1 << rank)
-                if not counts:
-                    del self._runs[run.blocks[run.start]]
             run = run.parent
 
     def _split(self, run: PendingRun, place: int) -> PendingRun:
         """Cuts a run; the new one is its beginning, because those who will release the old one mean its end."""
-        head = PendingRun(run.blocks, run.start, place, run.parent, dict(run.counts), run.ranks)
+        head = PendingRun(run.blocks, run.start, place, run.parent, run.counts, run.ranks)
         self._runs[run.blocks[run.start]] = head
         self._runs[run.blocks[place]] = run
         run.start = place
         run.parent = head
         return head
+
+
+def _counts(run: PendingRun) -> dict[int, int]:
+    ranks = range(run.ranks.bit_length())
+    return {rank: count for rank in ranks if (count := run.counts >> rank * _COUNT_BITS & _COUNT_MASK)}
 
 
 def _agreed(run: PendingRun, blocks: Sequence[BlockHash]) -> int:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import collections
 import heapq
 
-from moepass.runtime.serving.router.open_requests import OpenRequest, Work
+from moepass.runtime.serving.router.open_requests import OpenRequest, Place, Work
 
-_Heap = list[tuple[tuple[float, int, int], Work]]
+_Heap = list[tuple[Place, Work]]
 
 
 class WaitingQueue:
@@ -31,8 +31,7 @@ class WaitingQueue:
 
     def push(self, work: Work) -> None:
         self._count(work)
-        of = work.of
-        if not self._line or (self._line[-1].of.key <= of.key and work.attempt == 1):
+        if not self._line or self._line[-1].place < work.place:
             self._line.append(work)
         else:
             heapq.heappush(self._heap, (work.place, work))
