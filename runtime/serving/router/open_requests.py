@@ -6,28 +6,31 @@ from moepass.runtime.serving.router.block_tables import PendingRun
 from moepass.runtime.serving.router.decisions import Assignment
 from moepass.runtime.serving.router.routable import Question, RoutableRequest
 
+# Where something stands in the order of what waits: by its key, then by submission. Work of one request has the same of
+# both; its first part tells which work it is.
+Place = tuple[float, int, int]
+
 
 class OpenRequest:
     """A request that has no answer yet.
 
-    `unfinished` counts its work that is not done, `unstarted` that which no rank has started, `waiting_flops` is what
-    waits of it, without any sharing.
+    `running` is its work that ranks have; `unfinished` counts its work that is not done, `unstarted` that which no rank
+    has started; `waiting_flops` is what waits of it, without any sharing.
     """
 
     __slots__ = (
-        *("is_closed", "key", "order", "prompt_flops", "questions", "request", "running"),
+        *("is_closed", "place", "prompt_flops", "questions", "request", "running"),
         *("unfinished", "unstarted", "waiting_flops"),
     )
 
     def __init__(
-        self, request: RoutableRequest, key: float, order: int, prompt_flops: int, questions: tuple[Question, ...]
+        self, request: RoutableRequest, place: Place, prompt_flops: int, questions: tuple[Question, ...]
     ) -> None:
         self.request = request
-        self.key = key
-        self.order = order
+        self.place = place
         self.prompt_flops = prompt_flops
         self.questions = questions
-        self.running: tuple[Running, ...] = ()
+        self.running: tuple[Work, ...] = ()
         self.unfinished = 1
         self.unstarted = 1
         self.waiting_flops = 0
@@ -35,24 +38,26 @@ class OpenRequest:
 
 
 class Work:
-    """All of a request, or its prompt and some `questions`, that waits; `flops` without any sharing."""
+    """All of a request, or its prompt and some `questions`; `flops` without any sharing.
 
-    __slots__ = ("attempt", "flops", "of", "questions")
+    It waits until it has an `assignment`, and with that is promised the blocks of its prompt. Once in its life it may
+    be parked, to wait for a saturated rank.
+    """
+
+    __slots__ = (
+        *("assignment", "attempt", "flops", "is_parked", "is_started", "may_wait"),
+        *("of", "place", "promised", "questions"),
+    )
+
+    assignment: Assignment
+    promised: PendingRun | None
 
     def __init__(self, of: OpenRequest, questions: tuple[Question, ...], attempt: int, flops: int) -> None:
         self.of = of
         self.questions = questions
         self.attempt = attempt
         self.flops = flops
-
-
-class Running:
-    """Work that a rank has, and the blocks that it was promised with it."""
-
-    __slots__ = ("assignment", "is_started", "promised", "work")
-
-    def __init__(self, assignment: Assignment, work: Work, promised: PendingRun | None) -> None:
-        self.assignment = assignment
-        self.work = work
-        self.promised = promised
+        self.place = (*of.place[:2], questions[0].parts[0]) if questions else of.place
+        self.may_wait = True
+        self.is_parked = False
         self.is_started = False

@@ -7,16 +7,20 @@ import math
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
+from moepass.runtime.serving.router.decisions import Round
 from moepass.runtime.serving.router.open_requests import Work
 from moepass.runtime.serving.router.routable import FlopsFormula, Question
 from moepass.runtime.serving.router.router import Placement, Router, bits
+
+# Work that one round passes over because it waits for a saturated rank; bounds the time of a round.
+MOST_PASSED_OVER = 1024
 
 
 class PrefixRouter(Router):
     """Of the ranks that are not saturated, the one that saves most; ties, and no match, to the least loaded.
 
     A longer match always saves more FLOPs, so the most blocks decide. Two rules see beyond the one request and the one
-    rank: `_holder_to_wait_for` (spill or wait) and `_split` (questions of one request on several ranks).
+    rank: `_wait` (wait for a saturated rank, or spill) and `_split` (questions of one request on several ranks).
 
     Args:
         saturation_flops: from the plan; a rank with this load or more takes no more.
@@ -43,44 +47,53 @@ class PrefixRouter(Router):
             keeps_blocks=keeps_blocks,
         )
         self._flops_per_second = flops_per_second
+        self._passed_over = 0
+
+    def route(self, now: float) -> Round:
+        self._passed_over = 0
+        return super().route(now)
 
     def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
-        entry = work.of
-        holders = self._open
+        request = work.of.request
+        open_ranks = self._open
         blocks = 0
-        if entry.request.blocks:
-            holders, blocks = self._tables.deepest(entry.request.blocks, holders)
-        rank = self._least_loaded(holders)
-        if entry.prompt_flops > self._saturation_flops:
-            holder = self._holder_to_wait_for(work, blocks, now)
-            if holder is not None:
-                self._queue.push(work, holder)
+        holders = self._available
+        if request.blocks:
+            holders, blocks = self._tables.deepest(request.blocks, holders)
+        if not holders & open_ranks:
+            if work.may_wait and self._passed_over < MOST_PASSED_OVER and self._wait(work, holders, blocks, now):
                 return ()
+            holders, blocks = self._tables.deepest(request.blocks, open_ranks)
+        rank = self._least_loaded(holders & open_ranks)
         if len(work.questions) > 1 and self._loads[rank] + work.flops > self._saturation_flops:
             return self._split(work, rank, blocks)
         return ((rank, blocks, work.questions),)
 
-    def _holder_to_wait_for(self, work: Work, blocks: int, now: float) -> int | None:
-        """The saturated rank whose prefix is worth waiting for; None: compute it again where `blocks` of it are.
+    def _wait(self, work: Work, holders: int, blocks: int, now: float) -> bool:
+        """Lets work wait for one of `holders`, which are saturated and have `blocks` of it, more than any open rank.
 
-        A hot prefix spills to a second rank as soon as its first one is saturated, unless that computes for longer than
-        all that the first one has to do. Then the request waits for it, and the second rank has time for others.
-        A request that would be late this way does not wait.
+        For as long as that one needs for what it has, by the plan, other work goes first. Then, or where there is no
+        other work, the prefix spills: an open rank computes it again, and has it from then on. But never where
+        that takes longer than the wait. A request that would be late does not wait.
         """
         request = work.of.request
-        # Saturated ranks have at least the threshold to do, so shorter prompts never come here.
-        holders, most = self._tables.deepest(request.blocks, self._available)
-        if most <= blocks:
-            return None
         holder = self._least_loaded(holders)
         load = self._loads[holder]
-        there, here = most * BLOCK_TOKENS, blocks * BLOCK_TOKENS
-        if self._flops(here, there - here) <= load:
-            return None
-        left = self._flops(there, request.prompt_tokens - there) + sum(one.flops for one in work.questions)
-        if now + (load + left) / self._flops_per_second > request.deadline:
-            return None
-        return holder
+        there = blocks * BLOCK_TOKENS
+        left = self._flops(there, request.prompt_tokens - there)
+        seconds = load / self._flops_per_second
+        if request.deadline != math.inf:
+            left += sum(question.flops for question in work.questions)
+            if now + seconds + left / self._flops_per_second > request.deadline:
+                return False
+        patience: float | None = seconds
+        if work.of.prompt_flops > load:  # else no prefix of it can
+            here = self._tables.deepest(request.blocks, self._open)[1] * BLOCK_TOKENS
+            if self._flops(here, there - here) > load:
+                patience = None
+        self._queue.park(work, holder, patience)
+        self._passed_over += 1
+        return True
 
     def _split(self, work: Work, first: int, blocks: int) -> tuple[Placement, ...]:
         """Questions go to more ranks while that ends earlier by more than computing the prompt there costs.
@@ -127,13 +140,17 @@ def _level(loads: list[int], total: int) -> int:
 
 
 def _shares(questions: tuple[Question, ...], loads: list[int], level: int) -> list[tuple[Question, ...]]:
-    """Questions in order, to each rank until it has reached `level`, at least one; the last one gets the others."""
+    """Questions in order, to each rank up to `level`, at least one; the last rank gets the others.
+
+    A question goes where at least half of it has room, and the next rank gets what was too much or too little.
+    """
     shares: list[tuple[Question, ...]] = []
-    place = 0
+    place = surplus = 0
     for load in loads[:-1]:
         start = place
-        while place < len(questions) and (place == start or load < level):
-            load += questions[place].flops
+        surplus += level - load
+        while place < len(questions) and (place == start or 2 * surplus > questions[place].flops):
+            surplus -= questions[place].flops
             place += 1
         shares.append(questions[start:place])
     return [*shares, questions[place:]]

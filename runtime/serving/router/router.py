@@ -14,7 +14,7 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.router.block_tables import BlockTables
 from moepass.runtime.serving.router.decisions import Assignment, RankLoss, Round, Withdrawal
-from moepass.runtime.serving.router.open_requests import OpenRequest, Running, Work
+from moepass.runtime.serving.router.open_requests import OpenRequest, Place, Work
 from moepass.runtime.serving.router.routable import BlockHash, FlopsFormula, Question, RoutableRequest, questions_of
 from moepass.runtime.serving.router.waiting_queue import WaitingQueue
 
@@ -25,7 +25,7 @@ Placement = tuple[int, int, tuple[Question, ...]]
 
 
 class Router(abc.ABC):
-    """What a policy adds is `_place`, which may leave work with the queue.
+    """What a policy adds is `_place`, which may park work in the queue.
 
     Args:
         ranks: how many; all are there at the beginning.
@@ -63,8 +63,8 @@ class Router(abc.ABC):
         self._tables = BlockTables()
         self._queue = WaitingQueue(ranks)
         self._requests: dict[str, OpenRequest] = {}
-        self._running: dict[int, Running] = {}
-        self._deadlines: list[tuple[float, int, OpenRequest]] = []
+        self._running: dict[int, Work] = {}
+        self._deadlines: list[tuple[float, Place, OpenRequest]] = []
         self._submitted = 0
         self._assigned = 0
         self._loads = [0] * ranks
@@ -100,7 +100,7 @@ class Router(abc.ABC):
     @property
     def assignments(self) -> tuple[Assignment, ...]:
         """Those that are not done, in the order in which they were made."""
-        return tuple(running.assignment for running in self._running.values())
+        return tuple(work.assignment for work in self._running.values())
 
     # Events of requests
 
@@ -111,11 +111,10 @@ class Router(abc.ABC):
         key = request.arrived - request.priority * self._priority_seconds
         questions = questions_of(request, self._formula) if request.parts else ()
         prompt_flops = self._flops(0, request.prompt_tokens)
-        entry = OpenRequest(request, key, order, prompt_flops, questions)
+        entry = OpenRequest(request, (key, order, 0), prompt_flops, questions)
         self._requests[request.id] = entry
         self._queue.push(Work(entry, questions, 1, prompt_flops + _sum(questions) if questions else prompt_flops))
-        if request.deadline != math.inf:
-            heapq.heappush(self._deadlines, (request.deadline, order, entry))
+        self._watch_deadline(entry)
 
     def cancel(self, request_id: str) -> Withdrawal | None:
         """None if no such request is open; it may have been done meanwhile."""
@@ -140,15 +139,15 @@ class Router(abc.ABC):
 
     def started(self, number: int) -> bool:
         """The rank computes it now. False: it was withdrawn or lost, which the rank had not heard of."""
-        running = self._running.get(number)
-        if running is None:
+        work = self._running.get(number)
+        if work is None:
             return False
-        if not running.is_started:
-            running.is_started = True
-            running.work.of.unstarted -= 1
+        if not work.is_started:
+            work.is_started = True
+            work.of.unstarted -= 1
             if not self._keeps_blocks:
-                self._tables.release(running.promised, running.assignment.rank)
-                running.promised = None
+                self._tables.release(work.promised, work.assignment.rank)
+                work.promised = None
         return True
 
     def done(self, number: int) -> int | None:
@@ -156,12 +155,11 @@ class Router(abc.ABC):
 
         None: it was done, withdrawn or lost before, and what the rank answers must be dropped.
         """
-        running = self._running.pop(number, None)
-        if running is None:
+        work = self._running.pop(number, None)
+        if work is None:
             return None
-        self._release(running)
-        self._detach(running)
-        entry = running.work.of
+        self._release(work)
+        entry = work.of
         if not entry.unfinished:
             entry.is_closed = True
             del self._requests[entry.request.id]
@@ -170,11 +168,12 @@ class Router(abc.ABC):
     # Events of ranks
 
     def block_stored(self, rank: int, block: BlockHash) -> None:
-        """`rank` can take a block from its cache. Ranks say so before they say that the work is done."""
+        """`rank` can take a block, and all before it, from its cache. It says so before it says that work is done."""
         if self._is_available(rank):
             self._tables.store(rank, block)
 
     def block_evicted(self, rank: int, block: BlockHash) -> None:
+        """`rank` holds a block no more. Blocks behind it, which are of no use without it, are evicted before it."""
         if self._is_available(rank):
             self._tables.evict(rank, block)
 
@@ -186,17 +185,16 @@ class Router(abc.ABC):
         self._open &= self._available
         self._tables.forget(rank)
         self._queue.unpark(rank)
-        lost = [running for running in self._running.values() if running.assignment.rank == rank]
-        for running in lost:
-            self._withdraw(running)
-        failing = {running.work.of.order: running.work.of for running in lost if running.assignment.attempt >= ATTEMPTS}
+        lost = [work for work in self._running.values() if work.assignment.rank == rank]
+        for work in lost:
+            self._withdraw(work)
+        failing = {work.of.place: work.of for work in lost if work.attempt >= ATTEMPTS}
         failed = tuple(self._close(entry) for entry in failing.values())
         rerun: dict[str, None] = {}
-        for running in lost:
-            entry = running.work.of
-            if not entry.is_closed:
-                self._run_again(running.work)
-                rerun[entry.request.id] = None
+        for work in lost:
+            if not work.of.is_closed:
+                self._run_again(work)
+                rerun[work.of.request.id] = None
         return RankLoss(tuple(rerun), failed)
 
     def rank_back(self, rank: int) -> None:
@@ -209,7 +207,7 @@ class Router(abc.ABC):
 
     @abc.abstractmethod
     def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
-        """Which ranks get `work`: all of it, every question once. Nothing: it has been put back into the queue."""
+        """Which ranks get `work`: all of it, every question once. Nothing: it is parked in the queue."""
 
     def _assign(self, work: Work, placement: Placement) -> Assignment:
         rank, blocks, questions = placement
@@ -226,46 +224,45 @@ class Router(abc.ABC):
                 work = Work(entry, questions, work.attempt, entry.prompt_flops + _sum(questions))
         self._assigned = number = self._assigned + 1
         assignment = Assignment(number, request.id, rank, parts, shared, flops, work.attempt)
-        running = Running(assignment, work, self._tables.promise(request.blocks, rank))
-        self._running[number] = running
-        entry.running += (running,)
+        work.assignment = assignment
+        work.promised = self._tables.promise(request.blocks, rank)
+        self._running[number] = work
+        entry.running += (work,)
         self._loads[rank] = load = self._loads[rank] + flops
         if load >= self._saturation_flops:
             self._open &= ~(1 << rank)
         return assignment
 
-    def _release(self, running: Running) -> None:
-        """The load and the promised blocks of an assignment that is over; it is no longer in `_running`."""
-        assignment = running.assignment
+    def _release(self, work: Work) -> None:
+        """Takes work from a rank, with its load and the blocks that it promised; it is no part of its request then."""
+        assignment = work.assignment
         rank = assignment.rank
         self._loads[rank] = load = self._loads[rank] - assignment.flops
         if load < self._saturation_flops:
             self._open |= 1 << rank & self._available
-        if running.promised is not None:
-            self._tables.release(running.promised, rank)
-
-    def _withdraw(self, running: Running) -> None:
-        """Takes work from a rank; it is no part of its request then."""
-        del self._running[running.assignment.number]
-        self._release(running)
-        self._detach(running)
-
-    @staticmethod
-    def _detach(running: Running) -> None:
-        entry = running.work.of
+        if work.promised is not None:
+            self._tables.release(work.promised, rank)
+        entry = work.of
         entry.unfinished -= 1
-        if not running.is_started:
+        if not work.is_started:
             entry.unstarted -= 1
         others = entry.running
-        entry.running = tuple(one for one in others if one is not running) if len(others) > 1 else ()
+        entry.running = tuple(one for one in others if one is not work) if len(others) > 1 else ()
+
+    def _withdraw(self, work: Work) -> None:
+        del self._running[work.assignment.number]
+        self._release(work)
 
     def _run_again(self, work: Work) -> None:
         entry = work.of
         entry.unfinished += 1
         entry.unstarted += 1
         self._queue.push(Work(entry, work.questions, work.attempt + 1, work.flops))
+        self._watch_deadline(entry)
+
+    def _watch_deadline(self, entry: OpenRequest) -> None:
         if entry.request.deadline != math.inf:
-            heapq.heappush(self._deadlines, (entry.request.deadline, entry.order, entry))
+            heapq.heappush(self._deadlines, (entry.request.deadline, entry.place, entry))
 
     def _close(self, entry: OpenRequest) -> Withdrawal:
         """Ends a request that has no answer, whatever state it is in."""
@@ -273,9 +270,9 @@ class Router(abc.ABC):
         del self._requests[entry.request.id]
         running = entry.running
         self._queue.close(entry, entry.unfinished - len(running))
-        for one in running:
-            self._withdraw(one)
-        return Withdrawal(entry.request.id, tuple(one.assignment for one in running))
+        for work in running:
+            self._withdraw(work)
+        return Withdrawal(entry.request.id, tuple(work.assignment for work in running))
 
     def _expire(self, now: float) -> list[Withdrawal]:
         expired = []

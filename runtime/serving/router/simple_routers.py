@@ -6,7 +6,7 @@ Loads and tables are kept as everywhere, so what they save is what happens to me
 from __future__ import annotations
 
 from moepass.runtime.serving.router.decisions import Assignment
-from moepass.runtime.serving.router.open_requests import Running, Work
+from moepass.runtime.serving.router.open_requests import Work
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import Placement, Router, bits
 
@@ -49,9 +49,9 @@ class LeastTokensRouter(Router):
         self._tokens[placement[0]] += _tokens(work)
         return super()._assign(work, placement)
 
-    def _release(self, running: Running) -> None:
-        self._tokens[running.assignment.rank] -= _tokens(running.work)
-        super()._release(running)
+    def _release(self, work: Work) -> None:
+        self._tokens[work.assignment.rank] -= _tokens(work)
+        super()._release(work)
 
 
 def _tokens(work: Work) -> int:

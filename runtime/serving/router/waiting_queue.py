@@ -1,7 +1,8 @@
 """Work that no rank has yet, in the order in which ranks will take it.
 
 A level of priority is worth a fixed time of waiting. So the order is that of `arrived - priority · priority_seconds`,
-it never changes while time passes, and whoever waits for long enough is first, whatever comes later.
+it never changes while time passes, and whoever waits for long enough is first, whatever comes later. Work that waits
+for a saturated rank stays in this order for that rank; for others it stands back by its patience, no further.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ from __future__ import annotations
 import collections
 import heapq
 
-from moepass.runtime.serving.router.open_requests import OpenRequest, Work
+from moepass.runtime.serving.router.open_requests import OpenRequest, Place, Work
 
-# Of work of one request, which has one place in the order, the last number tells which part of it this is.
-_Place = tuple[float, int, int]
-_Heap = list[tuple[_Place, Work]]
+_Heap = list[tuple[Place, Work]]
 
 
 class WaitingQueue:
@@ -27,32 +26,39 @@ class WaitingQueue:
         self._heap: _Heap = []
         self._parked: list[_Heap] = [[] for _ in range(ranks)]
         self._parked_ranks = 0
+        # The same work once more, by its place for ranks that it does not wait for.
+        self._patient: _Heap = []
 
-    def push(self, work: Work, rank: int | None = None) -> None:
-        """Work waits for any rank, or for `rank` alone."""
-        of = work.of
-        of.waiting_flops += work.flops
-        self.flops += work.flops
-        self.count += 1
-        if rank is not None:
-            heapq.heappush(self._parked[rank], (_place(work), work))
-            self._parked_ranks |= 1 << rank
-        elif not self._line or (self._line[-1].of.key <= of.key and work.attempt == 1):
+    def push(self, work: Work) -> None:
+        self._count(work)
+        if not self._line or self._line[-1].place < work.place:
             self._line.append(work)
         else:
-            heapq.heappush(self._heap, (_place(work), work))
+            heapq.heappush(self._heap, (work.place, work))
+
+    def park(self, work: Work, rank: int, patience_seconds: float | None) -> None:
+        """Work waits for `rank`, and others get it only in the place of what comes so much later; None: never."""
+        self._count(work)
+        work.is_parked = True
+        work.may_wait = False
+        key, order, part = work.place
+        heapq.heappush(self._parked[rank], (work.place, work))
+        self._parked_ranks |= 1 << rank
+        if patience_seconds is not None:
+            heapq.heappush(self._patient, ((key + patience_seconds, order, part), work))
 
     def pop(self, open_ranks: int) -> Work | None:
         """The first piece of work that any of `open_ranks` may have."""
         while True:
-            if self._heap or self._parked_ranks & open_ranks:
+            if self._heap or self._patient or self._parked_ranks & open_ranks:
                 work = self._pop_first(open_ranks)
-            elif self._line:
-                work = self._line.popleft()
             else:
+                work = self._line.popleft() if self._line else None
+            if work is None:
                 return None
             of = work.of
             if not of.is_closed:
+                work.is_parked = False
                 of.waiting_flops -= work.flops
                 self.flops -= work.flops
                 self.count -= 1
@@ -60,8 +66,10 @@ class WaitingQueue:
 
     def unpark(self, rank: int) -> None:
         """What waits for `rank` waits for any."""
-        for parked in self._parked[rank]:
-            heapq.heappush(self._heap, parked)
+        for place, work in self._parked[rank]:
+            if work.is_parked:
+                work.is_parked = False
+                heapq.heappush(self._heap, (place, work))
         self._parked[rank] = []
         self._parked_ranks &= ~(1 << rank)
 
@@ -71,18 +79,36 @@ class WaitingQueue:
         self.count -= pieces
         request.waiting_flops = 0
 
-    def _pop_first(self, open_ranks: int) -> Work:
-        heaps = [(self._heap[0][0], self._heap)] if self._heap else []
-        for rank, parked in enumerate(self._parked):
-            if parked and open_ranks >> rank & 1:
-                heaps.append((parked[0][0], parked))
-        place, heap = min(heaps)
-        if self._line and _place(self._line[0]) < place:
-            return self._line.popleft()
-        work = heapq.heappop(heap)[1]
-        self._parked_ranks = sum(1 << rank for rank, parked in enumerate(self._parked) if parked)
-        return work
+    def _count(self, work: Work) -> None:
+        work.of.waiting_flops += work.flops
+        self.flops += work.flops
+        self.count += 1
+
+    def _pop_first(self, open_ranks: int) -> Work | None:
+        best = self._heap
+        patient = _without_taken(self._patient)
+        if patient and (not best or patient[0][0] < best[0][0]):
+            best = patient
+        ranks = self._parked_ranks & open_ranks
+        while ranks:
+            bit = ranks & -ranks
+            ranks ^= bit
+            parked = _without_taken(self._parked[bit.bit_length() - 1])
+            if not parked:
+                self._parked_ranks ^= bit
+            elif not best or parked[0][0] < best[0][0]:
+                best = parked
+        line = self._line
+        if line and (not best or line[0].place < best[0][0]):
+            return line.popleft()
+        return heapq.heappop(best)[1] if best else None
 
 
-def _place(work: Work) -> _Place:
-    return work.of.key, work.of.order, work.questions[0].parts[0] if work.questions else 0
+def _without_taken(heap: _Heap) -> _Heap:
+    """The heap; at its top what was closed, or taken from elsewhere, is dropped."""
+    while heap:
+        first = heap[0][1]
+        if first.is_parked and not first.of.is_closed:
+            break
+        heapq.heappop(heap)
+    return heap

@@ -24,8 +24,8 @@ class LinearAndPairs:
     per_pair: int = 2
 
     def flops(self, prefix_tokens: int, new_tokens: int) -> int:
-        seen = sum(prefix_tokens + place + 1 for place in range(new_tokens))
-        return self.per_token * new_tokens + self.per_pair * seen
+        pairs = new_tokens * prefix_tokens + new_tokens * (new_tokens + 1) // 2
+        return self.per_token * new_tokens + self.per_pair * pairs
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,7 +38,10 @@ class Piece:
     attempt: int = 1
     assignment: Assignment | None = None
     is_started: bool = False
+    # The saturated rank that it waits for, how long others are behind it, and whether it may begin to wait.
     waits_for: int | None = None
+    patience: float = math.inf
+    may_wait: bool = True
 
 
 class RouterOracle:
@@ -51,6 +54,7 @@ class RouterOracle:
         flops_per_second: float,
         priority_seconds: float,
         keeps_blocks: bool,
+        most_passed_over: int,
     ) -> None:
         self.ranks = ranks
         self.formula = formula
@@ -58,6 +62,7 @@ class RouterOracle:
         self.rate = flops_per_second
         self.priority_seconds = priority_seconds
         self.keeps_blocks = keeps_blocks
+        self.most_passed_over = most_passed_over
         self.available = set(range(ranks))
         self.blocks: dict[int, set[BlockHash]] = {rank: set() for rank in range(ranks)}
         self.pieces: list[Piece] = []
@@ -139,11 +144,13 @@ class RouterOracle:
         for withdrawal in made.expired:
             assert sorted(withdrawal.assignments) == sorted(self.end(withdrawal.request_id))
         left = list(made.assignments)
+        self.passed_over = 0
         while unsaturated := self._unsaturated():
-            candidates = [piece for piece in self.waiting() if piece.waits_for in (None, *unsaturated)]
-            if not candidates:
+            places = [(self._place(piece, unsaturated), piece) for piece in self.waiting()]
+            place, piece = min(places, key=lambda both: both[0], default=((math.inf, 0, ()), None))
+            if piece is None or place[0] == math.inf:
                 break
-            piece = min(candidates, key=self._urgency)
+            piece.waits_for = None
             if is_prefix_router:
                 expected = self._placements(piece, unsaturated, now)
             else:
@@ -177,9 +184,14 @@ class RouterOracle:
         first = min(unsaturated, key=lambda rank: (prompt(rank), loads[rank], rank))
         holder = min(self.available, key=lambda rank: (prompt(rank), loads[rank], rank))
         again = prompt(first) - prompt(holder)
-        in_time = now + (loads[holder] + self._cost(request, self.matched(request, holder), questions)) / self.rate
-        if again > 0 and again > loads[holder] and in_time <= request.deadline:
+        seconds = loads[holder] / self.rate
+        in_time = now + seconds + self._cost(request, self.matched(request, holder), questions) / self.rate
+        is_late = request.deadline < math.inf and in_time > request.deadline
+        if again > 0 and piece.may_wait and not is_late and self.passed_over < self.most_passed_over:
+            self.passed_over += 1
+            piece.may_wait = False
             piece.waits_for = holder
+            piece.patience = math.inf if again > loads[holder] else seconds
             return []
         whole = [(first, questions)]
         total = sum(self._question_cost(request, question) for question in questions)
@@ -213,10 +225,13 @@ class RouterOracle:
     ) -> list[tuple[int, ...]]:
         left = list(questions)
         shares: list[list[int]] = [[] for _ in loads]
+        surplus = 0
         for share, load in zip(shares[:-1], loads[:-1], strict=True):
-            while left and (not share or load < level):
-                load += self._question_cost(request, left[0])
+            room = level - load + surplus
+            while left and (not share or room > self._question_cost(request, left[0]) / 2):
+                room -= self._question_cost(request, left[0])
                 share.append(left.pop(0))
+            surplus = room
         shares[-1] = left
         return [tuple(share) for share in shares]
 
@@ -226,7 +241,7 @@ class RouterOracle:
         loads = self.loads()
         for rank, flops in last.items():
             assert loads[rank] - flops < self.saturation
-        if any(piece.waits_for is None for piece in self.waiting()):
+        if any(piece.waits_for is None or piece.patience < math.inf for piece in self.waiting()):
             assert all(loads[rank] >= self.saturation for rank in self.available)
 
     # Arithmetic
@@ -267,12 +282,11 @@ class RouterOracle:
         prompt = self.formula.flops(there, request.prompt_tokens - there)
         return prompt + sum(self._question_cost(request, question) for question in questions)
 
-    def _urgency(self, piece: Piece) -> tuple[float, int, tuple[int, ...]]:
-        return (
-            piece.request.arrived - piece.request.priority * self.priority_seconds,
-            piece.order,
-            piece.questions,
-        )
+    def _place(self, piece: Piece, unsaturated: list[int]) -> tuple[float, int, tuple[int, ...]]:
+        key = piece.request.arrived - piece.request.priority * self.priority_seconds
+        if piece.waits_for not in (None, *unsaturated):
+            key += piece.patience
+        return key, piece.order, piece.questions
 
     def _unsaturated(self) -> list[int]:
         loads = self.loads()

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 from router_oracle import BLOCK, LinearAndPairs, RouterOracle
 
-from moepass.runtime.serving.router.prefix_router import PrefixRouter
+from moepass.runtime.serving.router.prefix_router import MOST_PASSED_OVER, PrefixRouter
 from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
 from moepass.runtime.serving.router.router import Router
 from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
@@ -36,7 +36,12 @@ def chain(path: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(hashes)
 
 
-CHAINS = st.lists(st.integers(0, 1), max_size=6).map(lambda path: chain(tuple(path)))
+def behind_or_at(block: int, first: int) -> bool:
+    return block == first or (block > first and behind_or_at(block // 4, first))
+
+
+# Most ways go straight on, so that many are the same for long.
+CHAINS = st.lists(st.sampled_from([0, 0, 0, 1]), max_size=6).map(lambda path: chain(tuple(path)))
 
 
 @st.composite
@@ -47,6 +52,19 @@ def part_trees(draw: st.DrawFn) -> tuple[RoutablePart, ...]:
         parent = draw(st.sampled_from([-1, -1, -1, number - 1]))
         parts.append(RoutablePart(parent, draw(st.integers(1, 40))))
     return tuple(parts)
+
+
+@st.composite
+def asked_requests(draw: st.DrawFn) -> dict[str, Any]:
+    blocks = draw(CHAINS)
+    parts = draw(st.one_of(st.just(()), part_trees()))
+    return {
+        "blocks": blocks,
+        "prompt_tokens": len(blocks) * BLOCK + draw(st.integers(1, 40)),
+        "parts": parts,
+        "priority": draw(st.sampled_from([0, 0, 0, -1, 1, 2])),
+        "patience": draw(st.sampled_from([math.inf, math.inf, math.inf, 0.5, 3.0, 30.0])),
+    }
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -81,40 +99,21 @@ class RouterMachine(RuleBasedStateMachine):
             flops_per_second=1000.0,
             priority_seconds=2.0,
             keeps_blocks=keeps_blocks,
+            most_passed_over=MOST_PASSED_OVER,
         )
         self.now = 0.0
         self.submitted = 0
         self.ended: list[str] = []
         self.numbers: list[int] = []
-        self.lost_runs: dict[str, int] = {}
 
-    @rule(
-        blocks=CHAINS,
-        own_tokens=st.integers(1, 40),
-        parts=part_trees(),
-        priority=st.integers(-1, 2),
-        patience=st.sampled_from([math.inf, math.inf, 0.5, 3.0, 30.0]),
-    )
-    def submit(
-        self,
-        blocks: tuple[int, ...],
-        own_tokens: int,
-        parts: tuple[RoutablePart, ...],
-        priority: int,
-        patience: float,
-    ) -> None:
-        self.submitted += 1
-        request = RoutableRequest(
-            f"r{self.submitted}",
-            blocks,
-            len(blocks) * BLOCK + own_tokens,
-            parts,
-            priority,
-            self.now + patience,
-            self.now,
-        )
-        self.router.submit(request)
-        self.oracle.submit(request, self.submitted)
+    @rule(asked=st.lists(asked_requests(), min_size=1, max_size=8))
+    def submit(self, asked: list[dict[str, Any]]) -> None:
+        for one in asked:
+            self.submitted += 1
+            patience = one.pop("patience")
+            request = RoutableRequest(id=f"r{self.submitted}", deadline=self.now + patience, arrived=self.now, **one)
+            self.router.submit(request)
+            self.oracle.submit(request, self.submitted)
 
     @rule(seconds=st.sampled_from([0.0, 0.25, 2.0]))
     def route(self, seconds: float) -> None:
@@ -139,10 +138,19 @@ class RouterMachine(RuleBasedStateMachine):
         self._finish(data.draw(st.sampled_from(self.numbers), label="number"))
 
     @precondition(lambda self: self.numbers)
-    @rule()
-    def finish_a_step(self) -> None:
-        for number in list(self.oracle.running()):
-            self._finish(number)
+    @rule(data=st.data(), is_stored=st.booleans())
+    def finish_a_step(self, data: st.DataObject, is_stored: bool) -> None:
+        """One rank is done with all it has; then there is a round, in which it may be the only open one."""
+        pieces = list(self.oracle.running().values())
+        if not pieces:
+            return
+        rank = data.draw(st.sampled_from(pieces), label="piece").assignment.rank
+        for piece in pieces:
+            if piece.assignment.rank == rank:
+                if is_stored:
+                    self.store(rank, piece.request.blocks)
+                self._finish(piece.assignment.number)
+        self.route(0.25)
 
     @precondition(lambda self: self.submitted)
     @rule(data=st.data())
@@ -166,14 +174,26 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 3), blocks=CHAINS)
     def evict(self, rank: int, blocks: tuple[int, ...]) -> None:
         if rank < self.oracle.ranks:
-            for block in blocks[-1:]:
-                self.router.block_evicted(rank, block)
-                self.oracle.blocks[rank].discard(block)
+            # A block leaves after those behind it.
+            for block in sorted(self.oracle.blocks[rank], reverse=True):
+                if blocks and behind_or_at(block, blocks[-1]):
+                    self.router.block_evicted(rank, block)
+                    self.oracle.blocks[rank].discard(block)
 
     @rule(rank=st.integers(0, 3))
     def lose(self, rank: int) -> None:
-        if rank >= self.oracle.ranks:
-            return
+        if rank < self.oracle.ranks:
+            self._lose(rank)
+
+    @precondition(lambda self: self.numbers)
+    @rule(data=st.data())
+    def lose_a_busy_rank(self, data: st.DataObject) -> None:
+        pieces = list(self.oracle.running().values())
+        if pieces:
+            piece = data.draw(st.sampled_from(pieces), label="piece")
+            self._lose(piece.assignment.rank)
+
+    def _lose(self, rank: int) -> None:
         loss = self.router.rank_lost(rank)
         again, failed = self.oracle.lose(rank)
         assert set(loss.rerun) == again
@@ -210,7 +230,8 @@ class RouterMachine(RuleBasedStateMachine):
         while self.router.requests:
             self.route(0.0)
             assert self.router.assignments, "requests wait and no rank has anything to do"
-            self.finish_a_step()
+            for number in list(self.oracle.running()):
+                self._finish(number)
             self.knows_what_is()
         assert sorted(self.ended) == sorted(f"r{number}" for number in range(1, self.submitted + 1))
         assert not any(self.router.loads)
