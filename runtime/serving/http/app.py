@@ -179,9 +179,12 @@ def _description(route: Route) -> dict[str, Any]:
         schema = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}
         return {"application/json": {"schema": schema}}
 
+    answers = {route.media_type: content(route.replies)["application/json"]}
+    if route.has_streams:
+        answers["text/event-stream"] = {"schema": {"type": "string"}}
     described: dict[str, Any] = {
         "responses": {
-            "200": {"description": "The answer", "content": content(route.replies)},
+            "200": {"description": "The answer", "content": answers},
             "default": {"description": "An error", "content": content((ErrorReply,))},
         }
     }

@@ -152,4 +152,4 @@ def _prompt(call: Call, body: ChatBody) -> Any:
     return tokens
 
 
-ROUTES = (Route("POST", "/v1/chat/completions", chat, (ChatBody,), (ChatReply,)),)
+ROUTES = (Route("POST", "/v1/chat/completions", chat, (ChatBody,), (ChatReply,), has_streams=True),)

@@ -236,4 +236,4 @@ def event_stream(chunks: Sequence[msgspec.Struct]) -> Response:
     return Response(b"".join([*events, b"data: [DONE]\n\n"]), media_type="text/event-stream")
 
 
-ROUTES = (Route("POST", "/v1/completions", complete, (CompletionBody,), (CompletionReply,)),)
+ROUTES = (Route("POST", "/v1/completions", complete, (CompletionBody,), (CompletionReply,), has_streams=True),)

@@ -130,6 +130,6 @@ ROUTES = (
     Route("GET", "/ping", ping, (), (EmptyReply, ErrorReply)),
     Route("POST", "/ping", ping, (), (EmptyReply, ErrorReply)),
     Route("GET", "/version", version, (), (VersionReply,)),
-    Route("GET", "/metrics", metrics, (), (str,)),
-    Route("POST", "/invocations", invoke, _BODIES, _REPLIES),
+    Route("GET", "/metrics", metrics, (), (str,), media_type="text/plain"),
+    Route("POST", "/invocations", invoke, _BODIES, _REPLIES, has_streams=True),
 )

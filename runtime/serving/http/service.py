@@ -26,7 +26,7 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 # Bodies beyond this are made into tokens by another thread, so that others are answered meanwhile. [Empirical]
-_SMALL_BODY_BYTES = 1 << 14
+_SMALL_BODY_BYTES = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,13 +150,18 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """A route: its path, what a body may be, what a reply may be, and what answers it."""
+    """A route: its path, what a body may be, what a reply may be, and what answers it.
+
+    With `has_streams` a reply may come as server-sent events, too.
+    """
 
     method: str
     path: str
     handler: Callable[[Call], Awaitable[Any]]
     bodies: tuple[Any, ...] = ()
     replies: tuple[Any, ...] = ()
+    media_type: str = "application/json"
+    has_streams: bool = False
 
 
 class EmptyReply(msgspec.Struct):

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_LABELS, check_limit
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
@@ -100,18 +102,18 @@ def _in_context(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> lis
 
 def ask_labels(tree: RequestTree, prompt: Tokens, labels: Sequence[LabelTokens], name: str) -> LabelReads:
     """Ask for all of `labels` behind the `prompt`. Raises InputError, which names `name`, where one does not fit."""
-    tokens = prompt.tolist()
     here = tree.add(prompt, name)
-    tree.read(here, len(tokens) - 1, [label[0] for label in labels])
-    sequences = []
+    last = len(prompt) - 1
+    tree.read(here, last, [label[0] for label in labels])
+    # Labels that begin alike are read behind the same tokens.
+    stems: dict[LabelTokens, int] = {(): here}
     for label in labels:
-        sequence = here
-        if len(label) > 1:
-            sequence = tree.add(tokens + list(label[:-1]), f"{name} with its longest label")
-            for number, token in enumerate(label[1:]):
-                tree.read(sequence, len(tokens) + number, [token])
-        sequences.append(sequence)
-    return LabelReads(tuple(labels), len(tokens) - 1, tuple(sequences))
+        stem = label[:-1]
+        if stem not in stems:
+            stems[stem] = tree.add(np.concatenate((prompt, np.array(stem, np.int32))), f"{name} with its longest label")
+        for place, token in enumerate(label[1:], 1):
+            tree.read(stems[stem], last + place, [token])
+    return LabelReads(tuple(labels), last, tuple(stems[label[:-1]] for label in labels))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from moepass.models.checkpoint.checkpoint_folders import Prompt
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_CHARACTERS_PER_TOKEN, check_limit
+from moepass.runtime.serving.questions.render_limit import RenderTimeoutError, render_limit
 from moepass.runtime.serving.questions.text_encoding import TextEncoder
 from moepass.runtime.serving.requests.request import Tokens
 
@@ -52,7 +53,10 @@ class PromptWriter:
         shielded = [{**message, "content": self.encoder.shield(message["content"])} for message in messages]
         options = {"add_generation_prompt": True, "enable_thinking": False, **options}
         try:
-            rendered: str = self.tokenizer.apply_chat_template(shielded, tokenize=False, **options)
+            with render_limit():
+                rendered: str = self.tokenizer.apply_chat_template(shielded, tokenize=False, **options)
+        except RenderTimeoutError:
+            raise
         except Exception as error:  # templates raise what they like, as "roles must alternate"
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"the chat template refuses these messages: {reason}", name="messages") from error

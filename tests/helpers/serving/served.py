@@ -33,7 +33,7 @@ class Served:
         self.url = url
         self.backend = backend
         self.writer = writer
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}".encode()}
         self.client = httpx.Client(base_url=url, headers=headers, timeout=60)
 
     def post(self, path: str, body: Any, status: int = 200) -> Any:
@@ -65,7 +65,8 @@ def served(
     backend = ReferenceBackend(model, class_names)
     writer = PromptWriter(tokenizer, prompt or load_prompt(folder), backend.status().max_sequence_tokens)
     service = Service(backend, writer, ServerSettings(("tiny", "alias"), api_key, timeout_seconds=30))
-    with socket.socket() as listening:
+    # With its protocol named: asyncio sends without delay on such sockets alone.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         listening.bind(("127.0.0.1", 0))
         config = uvicorn.Config(create_app(service), http="h11", log_level="warning", lifespan="off")
         server = uvicorn.Server(config)

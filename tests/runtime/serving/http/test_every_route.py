@@ -1,0 +1,325 @@
+"""What holds for every route: keys, limits, errors, clients that leave, and inputs that nobody should send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served import CHAT_TEMPLATE, Served, served
+
+from moepass import __version__
+from moepass.models.errors import CheckpointError, OptionError
+from moepass.models.limits import MOST_BODY_BYTES, MOST_ITEMS, MOST_REQUEST_TOKENS
+from moepass.runtime.serving.http.app import OPEN_PATHS, ROUTES
+from moepass.runtime.serving.http.service import ServerSettings
+from moepass.runtime.serving.requests.backend import (
+    AnswerTimeoutError,
+    NotServingError,
+    QueueFullError,
+    SequenceTooLongError,
+)
+
+POSTS = sorted({route.path for route in ROUTES if route.method == "POST" and route.bodies})
+DECISION = {
+    "model": "tiny",
+    "input": "a text",
+    "questions": [{"type": "predicate", "instructions": "Is it so?"}],
+}
+
+
+@pytest.fixture
+def backend_error(chat: Served) -> Iterator[Callable[[Exception], None]]:
+    def set_error(error: Exception) -> None:
+        chat.backend.error = error
+
+    yield set_error
+    chat.backend.error = None
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (QueueFullError("the queue is full", retry_after_seconds=2.5), 429, "queue_full"),
+        (NotServingError("the server drains", value="draining"), 503, "not_serving"),
+        (AnswerTimeoutError("no answer in 1 s", expected=1.0), 504, "timeout"),
+        (SequenceTooLongError("9 tokens; the limit is 8", value=9, expected=8), 400, "context_length_exceeded"),
+    ],
+)
+def test_errors_of_the_backend_have_their_status(
+    chat: Served, backend_error: Callable[[Exception], None], error: Exception, status: int, code: str
+) -> None:
+    backend_error(error)
+    response = chat.client.post("/v1/decisions", json=DECISION)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert response.json()["error"]["message"] == str(error)
+    assert response.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
+
+
+def test_openais_client_knows_a_full_queue(
+    chat: Served, client: openai.OpenAI, backend_error: Callable[[Exception], None]
+) -> None:
+    backend_error(QueueFullError("the queue is full", retry_after_seconds=1))
+    with pytest.raises(openai.RateLimitError, match="queue is full"):
+        client.decisions.create(**DECISION)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("secret of /root"), CheckpointError("no /root/x", path="/root/x")])
+def test_an_error_that_nobody_expected_leaks_nothing(
+    chat: Served, backend_error: Callable[[Exception], None], error: Exception
+) -> None:
+    backend_error(error)
+    message = chat.refused("/v1/decisions", DECISION, 500)["message"]
+    assert "/root" not in message
+
+
+def test_one_prompt_of_a_batch_that_fails_cancels_the_others(chat: Served) -> None:
+    before = chat.backend.cancelled
+    gate = asyncio.Event()
+    chat.backend.gate = gate
+    good = chat.backend.answer
+
+    async def answer(request: Any, **options: Any) -> Any:
+        if request.id.endswith("-1"):
+            await asyncio.sleep(0.01)
+            raise SequenceTooLongError("too long", value=9, expected=8)
+        return await good(request, **options)
+
+    chat.backend.answer = answer  # type: ignore[method-assign]
+    try:
+        chat.refused("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 1})
+    finally:
+        del chat.backend.answer
+        chat.backend.gate = None
+    assert chat.backend.cancelled == before + 2
+
+
+def test_a_client_that_leaves_frees_its_place(chat: Served) -> None:
+    before, asked = chat.backend.cancelled, len(chat.backend.requests)
+    chat.backend.gate = asyncio.Event()
+    try:
+        body = json.dumps(DECISION).encode()
+        host, port = chat.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as leaving:
+            head = f"POST /v1/decisions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            leaving.sendall(head.encode() + body)
+            _wait_until(lambda: len(chat.backend.requests) > asked)
+        _wait_until(lambda: chat.backend.cancelled == before + 1)
+    finally:
+        chat.backend.gate = None
+    chat.post("/v1/decisions", DECISION)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it has not happened in 10 s")
+
+
+@pytest.fixture(scope="module")
+def guarded(checkpoint: Path) -> Iterator[Served]:
+    with served(checkpoint, chat_template=CHAT_TEMPLATE, api_key="sésame") as running:
+        yield running
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_the_key_guards_every_route_but_health(guarded: Served, route: Any) -> None:
+    for headers in ({}, {"Authorization": "Bearer sesame"}, {"Authorization": ""}, {"Authorization": b"Bearer \xff"}):
+        response = httpx.request(route.method, guarded.url + route.path, headers=headers)
+        if route.path in OPEN_PATHS:
+            assert response.status_code == 200
+        else:
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/nowhere"])
+def test_the_key_guards_what_is_no_route_of_ours(guarded: Served, path: str) -> None:
+    assert httpx.get(guarded.url + path).status_code == 401
+
+
+def test_the_right_key_opens(guarded: Served) -> None:
+    headers = {"Authorization": "Bearer sésame".encode()}
+    assert httpx.post(f"{guarded.url}/v1/decisions", json=DECISION, headers=headers).status_code == 200
+
+
+def test_a_server_says_how_it_is(chat: Served) -> None:
+    get = chat.client.get
+    assert get("/health").json() == {}
+    assert get("/ready").json() == {"state": "ready", "model": "tiny", "details": {"attention": "eager"}}
+    assert get("/ping").status_code == chat.client.post("/ping").status_code == 200
+    assert get("/version").json() == {"version": __version__}
+    assert [card["id"] for card in get("/v1/models").json()["data"]] == ["tiny", "alias"]
+    metrics = get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert "moepass_requests_total " in metrics.text
+    chat.backend.state = "draining"
+    try:
+        assert (get("/ready").status_code, get("/ready").json()["state"]) == (503, "draining")
+        assert get("/ping").status_code == 503
+        assert get("/health").status_code == 200
+    finally:
+        chat.backend.state = "ready"
+
+
+def test_openais_client_lists_the_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+
+
+def test_responses_say_how_long_they_took(chat: Served) -> None:
+    response = chat.client.post("/v1/decisions", json=DECISION, headers={"X-Request-Id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+    assert int(response.headers["openai-processing-ms"]) >= 0
+    assert "backend;dur=" in response.headers["server-timing"]
+    other = chat.client.post("/v1/decisions", json=DECISION, headers={"X-Request-Id": "a b\x7f" * 99})
+    assert other.headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}, "/v1/systemone"),
+        (DECISION, "/v1/decisions"),
+        ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}, "/v1/chat/completions"),
+        ({"prompt": "a", "max_tokens": 1}, "/v1/completions"),
+        ({"query": "a", "items": ["b"], "label_token_ids": [5]}, "/v1/score"),
+        ({"queries": "a", "documents": ["b"]}, "/score"),
+        ({"query": "a", "documents": ["b"]}, "/rerank"),
+        ({"query": "a", "texts": ["b"]}, "/rerank"),
+        ({"input": "a"}, "/v1/embeddings"),
+        ({"inputs": "a"}, "/embed"),
+    ],
+)
+def test_an_invocation_is_the_route_that_its_body_means(chat: Served, body: Any, path: str) -> None:
+    invoked, direct = chat.post("/invocations", body), chat.post(path, body)
+    for one in (invoked, direct):
+        for changing in ("id", "created") if isinstance(one, dict) else ():
+            one.pop(changing, None)
+    assert invoked == direct
+
+
+def test_an_invocation_that_means_no_route_is_refused(chat: Served) -> None:
+    assert "questions" in chat.refused("/invocations", {"x": 1})["message"]
+
+
+def test_a_model_that_is_not_served_is_not_found(chat: Served, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'tiny' or 'alias'"):
+        client.decisions.create(**DECISION | {"model": "gpt"})  # type: ignore[arg-type]
+
+
+def test_unknown_routes_and_methods_have_errors_of_the_same_shape(chat: Served) -> None:
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/decisions", 405)):
+        response = chat.client.request(method, path)
+        assert response.status_code == status
+        assert response.json()["error"]["type"]
+
+
+# Bodies that are no requests, or hardly: each is refused with a sentence, or answered.
+ABSURD = {
+    "nothing": b"",
+    "no JSON": b"{",
+    "a list": b"[1]",
+    "null": b"null",
+    "NaN": b'{"input": NaN}',
+    "half a surrogate pair": b'{"model": "tiny", "input": "\\ud800", "prompt": "\\ud800"}',
+    "no UTF-8": b'{"input": "\xff"}',
+    "a huge number": b'{"input": "a", "priority": ' + b"9" * 400 + b"}",
+    "a float beyond all": b'{"temperature": 1e999, "prompt": "a", "max_tokens": 1}',
+    "nested deeply": b'{"input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "nested deeply in a schema": b'{"state": ' + b"[" * 70 + b"]" * 70 + b', "questions": {}}',
+    "null bytes": json.dumps(DECISION | {"input": "\0", "prompt": "\0", "state": "\0"}).encode(),
+    "many fields": json.dumps({f"f{number}": number for number in range(20_000)}).encode(),
+}
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_absurd_bodies_are_refused_with_a_sentence(chat: Served, path: str) -> None:
+    for name, body in ABSURD.items():
+        response = chat.client.post(path, content=body)
+        assert response.status_code in (200, 400), (name, response.text)
+        if response.status_code == 400:
+            assert response.json()["error"]["message"], name
+
+
+def _choices(count: int, text: str = "v") -> dict[str, Any]:
+    values = [{"value": f"{text}{number}"} for number in range(count)]
+    return {"type": "choice", "instructions": "?", "choices": values}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        DECISION | {"questions": [_choices(2, "x" * 5_000_000)]},
+        DECISION | {"input": "x" * 10_000_000},
+        DECISION | {"input": "\ufdfa" * 100_000},  # 18 times as long when normalised
+        DECISION | {"questions": [_choices(255)] * 400},
+    ],
+    ids=["labels of 5 MB", "an input of 10 MB", "letters that grow", "400 questions of 255 choices"],
+)
+def test_what_is_far_too_large_is_refused_soon(chat: Served, body: Any) -> None:
+    assert chat.refused("/v1/decisions", body)["message"]
+
+
+def test_400_questions_are_answered(chat: Served) -> None:
+    found = chat.post("/v1/decisions", DECISION | {"questions": [_choices(2)] * 399 + DECISION["questions"]})  # type: ignore[operator]
+    assert len(found["answers"]) == 400
+    # Equal questions are one.
+    assert len(chat.backend.requests[-1].pieces) < 10
+
+
+def test_255_choices_are_answered(demo: Served) -> None:
+    names = list(demo.writer.prompt.label_names.values())
+    question = {"type": "choice", "instructions": "?", "choices": [{"value": name} for name in names]}
+    (answer,) = demo.post("/v1/decisions", DECISION | {"questions": [question]})["answers"]
+    assert sum(one["probability"] for one in answer["probabilities"]) == pytest.approx(1)
+
+
+def test_a_body_beyond_the_limit_is_refused(chat: Served) -> None:
+    # Sent in parts, without its length.
+    def parts() -> Iterator[bytes]:
+        for _ in range(MOST_BODY_BYTES // (1 << 20) + 1):
+            yield b" " * (1 << 20)
+
+    response = httpx.post(f"{chat.url}/v1/decisions", content=parts())
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+    packed = httpx.post(f"{chat.url}/v1/decisions", content=b"x", headers={"Content-Encoding": "gzip"})
+    assert packed.status_code == 415
+
+
+def test_too_many_items_and_tokens_are_refused(base: Served) -> None:
+    items = ["a"] * (MOST_ITEMS + 1)
+    assert base.refused("/v1/score", {"query": "a", "items": items, "label_token_ids": [5]})["param"] == "items"
+    assert base.refused("/v1/completions", {"prompt": items, "max_tokens": 1})["param"] == "prompt"
+    lists = [[number % 300, number // 300] + [9] * 500 for number in range(MOST_ITEMS)]
+    assert len(lists) * 502 > MOST_REQUEST_TOKENS
+    body = {"query": [], "items": lists, "label_token_ids": [5]}
+    assert str(MOST_REQUEST_TOKENS) in base.refused("/v1/score", body)["message"]
+
+
+def test_the_document_describes_every_route(chat: Served) -> None:
+    document = chat.client.get("/openapi.json").json()
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert described == {(route.method, route.path) for route in ROUTES}
+    text = json.dumps(document)
+    for reference in {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}:
+        assert reference in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"model_names": ()}, {"api_key": ""}, {"timeout_seconds": 0.0}, {"timeout_seconds": float("nan")}]
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        ServerSettings(**{"model_names": ("tiny",)} | wrong)

@@ -1,0 +1,125 @@
+"""Classes and embeddings are those of the model's own head."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from plain_scores import label_probabilities
+from served import Served, served
+
+from moepass.models.checkpoint.checkpoint_folders import Prompt
+
+TEXTS = ["The cat sat on the mat", "a dog"]
+
+
+def _state(server: Served, text: str) -> torch.Tensor:
+    ids = torch.tensor([server.writer.tokenizer(text)["input_ids"]])
+    with torch.no_grad():
+        return server.backend.model(ids, output_hidden_states=True).hidden_states[-1][0]
+
+
+def _classes(server: Served, text: str) -> torch.Tensor:
+    ids = torch.tensor([server.writer.tokenizer(text)["input_ids"]])
+    with torch.no_grad():
+        return server.backend.model(ids, attention_mask=torch.ones_like(ids)).logits[0]
+
+
+def test_openais_client_gets_embeddings(base: Served) -> None:
+    with openai.OpenAI(base_url=f"{base.url}/v1", api_key="any") as client:
+        found = client.embeddings.create(model="tiny", input=TEXTS)  # in base64, which the client reads
+    for text, one in zip(TEXTS, found.data, strict=True):
+        expected = torch.nn.functional.normalize(_state(base, text)[-1], dim=0)
+        assert one.embedding == pytest.approx(expected.tolist(), abs=1e-4)
+    tokens = [base.writer.tokenizer(text)["input_ids"] for text in TEXTS]
+    again = base.post("/v1/embeddings", {"input": tokens, "encoding_format": "float"})
+    assert again["data"][1]["embedding"] == pytest.approx(found.data[1].embedding, abs=1e-6)
+
+
+def test_embeddings_may_be_left_as_they_are(base: Served) -> None:
+    (found,) = base.post("/embed", {"inputs": TEXTS[0], "normalize": False})
+    assert found == pytest.approx(_state(base, TEXTS[0])[-1].tolist(), abs=1e-4)
+    (normalised,) = base.post("/embed", {"inputs": [TEXTS[0]]})
+    assert float(np.linalg.norm(normalised)) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_checkpoint_may_ask_for_the_mean(checkpoint: Any) -> None:
+    with served(checkpoint, prompt=Prompt(vector="mean")) as running:
+        (found,) = running.post("/embed", {"inputs": TEXTS[0], "normalize": False})
+        assert found == pytest.approx(_state(running, TEXTS[0]).mean(0).tolist(), abs=1e-4)
+
+
+def test_pooling_gives_what_the_model_has(base: Served, classes: Served) -> None:
+    (found,) = base.post("/pooling", {"input": TEXTS[0], "encoding_format": "base64", "task": "embed"})["data"]
+    vector = np.frombuffer(base64.b64decode(found["data"]), "<f4")
+    assert vector.tolist() == pytest.approx(base.post("/embed", {"inputs": TEXTS[0]})[0], abs=1e-6)
+    (found,) = classes.post("/pooling", {"input": TEXTS[0]})["data"]
+    assert found["data"] == pytest.approx(_classes(classes, TEXTS[0]).softmax(-1).tolist(), abs=1e-4)
+    assert base.refused("/pooling", {"input": "a", "task": "classify"})["param"] == "task"
+
+
+@pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
+def test_texts_are_classified(classes: Served, path: str) -> None:
+    found = classes.post(path, {"input": TEXTS})["data"]
+    for text, one in zip(TEXTS, found, strict=True):
+        expected = _classes(classes, text).softmax(-1)
+        assert one["probs"] == pytest.approx(expected.tolist(), abs=1e-4)
+        assert one["label"] == ("bad", "good", "neither")[int(expected.argmax())]
+        assert one["num_classes"] == 3
+
+
+def test_labels_of_a_checkpoint_are_classes(demo: Served) -> None:
+    text = "Das ist gut so."
+    (found,) = demo.post("/classify", {"input": text})["data"]
+    tokenizer, labels = demo.writer.tokenizer, demo.writer.prompt.labels
+    ids = [[tokenizer.convert_tokens_to_ids(label)] for label in labels]
+    expected = label_probabilities(demo.backend.model, tokenizer(f"{text}<sep>")["input_ids"], ids)
+    assert found["probs"] == pytest.approx(expected, abs=1e-4)
+    likeliest = labels[expected.index(max(expected))]
+    assert found["label"] == likeliest
+    (best, *_) = demo.post("/predict", {"inputs": text})
+    assert (best["label"], best["score"]) == (likeliest, pytest.approx(max(expected), abs=1e-4))
+
+
+def test_predictions_come_best_first(classes: Served) -> None:
+    single = classes.post("/predict", {"inputs": TEXTS[0]})
+    assert [one["score"] for one in single] == sorted((one["score"] for one in single), reverse=True)
+    batch = classes.post("/predict", {"inputs": [[TEXTS[0]], [TEXTS[1]]]})
+    assert batch[0] == single
+    raw = classes.post("/predict", {"inputs": TEXTS[0], "raw_scores": True})
+    assert [one["score"] for one in raw] == pytest.approx(
+        sorted(_classes(classes, TEXTS[0]).tolist(), reverse=True), abs=1e-4
+    )
+    pair = classes.post("/predict", {"inputs": TEXTS})
+    ids = torch.tensor([classes.writer.tokenizer(*TEXTS)["input_ids"]])
+    with torch.no_grad():
+        expected = classes.backend.model(ids, attention_mask=torch.ones_like(ids)).logits[0].softmax(-1)
+    assert [one["score"] for one in pair] == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": "a", "dimensions": 3}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": [[1], "a"]}, "input"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
+        ("/embed", {"inputs": [9999]}, "input"),
+        ("/classify", {"input": "a"}, "model"),
+        ("/predict", {"inputs": []}, "inputs"),
+        ("/predict", {"inputs": ["a", "b", "c"]}, "inputs"),
+        ("/predict", {"inputs": ["a", ["b"]]}, "inputs"),
+        ("/predict", {"inputs": ["a", "b"]}, "inputs"),
+    ],
+)
+def test_vectors_that_cannot_be_given_are_refused_by_name(base: Served, path: str, body: Any, param: str) -> None:
+    assert base.refused(path, body)["param"] == param
+
+
+def test_a_classifier_gives_no_embeddings(classes: Served) -> None:
+    assert "ask /classify" in classes.refused("/v1/embeddings", {"input": "a"})["message"]
