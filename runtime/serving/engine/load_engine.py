@@ -207,11 +207,7 @@ def _full_step_tokens(model: PreTrainedModel, options: EngineOptions) -> int:
 def _threshold_source(model: PreTrainedModel, options: EngineOptions) -> str:
     if options.step_tokens:
         return "as asked for"
-    return (
-        "the plan's saturation threshold"
-        if _threshold_tokens(model)
-        else "[Empirical], without a plan"
-    )
+    return "the plan's saturation threshold" if _threshold_tokens(model) else "[Empirical], without a plan"
 
 
 def _threshold_tokens(model: PreTrainedModel) -> int | None:

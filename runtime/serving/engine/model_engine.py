@@ -22,7 +22,8 @@ import torch
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.block_hashes import RequestHashes, request_hashes
-from moepass.runtime.serving.batching.pack import PackedStep, pack, unshared_flops
+from moepass.runtime.serving.batching.pack import PackedStep, pack
+from moepass.runtime.serving.batching.request_costs import unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
@@ -241,15 +242,12 @@ class ModelEngine:
             batch = packed.storing(blocks)
             # Nothing is computed where nothing is read, or the cache holds it all.
             states = self._runner.states(batch) if len(batch.places) else torch.empty(0)
-            reads = StepReads(packed, requests)
+            reads = StepReads(packed, requests, keeps_scores=self._caches)
             scores = score_tokens(states, self._head, self._facts.vocabulary_size, reads.wanted)
             answers = reads.answers(scores, lambda rows: self._vectors(states, rows), self._index.scores)
-            stored = {
-                position: stored.block * BLOCK_TOKENS + place
-                for stored in batch.stored
-                for place, position in enumerate(stored.positions.tolist())
-            }
-            reads.keep_scores(answers, stored, self._index.scores)
+            if self._caches:
+                slots = packed.scores.written_slots(packed.stored_slots(blocks))
+                self._index.scores.write(slots, reads.scored(scores, self._index.scores))
             lease.commit()
         events = self._index.drain_events()
         return StepResult(

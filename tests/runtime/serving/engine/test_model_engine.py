@@ -46,7 +46,9 @@ def engine(form: str, most_tokens: int = 10_000, saturation_flops: int = 1 << 60
     else:
         model, runner = PLAIN, PaddedRows(RowsBackbone(PLAIN.base_model), CPU, 64)
     facts = EngineFacts("trie", saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {})
-    return ModelEngine(ModelHead(model), runner, FlopsTable(from_config(PLAIN.config)), facts, index=BlockIndex(blocks), key=bytes(16))
+    return ModelEngine(
+        ModelHead(model), runner, FlopsTable(from_config(PLAIN.config)), facts, index=BlockIndex(blocks), key=bytes(16)
+    )
 
 
 @st.composite
@@ -85,7 +87,10 @@ def test_answers_are_those_of_every_sequence_alone(form: str, asked: list[Reques
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps=st.lists(st.lists(pieces(), min_size=1, max_size=3).map(named), min_size=2, max_size=5), blocks=st.integers(1, 9))
+@given(
+    steps=st.lists(st.lists(pieces(), min_size=1, max_size=3).map(named), min_size=2, max_size=5),
+    blocks=st.integers(1, 9),
+)
 def test_answers_are_the_same_with_any_cache(steps: list[list[Request]], blocks: int) -> None:
     served = engine("trie", blocks=blocks)
     held: set[bytes] = set()
@@ -113,9 +118,7 @@ def test_what_is_asked_again_comes_from_the_cache() -> None:
 def request(number: str, tokens: int, questions: int = 0) -> Request:
     wanted = np.array([1, 2], np.int32)
     prompt = TokenPiece(-1, np.arange(3, 3 + tokens, dtype=np.int32), (TokenRead(tokens - 1, wanted),))
-    others = (
-        TokenPiece(0, np.array([40 + place, 7], np.int32), (TokenRead(1, wanted),)) for place in range(questions)
-    )
+    others = (TokenPiece(0, np.array([40 + place, 7], np.int32), (TokenRead(1, wanted),)) for place in range(questions))
     return Request(number, (prompt, *others))
 
 

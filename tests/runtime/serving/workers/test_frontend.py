@@ -177,7 +177,8 @@ def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "name"), [(FrontendLimits(waiting_seconds=0.05), "seconds of work"), (FrontendLimits(open_bytes=2000), "bytes")]
+    ("limits", "name"),
+    [(FrontendLimits(waiting_seconds=0.05), "seconds of work"), (FrontendLimits(open_bytes=2000), "bytes")],
 )
 def test_a_full_queue_refuses_and_says_when_to_come_again(limits: FrontendLimits, name: str, tmp_path: Path) -> None:
     async def work() -> None:
