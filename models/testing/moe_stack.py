@@ -46,7 +46,7 @@ class StackConfig:
     capacity_factor: float | None = None
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Chooses top-k of E experts for each token by softmax, in float32, as Qwen3-MoE does."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, top_k: int, normalise: bool = True) -> None:
@@ -69,7 +69,7 @@ class Router(nn.Module):
 class MoELayer(nn.Module):
     """A router and experts of any form: [tokens, H] to [tokens, H]."""
 
-    def __init__(self, router: Router, experts: nn.Module) -> None:
+    def __init__(self, router: ExpertRouter, experts: nn.Module) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
@@ -147,10 +147,10 @@ def _linear(config: StackConfig, generator: torch.Generator) -> nn.Linear:
     return linear
 
 
-def _router(config: StackConfig, generator: torch.Generator) -> Router:
+def _router(config: StackConfig, generator: torch.Generator) -> ExpertRouter:
     weight = _draw(generator, config.dtype, config.experts, config.hidden)
     bias = config.skew * torch.randn(config.experts, generator=generator)
-    return Router(weight, bias.to(config.dtype), config.top_k, config.normalise)
+    return ExpertRouter(weight, bias.to(config.dtype), config.top_k, config.normalise)
 
 
 def _expert_weights(config: StackConfig, owned: range, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
