@@ -1,0 +1,112 @@
+"""`moepass serve` as a process: it starts, answers over HTTP, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer, resolve_model
+
+START_SECONDS = 240
+
+
+class Server:
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+        self.client = httpx.Client(base_url=url, timeout=60)
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, cache: Path) -> Iterator[Server]:
+    program = [sys.executable, "-c", "from moepass.cli.main import main; main()", "serve", *arguments, "--port", "0"]
+    environment = {**os.environ, "MOEPASS_CACHE_DIR": str(cache)}
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    try:
+        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        assert found, process.stderr.read()
+        server = Server(process, found[0])
+        end = time.monotonic() + START_SECONDS
+        while server.client.get("/ready").status_code != 200:
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@torch.no_grad()
+def expected(text: str, labels: list[str]) -> list[float]:
+    folder = resolve_model("demo")
+    tokenizer, model = load_tokenizer(folder), load_model(folder)
+    ids = tokenizer(f"{text}<sep>", return_tensors="pt")["input_ids"]
+    logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
+    tokens = tokenizer(labels, add_special_tokens=False)["input_ids"]
+    probabilities: list[float] = logits[[token for (token,) in tokens]].softmax(0).tolist()
+    return probabilities
+
+
+def test_decisions_of_the_demo(tmp_path: Path) -> None:
+    text, labels = "Bitte geben Sie eine gültige Adresse ein", ["<de>", "<en>", "<fr>"]
+    choices = [{"value": label} for label in labels]
+    question = {"type": "choice", "instructions": "Which language is this?", "choices": choices}
+    with serving("demo", "--eager", "--ranks", "2", "--step-tokens", "256", cache=tmp_path) as server:
+        body = {"model": "demo", "input": text, "questions": [question, question]}
+        response = server.client.post("/v1/decisions", json=body)
+        assert response.status_code == 200, response.text
+        for answer in response.json()["answers"]:
+            found = [one["probability"] for one in answer["probabilities"]]
+            assert found == pytest.approx(expected(text, labels), abs=1e-4)
+            assert answer["choice"] == "<de>"
+        assert "compilations_after_ready" in server.client.get("/metrics").text
+        assert server.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-folder"], "does not exist"),
+        (["demo", "--home", "moon"], "home"),
+        (["demo", "--kv-cache", "much"], "much"),
+        (["demo", "--host", "256.1.1.1"], "cannot be served"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments: list[str], words: str) -> None:
+    program = [sys.executable, "-c", "from moepass.cli.main import main; main()", "serve", *arguments, "--port", "0"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (1, 2)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("moepass: error")]
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_ready(tmp_path: Path) -> None:
+    with serving("demo", "--step-tokens", "256", cache=tmp_path) as server:
+        for size in (1, 2, 3, 7, 30, 100, 400):
+            prompts = [[5 + place % 90 for place in range(size)], [7] * size]
+            body = {"model": "demo", "prompt": prompts, "max_tokens": 1, "logprobs": 2, "echo": True}
+            response = server.client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+        metrics = server.client.get("/metrics").text
+        assert re.search(r"^compilations_after_ready 0\.0$", metrics, re.M), metrics
+        assert server.end() == 0
