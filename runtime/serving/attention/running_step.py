@@ -76,6 +76,23 @@ class RunningStep:
                 "memory of blocks",
                 name="memory",
             )
+        read = {block for chain in step.contexts for block in chain}
+        written = [one.block for one in step.stored]
+        if len(read | {*written}) < len(read) + len(written):
+            raise InputError(
+                f"blocks {sorted(written)} are to be stored and {sorted(read)} to be read: a step stores a block once, "
+                "and none that it reads",
+                name="stored",
+                value=sorted(written),
+            )
+        count = 0 if memory is None else memory.count
+        if outside := [block for block in (*read, *written) if not 0 <= block < count]:
+            raise InputError(
+                f"the step names the blocks {sorted(outside)}; the memory has {count}",
+                name="block",
+                value=sorted(outside),
+                expected=range(count),
+            )
         self.step, self.layers, self.memory, self.device = step, layers, memory, torch.device(device)
         self.depth = self._on_device(step.depth)
         self.subtree_end = self._on_device(step.subtree_end)
