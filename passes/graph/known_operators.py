@@ -24,6 +24,8 @@ _PURE_OPERATORS = {
 _READ_FROM_FILES = {"aten::from_file"}
 # They read elements by their places in memory, in whatever order a tensor lies there.
 _READ_MEMORY = {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::_reshape_alias"}
+# They compute over the step that runs on their rank, which is no argument.
+_READ_THE_STEP = {"moepass::trie_attention"}
 # They run graphs, which are looked into.
 _RUN_GRAPHS = {"cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention", "invoke_subgraph"}
 # Where functions of numbers come from, and elements of tuples.
@@ -45,6 +47,8 @@ def why_not_pure(node: Node) -> str | None:
             "is an operator that moepass does not know, which may compute otherwise on each rank; write it in "
             "PyTorch operators, or sum, gather or broadcast its result over the group"
         )
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _READ_THE_STEP:
+        return "computes over the trie of a step, which is another one on each rank"
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _READ_MEMORY:
         return (
             "reads memory as it lies, which may be in another order on each rank though the numbers are equal; use "

@@ -46,6 +46,8 @@ _ATTENTION = (
     *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
     aten._scaled_dot_product_fused_attention_overrideable.default,
 )
+# They may not be loaded.
+_ATTENTION_BY_NAME = ("flex_attention", "moepass.trie_attention")
 _CHOICES = (aten.topk.default, aten.argmax.default, aten.max.dim)
 _COPIES = (aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default)
 _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
@@ -112,7 +114,7 @@ def _kinds(graph: Graph, weights: set[Node], expert_gemms: set[str]) -> tuple[di
             kinds[node] = _OUTPUT
         elif node.name in expert_gemms or is_grouped_gemm(node):
             kinds[node] = EXPERTS
-        elif is_call(node, *_ATTENTION) or "flex_attention" in str(node.target):
+        elif is_call(node, *_ATTENTION) or any(name in str(node.target) for name in _ATTENTION_BY_NAME):
             kinds[node] = _SCORES
         elif is_call(node, *_CHOICES):
             kinds[node] = _CHOICE

@@ -35,6 +35,8 @@ def partial_attention(
 
     `softcap` above 0: scores s become softcap · tanh(s / softcap).
     """
+    # Kernels read the numbers of a head as neighbours, and do not look whether they are.
+    query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))
     if query.device.type == "cpu" and not softcap:
         return _on_cpu(query, key, value, scaling, is_causal, mask)
     if query.device.type == "cuda" and not softcap and mask is None:

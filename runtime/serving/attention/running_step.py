@@ -21,10 +21,11 @@ from moepass.runtime.serving.attention.trie_parts import EarlierPart, OwnPart, V
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
 from moepass.runtime.serving.cache.block_memory import BlockMemory
 
-# Own parts up to this length run in batches: their kernels take no longer to run than to start. [Empirical]
-BATCHED_TOKENS = 128
+# Own parts up to this length run in batches, because starting their kernels takes as long as they run. [Empirical] From
+# 48 tokens on batches are slower than a call for each part.
+BATCHED_TOKENS = 32
 # To how many tokens parts of a batch are filled up. [Empirical] Coarser steps are not faster and compute more.
-_FILLED = (*range(4, 32, 4), *range(32, 64, 8), *range(64, BATCHED_TOKENS + 1, 16))
+_FILLED = range(4, BATCHED_TOKENS + 1, 4)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -75,6 +76,23 @@ class RunningStep:
                 f"the step has {len(step.contexts)} contexts and {len(step.stored)} blocks to store, and there is no "
                 "memory of blocks",
                 name="memory",
+            )
+        read = {block for chain in step.contexts for block in chain}
+        written = [one.block for one in step.stored]
+        if len(read | {*written}) < len(read) + len(written):
+            raise InputError(
+                f"blocks {sorted(written)} are to be stored and {sorted(read)} to be read: a step stores a block once, "
+                "and none that it reads",
+                name="stored",
+                value=sorted(written),
+            )
+        count = 0 if memory is None else memory.count
+        if outside := [block for block in (*read, *written) if not 0 <= block < count]:
+            raise InputError(
+                f"the step names the blocks {sorted(outside)}; the memory has {count}",
+                name="block",
+                value=sorted(outside),
+                expected=range(count),
             )
         self.step, self.layers, self.memory, self.device = step, layers, memory, torch.device(device)
         self.depth = self._on_device(step.depth)

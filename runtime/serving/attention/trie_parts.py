@@ -29,7 +29,7 @@ CALL_FLOPS = 2_000_000
 # Tokens of a piece of a node, in layers whose window or chunk is smaller. [Empirical]
 LEAST_PIECE = 64
 
-# Numbers of the mask of one part, 16 MiB: longer ranges of queries are split.
+# Numbers of the mask of one part, 16 MiB: larger subtrees and longer ranges of queries are split.
 MASK_NUMBERS = 1 << 22
 
 
@@ -162,7 +162,8 @@ class _Splitter:
             if others:
                 split = cost + self.call_pairs + tokens * others + below[number]
                 whole = self.call_pairs + _own_pairs(tokens + others, False)
-                is_whole[number], cost = whole <= split, min(whole, split)
+                is_whole[number] = whole <= split and (tokens + others) ** 2 <= MASK_NUMBERS
+                cost = whole if is_whole[number] else split
             if parents[number] >= 0:
                 below[parents[number]] += cost
         return is_whole

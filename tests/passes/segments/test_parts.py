@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from naive_trie import naive_step
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
@@ -23,6 +24,9 @@ from moepass.passes.ir.segment import role_of
 from moepass.passes.segments.parts import parts_of_nodes
 from moepass.runtime.execute.captured import name_inputs
 from moepass.runtime.lowering.lower_segments import decompositions
+from moepass.runtime.serving.attention.running_step import RunningStep, running_step
+from moepass.runtime.serving.attention.survey import survey_attention
+from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 
 # By the end of a module's path in transformers.
 _PART_OF_PATH = {
@@ -88,6 +92,18 @@ def test_families(family: str, lower: str, experts: str) -> None:
     gemms = [node for node in graph.nodes if re.search(r"\.(mm|addmm|bmm)\.|grouped_mm", str(node.target))]
     assert gemms
     assert set(gemms) <= set(parts)
+
+
+def test_attention_over_a_trie_is_attention() -> None:
+    model = tiny_model("gpt_oss", num_hidden_layers=2)
+    model.set_attn_implementation(TRIE_ATTENTION_NAME)
+    moepass.offload_experts(model)
+    step, _ = naive_step([tuple(range(3, 12))])
+    with running_step(RunningStep(step, survey_attention(model).layers)):
+        graph = _captured(model, "eager", **tiny_inputs(model, batch=1, seq=9)).graph
+    parts = parts_of_nodes(graph, [match.record for match in find_blocks(graph).matches])
+    assert [(node.name, part) for node, part in parts.items() if part != _named_part(node)] == []
+    assert [part for node, part in parts.items() if "trie_attention" in str(node.target)] == ["attention"] * 2
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from moepass.runtime.serving.attention.attention_layers import AttentionLayer
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
 from moepass.runtime.serving.attention.trie_attention import trie_attention_forward
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, TrieNode
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, StoredBlock, TrieNode
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 
 
@@ -209,6 +209,35 @@ def test_a_step_with_cached_blocks_needs_their_memory() -> None:
     wrong = dataclasses.replace(step, depth=step.depth + 1)
     with refused(InputError, name="node 0", value=1, expected=0):
         RunningStep(wrong, running.layers, running.memory)
+
+
+def test_blocks_are_written_once_and_not_where_they_are_read() -> None:
+    step, running, _ = _setting(CASE)
+    assert running.memory is not None
+    positions = np.arange(BLOCK_TOKENS)
+
+    def with_stored(*blocks: int) -> RunningStep:
+        stored = tuple(StoredBlock(block, positions) for block in blocks)
+        return RunningStep(dataclasses.replace(step, stored=stored), running.layers, running.memory)
+
+    for blocks in ([step.contexts[0][0]], [5, 5]):
+        with refused(InputError, name="stored", value=blocks):
+            with_stored(*blocks)
+    for block in (-1, running.memory.count):
+        with refused(InputError, name="block", value=[block], expected=range(running.memory.count)):
+            with_stored(block)
+
+
+def test_heads_whose_numbers_are_no_neighbours() -> None:
+    """Some rotations leave them in another order in memory, of which the kernel on a CPU says nothing."""
+    step, running, blocks = _setting(CASE)
+    query, key, value, sinks = _tensors(CASE, step.count)
+    scattered = [one.transpose(-1, -2).contiguous().transpose(-1, -2) for one in (query, key, value)]
+    assert scattered[0].stride(-1) != 1
+    with running_step(running):
+        found = torch.ops.moepass.trie_attention(*scattered, sinks, 7, 0.3, 0.0)
+    expected = dense_attention(step, query, key, value, blocks, 0.3, sinks=sinks)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(

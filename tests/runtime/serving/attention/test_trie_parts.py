@@ -151,3 +151,10 @@ def test_long_chains_of_nodes_are_no_recursion() -> None:
     parts = trie_parts(nodes, np.arange(3000), [], VisiblePast(), PAIR_FLOPS)
     among = sum(part.end - part.start for part in parts.own)
     assert among == 3000
+
+
+def test_masks_are_bounded() -> None:
+    """20,000 branches of one token, where the predicted cost of a part is far above that of its pairs."""
+    nodes = (TrieNode(0, 1, -1, 20_001), *(TrieNode(place, place + 1, 0, place + 1) for place in range(1, 20_001)))
+    parts = trie_parts(nodes, np.asarray([0] + [1] * 20_000), [], VisiblePast(), 1)
+    assert max((own.end - own.start) ** 2 for own in parts.own) <= parts_module.MASK_NUMBERS
