@@ -18,7 +18,7 @@ from msgspec import Meta
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_TOP_TOKENS
 from moepass.runtime.serving.http.errors import DecodingError
-from moepass.runtime.serving.http.scores import Inputs, need_predictions, prompt_list
+from moepass.runtime.serving.http.scores import Inputs, check_answer, need_predictions, prompt_list
 from moepass.runtime.serving.http.service import Call, Route, new_id, reply
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.token_texts import TokenTexts
@@ -99,6 +99,8 @@ async def complete(call: Call) -> Response:
         raise InputError("suffix is given; this server inserts no text, leave it out", name="suffix")
     need_predictions(call)
     prompts = await call.prepare(_prompts, call, body)
+    listed = sum(map(len, prompts)) if body.echo else len(prompts)
+    check_answer(0 if body.logprobs is None else listed * (1 + body.logprobs))
     trees = []
     for place, prompt in enumerate(prompts):
         tree = RequestTree(call.writer.most_tokens)

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_ITEMS, MOST_LABELS
+from moepass.models.limits import MOST_ANSWER_NUMBERS, MOST_ITEMS, MOST_LABELS, check_limit
 from moepass.runtime.serving.http.decisions import TokenUsage
 from moepass.runtime.serving.http.service import Call, Route, new_id
 from moepass.runtime.serving.questions.labels import score_labels
@@ -139,6 +139,7 @@ async def _label_scores(
     if len(set(body.label_token_ids)) < len(body.label_token_ids):
         raise InputError("label_token_ids holds an id twice; each must be unique", name="label_token_ids")
     need_predictions(call)
+    check_answer(len(items) * len(body.label_token_ids))
     sequences = await call.prepare(_joined, call, body, items, add_special)
     tree = RequestTree(call.writer.most_tokens)
     numbers = [tree.add(tokens, f"items[{place}] with the query") for place, tokens in enumerate(sequences)]
@@ -194,6 +195,11 @@ def check_items(items: Sequence[Any], name: str = "items") -> None:
             value=len(items),
             expected=range(1, MOST_ITEMS + 1),
         )
+
+
+def check_answer(numbers: int) -> None:
+    """Raises TooLargeError for an answer of more numbers than one may have."""
+    check_limit("the number of numbers in this answer", numbers, MOST_ANSWER_NUMBERS, "ask in several requests")
 
 
 def check_token_ids(call: Call, tokens: Sequence[int], name: str) -> None:

@@ -18,6 +18,7 @@ from served import CHAT_TEMPLATE, Served, served
 from moepass import __version__
 from moepass.models.errors import CheckpointError, OptionError
 from moepass.models.limits import MOST_BODY_BYTES, MOST_ITEMS, MOST_REQUEST_TOKENS
+from moepass.runtime.serving.http import scores
 from moepass.runtime.serving.http.app import OPEN_PATHS, ROUTES
 from moepass.runtime.serving.http.service import ServerSettings
 from moepass.runtime.serving.requests.backend import (
@@ -306,6 +307,18 @@ def test_too_many_items_and_tokens_are_refused(base: Served) -> None:
     assert len(lists) * 502 > MOST_REQUEST_TOKENS
     body = {"query": [], "items": lists, "label_token_ids": [5]}
     assert str(MOST_REQUEST_TOKENS) in base.refused("/v1/score", body)["message"]
+
+
+def test_answers_of_too_many_numbers_are_refused_unasked(base: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "MOST_ANSWER_NUMBERS", 5)
+    asked = len(base.backend.requests)
+    for path, body in (
+        ("/v1/score", {"query": "a", "items": ["a", "b"], "label_token_ids": [5, 6, 7]}),
+        ("/v1/completions", {"prompt": [[5, 6], [7, 8]], "max_tokens": 0, "echo": True, "logprobs": 1}),
+    ):
+        assert "limit is 5" in base.refused(path, body)["message"]
+    assert len(base.backend.requests) == asked
+    assert "limit is 5" in base.refused("/v1/embeddings", {"input": "a"})["message"]
 
 
 def test_the_document_describes_every_route(chat: Served) -> None:

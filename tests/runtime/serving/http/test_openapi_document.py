@@ -25,7 +25,7 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 EXAMPLES = 120
 POSITIVE = [pytest.param(route, GenerationMode.POSITIVE, id=f"{route.method} {route.path}") for route in ROUTES]
 # Without a body nothing can be wrong.
-NEGATIVE = [pytest.param(route, GenerationMode.NEGATIVE, id=f"wrong {route.path}") for route in ROUTES if route.bodies]
+NEGATIVE = [pytest.param(one, GenerationMode.NEGATIVE, id=f"wrong {one.path}") for one in ROUTES if one.bodies]
 pytestmark = pytest.mark.slow
 
 
