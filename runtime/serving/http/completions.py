@@ -18,7 +18,7 @@ from msgspec import Meta
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_TOP_TOKENS
 from moepass.runtime.serving.http.errors import DecodingError
-from moepass.runtime.serving.http.scores import Inputs, check_answer, need_predictions, prompt_list
+from moepass.runtime.serving.http.scores import Inputs, check_answer, prompt_list
 from moepass.runtime.serving.http.service import Call, Route, new_id, reply
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.token_texts import TokenTexts
@@ -97,7 +97,7 @@ async def complete(call: Call) -> Response:
         raise InputError.wrong("best_of", body.best_of, "1: the most likely token is the only one that is given")
     if body.suffix:
         raise InputError("suffix is given; this server inserts no text, leave it out", name="suffix")
-    need_predictions(call)
+    call.need_predictions()
     prompts = await call.prepare(_prompts, call, body)
     listed = sum(map(len, prompts)) if body.echo else len(prompts)
     check_answer(0 if body.logprobs is None else listed * (1 + body.logprobs))

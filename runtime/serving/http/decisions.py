@@ -196,6 +196,7 @@ async def create_decision(call: Call) -> DecisionsReply | LabelledReply:
     if isinstance(first, dict) and "id" in first and "instructions" not in first:
         return await _labelled(call)
     body = call.body(DecisionsBody)
+    call.need_predictions()
     tree = await call.prepare(_tree, call, body)
     answers = await ask_tree(call, tree, body.prompt_cache_key, body.priority)
     return DecisionsReply(
@@ -274,6 +275,7 @@ def _reply(
 
 async def _labelled(call: Call) -> LabelledReply:
     body = call.body(LabelledBody)
+    call.need_predictions()
     for name, value, right in (
         ("images", body.images, []),
         ("temperature", body.temperature, 1.0),

@@ -138,7 +138,7 @@ async def _label_scores(
     check_token_ids(call, body.label_token_ids, "label_token_ids")
     if len(set(body.label_token_ids)) < len(body.label_token_ids):
         raise InputError("label_token_ids holds an id twice; each must be unique", name="label_token_ids")
-    need_predictions(call)
+    call.need_predictions()
     check_answer(len(items) * len(body.label_token_ids))
     sequences = await call.prepare(_joined, call, body, items, add_special)
     tree = RequestTree(call.writer.most_tokens)
@@ -181,7 +181,7 @@ async def pair_scores(call: Call, pairs: Sequence[tuple[str, str]], salt: str | 
     status = call.service.backend.status()
     has_classes = status.vector == "class scores"
     if not has_classes:
-        need_predictions(call)
+        call.need_predictions()
     tree = await call.prepare(PairTree, call.writer, pairs, by_class_scores=has_classes)
     return tree.scores(await call.answer_tree(tree.tree, salt, priority))
 
@@ -232,16 +232,6 @@ def prompt_list(call: Call, given: Inputs, name: str) -> list[str] | list[Tokens
         check_token_ids(call, ids, name)
         tokens.append(np.array(ids, np.int32))
     return tokens
-
-
-def need_predictions(call: Call) -> None:
-    """Raises InputError where the model predicts no tokens."""
-    if not call.service.backend.status().predicts_tokens:
-        raise InputError(
-            "this model has no language-model head, so that it gives no probabilities of tokens; ask /classify, "
-            "/pooling or /v1/embeddings",
-            name="model",
-        )
 
 
 ROUTES = (

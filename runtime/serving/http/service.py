@@ -103,6 +103,15 @@ class Call:
                 name="model",
             )
 
+    def need_predictions(self) -> None:
+        """Raises InputError where the model predicts no tokens."""
+        if not self.service.backend.status().predicts_tokens:
+            raise InputError(
+                "this model has no language-model head, so that it gives no probabilities of tokens; ask /classify, "
+                "/pooling or /v1/embeddings",
+                name="model",
+            )
+
     async def prepare(
         self, function: Callable[_Given, _Result], *given: _Given.args, **named: _Given.kwargs
     ) -> _Result:

@@ -81,6 +81,7 @@ class SystemoneReply(msgspec.Struct):
 
 async def systemone(call: Call) -> SystemoneReply:
     body = call.body(SystemoneBody)
+    call.need_predictions()
     if body.assets:
         raise InputError("assets holds images; this server takes text and JSON alone", name="assets")
     if not 1 <= len(body.questions) <= MOST_QUESTIONS:

@@ -214,6 +214,22 @@ def test_an_invocation_that_means_no_route_is_refused(chat: Served) -> None:
     assert "questions" in chat.refused("/invocations", {"x": 1})["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/decisions", DECISION),
+        ("/v1/decisions", {"input": "a", "questions": [{"id": "q", "type": "yes_no", "question": "?"}]}),
+        ("/v1/systemone", {"state": "a", "questions": {"q": {"type": "noul"}}}),
+        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1]}),
+        ("/generative_scoring", {"query": "a", "items": ["b"], "label_token_ids": [1]}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ],
+)
+def test_a_model_that_predicts_no_tokens_says_so(classes: Served, path: str, body: Any) -> None:
+    assert "no language-model head" in classes.refused(path, body)["message"]
+
+
 def test_a_model_that_is_not_served_is_not_found(chat: Served, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'tiny' or 'alias'"):
         client.decisions.create(**DECISION | {"model": "gpt"})  # type: ignore[arg-type]
