@@ -20,7 +20,7 @@ from moepass.runtime.serving.http.completions import (
     usage_of,
 )
 from moepass.runtime.serving.http.inputs import Content, content_text
-from moepass.runtime.serving.http.service import Call, Route, new_id, reply
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id, reply
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 
@@ -46,8 +46,8 @@ class ChatBody(msgspec.Struct):
     response_format: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class ListedToken(msgspec.Struct):

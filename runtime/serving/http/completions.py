@@ -19,7 +19,7 @@ from moepass.models.errors import InputError
 from moepass.models.limits import MOST_TOP_TOKENS
 from moepass.runtime.serving.http.errors import DecodingError
 from moepass.runtime.serving.http.scores import Inputs, check_answer, prompt_list
-from moepass.runtime.serving.http.service import Call, Route, new_id, reply
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id, reply
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
@@ -51,8 +51,8 @@ class CompletionBody(msgspec.Struct):
     stream_options: StreamOptions | None = None
     add_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -18,7 +18,7 @@ from msgspec import Meta
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_ANSWER_NUMBERS, MOST_ITEMS, MOST_LABELS, check_limit
 from moepass.runtime.serving.http.decisions import TokenUsage
-from moepass.runtime.serving.http.service import Call, Route, new_id
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id
 from moepass.runtime.serving.questions.labels import score_labels
 from moepass.runtime.serving.questions.relevance import PairTree
 from moepass.runtime.serving.questions.request_tree import RequestTree
@@ -39,8 +39,8 @@ class LabelScoreBody(msgspec.Struct):
     apply_softmax: bool = False
     item_first: bool = False
     model: str = ""
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class LabelScoreReply(msgspec.Struct):
@@ -61,8 +61,8 @@ class PairScoreBody(msgspec.Struct):
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     model: str = ""
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class PairScore(msgspec.Struct):

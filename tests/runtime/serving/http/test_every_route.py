@@ -82,6 +82,37 @@ def test_an_error_that_nobody_expected_leaks_nothing(
     assert "/root" not in message
 
 
+@pytest.fixture
+def broken(chat: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """All log-probabilities of the backend become a number."""
+
+    def set_value(value: float) -> None:
+        whole = chat.backend.answer
+
+        async def answer(request: Any, **options: Any) -> Any:
+            found = await whole(request, **options)
+            for piece in found.pieces:
+                for read in piece.reads:
+                    read.log_probabilities[:] = value
+            return found
+
+        monkeypatch.setattr(chat.backend, "answer", answer)
+
+    return set_value
+
+
+def test_a_question_whose_labels_all_are_impossible_is_refused(chat: Served, broken: Callable[[float], None]) -> None:
+    broken(float("-inf"))
+    (answer,) = chat.post("/v1/decisions", DECISION)["answers"]
+    assert (answer["type"], "probability 0" in answer["reason"]) == ("refusal", True)
+    chat.refused("/v1/systemone", {"state": "s", "questions": {"q": {"type": "noul"}}})
+
+
+def test_a_model_whose_outputs_are_no_numbers_is_an_error(chat: Served, broken: Callable[[float], None]) -> None:
+    broken(float("nan"))
+    assert "no numbers" in chat.refused("/v1/decisions", DECISION, 500)["message"]
+
+
 def test_one_prompt_of_a_batch_that_fails_cancels_the_others(chat: Served) -> None:
     before = chat.backend.cancelled
     gate = asyncio.Event()
@@ -253,6 +284,8 @@ ABSURD = {
     "no UTF-8": b'{"input": "\xff"}',
     "a huge number": b'{"input": "a", "priority": ' + b"9" * 400 + b"}",
     "a float beyond all": b'{"temperature": 1e999, "prompt": "a", "max_tokens": 1}',
+    "a huge priority": json.dumps(DECISION | {"priority": 1 << 40, "prompt": "a", "state": "a"}).encode(),
+    "a huge salt": json.dumps(DECISION | {"cache_salt": "s" * 5000, "prompt_cache_key": "s" * 5000}).encode(),
     "nested deeply": b'{"input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "nested deeply in a schema": b'{"state": ' + b"[" * 70 + b"]" * 70 + b', "questions": {}}',
     "null bytes": json.dumps(DECISION | {"input": "\0", "prompt": "\0", "state": "\0"}).encode(),
