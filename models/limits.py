@@ -49,8 +49,9 @@ MOST_CHOICES = 255
 MOST_ITEMS = 4096
 MOST_TOP_TOKENS = 20
 MOST_ORDERS = 16
-# Tokens of a request, a shared prefix counted once.
+# Tokens of a request, a shared prefix counted once; numbers of one answer, which take up to 30 bytes each.
 MOST_REQUEST_TOKENS = 1 << 20
+MOST_ANSWER_NUMBERS = 1 << 22
 # A text of more characters for each token that the model takes is refused unread. No text in use has so long words.
 MOST_CHARACTERS_PER_TOKEN = 64
 

@@ -20,8 +20,7 @@ from moepass.runtime.serving.http.completions import (
     usage_of,
 )
 from moepass.runtime.serving.http.inputs import Content, content_text
-from moepass.runtime.serving.http.scores import need_predictions
-from moepass.runtime.serving.http.service import Call, Route, new_id, reply
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id, reply
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 
@@ -47,8 +46,8 @@ class ChatBody(msgspec.Struct):
     response_format: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class ListedToken(msgspec.Struct):
@@ -114,7 +113,7 @@ async def chat(call: Call) -> Response:
             raise InputError(f"{name} is given; one token calls no tool and has no format, leave it out", name=name)
     if not body.messages:
         raise InputError("messages is empty; give one or more", name="messages", expected="1 or more")
-    need_predictions(call)
+    call.need_predictions()
     prompt = await call.prepare(_prompt, call, body)
     tree = RequestTree(call.writer.most_tokens)
     number = tree.add(prompt, "the conversation")

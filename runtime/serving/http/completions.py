@@ -18,8 +18,8 @@ from msgspec import Meta
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_TOP_TOKENS
 from moepass.runtime.serving.http.errors import DecodingError
-from moepass.runtime.serving.http.scores import Inputs, need_predictions, prompt_list
-from moepass.runtime.serving.http.service import Call, Route, new_id, reply
+from moepass.runtime.serving.http.scores import Inputs, check_answer, prompt_list
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id, reply
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
@@ -51,8 +51,8 @@ class CompletionBody(msgspec.Struct):
     stream_options: StreamOptions | None = None
     add_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -97,8 +97,10 @@ async def complete(call: Call) -> Response:
         raise InputError.wrong("best_of", body.best_of, "1: the most likely token is the only one that is given")
     if body.suffix:
         raise InputError("suffix is given; this server inserts no text, leave it out", name="suffix")
-    need_predictions(call)
+    call.need_predictions()
     prompts = await call.prepare(_prompts, call, body)
+    listed = sum(map(len, prompts)) if body.echo else len(prompts)
+    check_answer(0 if body.logprobs is None else listed * (1 + body.logprobs))
     trees = []
     for place, prompt in enumerate(prompts):
         tree = RequestTree(call.writer.most_tokens)

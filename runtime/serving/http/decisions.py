@@ -13,7 +13,7 @@ from msgspec import Meta
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
 from moepass.runtime.serving.http.inputs import Content, InputItem, content_text, input_text, json_text
-from moepass.runtime.serving.http.service import Call, Route
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt
 from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
 from moepass.runtime.serving.questions.confidence import confidence, expected_level
 from moepass.runtime.serving.questions.request_tree import TreeAnswer
@@ -57,9 +57,9 @@ class DecisionsBody(msgspec.Struct):
     questions: Annotated[
         list[DecisionPredicate | DecisionChoice | DecisionScore], Meta(min_length=1, max_length=MOST_QUESTIONS)
     ]
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Salt = None
     order_invariant: bool = False
-    priority: int = 0
+    priority: Priority = 0
 
 
 class PredicateReply(msgspec.Struct, tag_field="type", tag="predicate"):
@@ -165,8 +165,8 @@ class LabelledBody(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] = {}
     return_prompt_token_ids: bool = False
     order_invariant: bool = False
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class LabelledAnswer(msgspec.Struct, omit_defaults=True):
@@ -196,6 +196,7 @@ async def create_decision(call: Call) -> DecisionsReply | LabelledReply:
     if isinstance(first, dict) and "id" in first and "instructions" not in first:
         return await _labelled(call)
     body = call.body(DecisionsBody)
+    call.need_predictions()
     tree = await call.prepare(_tree, call, body)
     answers = await ask_tree(call, tree, body.prompt_cache_key, body.priority)
     return DecisionsReply(
@@ -274,6 +275,7 @@ def _reply(
 
 async def _labelled(call: Call) -> LabelledReply:
     body = call.body(LabelledBody)
+    call.need_predictions()
     for name, value, right in (
         ("images", body.images, []),
         ("temperature", body.temperature, 1.0),

@@ -12,7 +12,7 @@ import msgspec
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.http.scores import check_items, pair_scores
-from moepass.runtime.serving.http.service import Call, Route, new_id
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id
 
 
 class RerankDocument(msgspec.Struct):
@@ -26,8 +26,8 @@ class RerankBody(msgspec.Struct):
     top_n: int | None = None
     return_documents: bool = False
     relevant_spans: Any = None
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class RerankResult(msgspec.Struct, omit_defaults=True):
@@ -68,7 +68,7 @@ class PlainRerankBody(msgspec.Struct):
     texts: list[str]
     return_text: bool = False
     raw_scores: bool = False
-    priority: int = 0
+    priority: Priority = 0
 
 
 class RankedText(msgspec.Struct, omit_defaults=True):

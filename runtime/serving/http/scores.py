@@ -16,9 +16,9 @@ import numpy as np
 from msgspec import Meta
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_ITEMS, MOST_LABELS
+from moepass.models.limits import MOST_ANSWER_NUMBERS, MOST_ITEMS, MOST_LABELS, check_limit
 from moepass.runtime.serving.http.decisions import TokenUsage
-from moepass.runtime.serving.http.service import Call, Route, new_id
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id
 from moepass.runtime.serving.questions.labels import score_labels
 from moepass.runtime.serving.questions.relevance import PairTree
 from moepass.runtime.serving.questions.request_tree import RequestTree
@@ -39,8 +39,8 @@ class LabelScoreBody(msgspec.Struct):
     apply_softmax: bool = False
     item_first: bool = False
     model: str = ""
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class LabelScoreReply(msgspec.Struct):
@@ -61,8 +61,8 @@ class PairScoreBody(msgspec.Struct):
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     model: str = ""
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class PairScore(msgspec.Struct):
@@ -138,7 +138,8 @@ async def _label_scores(
     check_token_ids(call, body.label_token_ids, "label_token_ids")
     if len(set(body.label_token_ids)) < len(body.label_token_ids):
         raise InputError("label_token_ids holds an id twice; each must be unique", name="label_token_ids")
-    need_predictions(call)
+    call.need_predictions()
+    check_answer(len(items) * len(body.label_token_ids))
     sequences = await call.prepare(_joined, call, body, items, add_special)
     tree = RequestTree(call.writer.most_tokens)
     numbers = [tree.add(tokens, f"items[{place}] with the query") for place, tokens in enumerate(sequences)]
@@ -180,7 +181,7 @@ async def pair_scores(call: Call, pairs: Sequence[tuple[str, str]], salt: str | 
     status = call.service.backend.status()
     has_classes = status.vector == "class scores"
     if not has_classes:
-        need_predictions(call)
+        call.need_predictions()
     tree = await call.prepare(PairTree, call.writer, pairs, by_class_scores=has_classes)
     return tree.scores(await call.answer_tree(tree.tree, salt, priority))
 
@@ -194,6 +195,11 @@ def check_items(items: Sequence[Any], name: str = "items") -> None:
             value=len(items),
             expected=range(1, MOST_ITEMS + 1),
         )
+
+
+def check_answer(numbers: int) -> None:
+    """Raises TooLargeError for an answer of more numbers than one may have."""
+    check_limit("the number of numbers in this answer", numbers, MOST_ANSWER_NUMBERS, "ask in several requests")
 
 
 def check_token_ids(call: Call, tokens: Sequence[int], name: str) -> None:
@@ -226,16 +232,6 @@ def prompt_list(call: Call, given: Inputs, name: str) -> list[str] | list[Tokens
         check_token_ids(call, ids, name)
         tokens.append(np.array(ids, np.int32))
     return tokens
-
-
-def need_predictions(call: Call) -> None:
-    """Raises InputError where the model predicts no tokens."""
-    if not call.service.backend.status().predicts_tokens:
-        raise InputError(
-            "this model has no language-model head, so that it gives no probabilities of tokens; ask /classify, "
-            "/pooling or /v1/embeddings",
-            name="model",
-        )
 
 
 ROUTES = (

@@ -7,10 +7,11 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
 from fastapi.responses import Response
+from msgspec import Meta
 
 from moepass.models.errors import InputError, OptionError
 from moepass.models.limits import MOST_REQUEST_TOKENS, MOST_WAIT_SECONDS, check_limit, decode_json
@@ -24,6 +25,11 @@ from moepass.runtime.serving.requests.request import Request
 _Kind = TypeVar("_Kind")
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
+
+# Of requests that wait, the one with the lower number runs first.
+Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+# Requests with different salts share nothing in the cache.
+Salt = Annotated[str, Meta(max_length=1024)] | None
 
 # Bodies beyond this are made into tokens by another thread, so that others are answered meanwhile. [Empirical]
 _SMALL_BODY_BYTES = 1 << 12
@@ -100,6 +106,15 @@ class Call:
                 404,
                 f"the model {shown!r} is not served here; ask for {' or '.join(map(repr, names))}",
                 code="model_not_found",
+                name="model",
+            )
+
+    def need_predictions(self) -> None:
+        """Raises InputError where the model predicts no tokens."""
+        if not self.service.backend.status().predicts_tokens:
+            raise InputError(
+                "this model has no language-model head, so that it gives no probabilities of tokens; ask /classify, "
+                "/pooling or /v1/embeddings",
                 name="model",
             )
 

@@ -10,7 +10,7 @@ from moepass.models.errors import InputError
 from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
 from moepass.runtime.serving.http.decisions import JsonText, ask_tree
 from moepass.runtime.serving.http.inputs import json_text
-from moepass.runtime.serving.http.service import Call, Route
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt
 from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
 from moepass.runtime.serving.questions.confidence import confidence, expected_level
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
@@ -43,8 +43,8 @@ class SystemoneBody(msgspec.Struct):
     model: str = ""
     assets: dict[str, Any] = {}
     order_invariant: bool = False
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class NoulReply(msgspec.Struct, tag_field="type", tag="noul"):
@@ -81,6 +81,7 @@ class SystemoneReply(msgspec.Struct):
 
 async def systemone(call: Call) -> SystemoneReply:
     body = call.body(SystemoneBody)
+    call.need_predictions()
     if body.assets:
         raise InputError("assets holds images; this server takes text and JSON alone", name="assets")
     if not 1 <= len(body.questions) <= MOST_QUESTIONS:

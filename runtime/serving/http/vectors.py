@@ -15,8 +15,8 @@ import numpy as np
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.http.decisions import TokenUsage
-from moepass.runtime.serving.http.scores import Inputs, check_items, prompt_list
-from moepass.runtime.serving.http.service import Call, Route, new_id
+from moepass.runtime.serving.http.scores import Inputs, check_answer, check_items, prompt_list
+from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id
 from moepass.runtime.serving.questions.labels import LabelReads, ask_labels, encode_labels
 from moepass.runtime.serving.questions.relevance import class_probabilities
 from moepass.runtime.serving.questions.request_tree import RequestTree
@@ -32,8 +32,8 @@ class VectorBody(msgspec.Struct):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     task: str | None = None
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Priority = 0
+    cache_salt: Salt = None
 
 
 class Embedding(msgspec.Struct):
@@ -55,7 +55,7 @@ class PlainBody(msgspec.Struct):
     inputs: Inputs
     normalize: bool = True
     dimensions: int | None = None
-    priority: int = 0
+    priority: Priority = 0
 
 
 class ClassifiedText(msgspec.Struct):
@@ -94,7 +94,7 @@ class PredictBody(msgspec.Struct):
 
     inputs: str | list[str | list[str]]
     raw_scores: bool = False
-    priority: int = 0
+    priority: Priority = 0
 
 
 class Prediction(msgspec.Struct):
@@ -205,6 +205,7 @@ async def _embeddings(
     prompts = await call.prepare(prompt_list, call, inputs, "input")
     found = await _vectors(call, prompts, salt, priority)
     size = len(found[0])
+    check_answer(size * len(found))
     if dimensions not in (None, size):
         raise InputError.wrong("dimensions", dimensions, f"{size}, which this model has, or left out")
     return found
@@ -243,6 +244,7 @@ async def _class_scores(
             "takes them in the request",
             name="model",
         )
+    check_answer(len(prompts) * len(writer.prompt.labels))
     trees, reads = await call.prepare(_label_trees, call, prompts)
     answers = await call.answer_trees(trees, salt, priority)
     found = [read.scores(answer) for read, answer in zip(reads, answers, strict=True)]

@@ -14,9 +14,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from moepass.models.errors import CheckpointError, InputError
+from moepass.models.errors import InputError
 from moepass.models.limits import MOST_ORDERS
-from moepass.runtime.serving.questions.labels import LabelReads, LabelTokens, ask_labels, encode_labels
+from moepass.runtime.serving.questions.labels import (
+    ImpossibleLabelsError,
+    LabelReads,
+    LabelTokens,
+    ask_labels,
+    encode_labels,
+)
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.wordings import Question, Wording
@@ -104,7 +110,7 @@ class QuestionTree:
                 continue
             try:
                 found.append(_mean(asked, answer))
-            except CheckpointError as error:  # of this question alone: others may have answers
+            except ImpossibleLabelsError as error:  # of this question alone: others may have answers
                 found.append(QuestionAnswer(refusal=str(error)))
         return found
 

@@ -21,6 +21,10 @@ from moepass.runtime.serving.requests.request import Tokens
 LabelTokens = tuple[int, ...]
 
 
+class ImpossibleLabelsError(CheckpointError):
+    """The model gives all labels the probability 0, so that they cannot be compared."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelScores:
     """Scores of labels in their order.
@@ -125,7 +129,7 @@ class LabelReads:
     sequences: tuple[int, ...]
 
     def scores(self, answer: TreeAnswer) -> LabelScores:
-        """Raises CheckpointError where the model gives no probabilities, or none above 0."""
+        """Raises CheckpointError where the model gives no probabilities, ImpossibleLabelsError where all are 0."""
         begun = answer.log_probabilities(self.sequences[0], self.first, [label[0] for label in self.labels])
         sums = [
             math.fsum(
@@ -141,11 +145,11 @@ class LabelReads:
 
 
 def score_labels(labels: Sequence[LabelTokens], log_probabilities: Sequence[float]) -> LabelScores:
-    """The scores of labels, given what each of them has got. Raises CheckpointError where all have probability 0."""
+    """The scores of labels, given what each of them has got. Raises ImpossibleLabelsError."""
     highest = max(log_probabilities)
     # One label may be impossible, but not all of them.
     if math.isinf(highest):
-        raise CheckpointError(
+        raise ImpossibleLabelsError(
             "the model gives all labels the probability 0, so that they cannot be compared; give labels that it can "
             "say",
             name="labels",

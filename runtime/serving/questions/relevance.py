@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.questions.labels import LabelReads, ask_labels, encode_labels
+from moepass.runtime.serving.questions.labels import LabelReads, LabelTokens, ask_labels, encode_labels
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
@@ -51,8 +51,10 @@ class PairTree:
             rendered = [writer.ask(text, name) for text, name in zip(asked, names, strict=True)]
             blank = " " if writer.asks_before_blank(rendered[0]) else ""
             texts = tuple(blank + label for label in SYSTEMONE.labels(_RELEVANT))
-        for tokens, name in zip(writer.encode(rendered), names, strict=True):
-            labels = encode_labels(writer.encoder, rendered[0], texts)
+        known: dict[str, tuple[LabelTokens, ...]] = {}  # most prompts end alike
+        for prompt_text, tokens, name in zip(rendered, writer.encode(rendered), names, strict=True):
+            context = writer.encoder.context_of(prompt_text)
+            labels = known.get(context) or known.setdefault(context, encode_labels(writer.encoder, prompt_text, texts))
             self._reads.append(ask_labels(self.tree, tokens, labels, name))
 
     def scores(self, answer: TreeAnswer) -> list[float]:

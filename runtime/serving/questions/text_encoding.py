@@ -59,10 +59,14 @@ class TextEncoder:
         # Longest first: of control tokens that begin alike, the longer one is meant.
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        # Added tokens are numbered anew, where the vocabulary itself does not hold them.
         self._ids = np.arange(1 + max(self._renamed.get_vocab().values()), dtype=np.int32)
+        for token in added:
+            here = self._renamed.token_to_id(names.get(token["content"], token["content"]))
+            self._ids[here] = token["id"]
         self._control_ids = {token["id"]: str(token["content"]) for token in control}
-        for token in control:
-            self._ids[self._renamed.token_to_id(names[token["content"]])] = token["id"]
+        self._original = original
+        self._renamed_ids = np.array([self._renamed.token_to_id(name) for name in names.values()], np.int32)
         model = description["model"]
         # What no token fits is unknown, and that says nothing about what the text holds.
         unknown = {model.get("unk_id"), original.token_to_id(model.get("unk_token") or "")}
@@ -111,7 +115,7 @@ class TextEncoder:
 
     def names(self, tokens: Sequence[int]) -> list[str]:
         """The entries of the vocabulary, as they stand there."""
-        return [self._control_ids.get(token) or str(self._renamed.id_to_token(token)) for token in tokens]
+        return [str(self._original.id_to_token(token)) for token in tokens]
 
     def cut(self, text: str, most_tokens: int) -> str:
         """`text` of a user without what comes behind its first `most_tokens` tokens."""
@@ -157,10 +161,12 @@ class TextEncoder:
         return [self._original_ids(encoding) for encoding in self._batch([*map(self._named, rendered)], add_special)]
 
     def _original_ids(self, encoding: Any) -> Tokens:
-        ids = np.array(encoding.ids, np.int32)
+        here = np.array(encoding.ids, np.int32)
+        ids: Tokens = self._ids[here]
         forged = np.isin(ids, self._never_in_text)
         if forged.any():
-            forged &= np.array(encoding.special_tokens_mask, np.int32) == 0
+            # Those of the template, and those that the tokenizer puts around the text, are meant.
+            forged &= ~np.isin(here, self._renamed_ids) & (np.array(encoding.special_tokens_mask, np.int32) == 0)
             if forged.any():
                 content = self._control_ids[int(ids[forged][0])]
                 raise InputError(
@@ -169,8 +175,7 @@ class TextEncoder:
                     name="text",
                     value=content,
                 )
-        original: Tokens = self._ids[ids]
-        return original
+        return ids
 
 
 def _shared_start(texts: Sequence[str]) -> str:

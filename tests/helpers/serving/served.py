@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from reference_backend import ReferenceBackend
 from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer
-from moepass.runtime.serving.http.app import create_app
+from moepass.runtime.serving.http.listen import open_socket, server_of
 from moepass.runtime.serving.http.service import ServerSettings, Service
 from moepass.runtime.serving.questions.prompts import PromptWriter
 
@@ -29,10 +27,11 @@ CHAT_TEMPLATE = (
 class Served:
     """A running server: its `url`, a plain `client`, and what it answers with."""
 
-    def __init__(self, url: str, backend: ReferenceBackend, writer: PromptWriter, api_key: str | None) -> None:
+    def __init__(self, url: str, service: Service, backend: ReferenceBackend, api_key: str | None) -> None:
         self.url = url
+        self.service = service
         self.backend = backend
-        self.writer = writer
+        self.writer = service.writer
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}".encode()}
         self.client = httpx.Client(base_url=url, headers=headers, timeout=60)
 
@@ -65,18 +64,13 @@ def served(
     backend = ReferenceBackend(model, class_names)
     writer = PromptWriter(tokenizer, prompt or load_prompt(folder), backend.status().max_sequence_tokens)
     service = Service(backend, writer, ServerSettings(("tiny", "alias"), api_key, timeout_seconds=30))
-    # With its protocol named: asyncio sends without delay on such sockets alone.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
-        listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(service), http="h11", log_level="warning", lifespan="off")
-        server = uvicorn.Server(config)
+    with open_socket("127.0.0.1", 0) as listening:
+        server = server_of(service)
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        running = Served(url, backend, writer, api_key)
-        # The socket listens before the server does: the first answer is waited for.
-        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as first:
-            first.get(f"{url}/health", timeout=30)
+        running = Served(url, service, backend, api_key)
+        running.client.get("/health")  # the socket listens before the server does
         try:
             yield running
         finally:

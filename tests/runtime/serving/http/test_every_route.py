@@ -18,6 +18,7 @@ from served import CHAT_TEMPLATE, Served, served
 from moepass import __version__
 from moepass.models.errors import CheckpointError, OptionError
 from moepass.models.limits import MOST_BODY_BYTES, MOST_ITEMS, MOST_REQUEST_TOKENS
+from moepass.runtime.serving.http import scores
 from moepass.runtime.serving.http.app import OPEN_PATHS, ROUTES
 from moepass.runtime.serving.http.service import ServerSettings
 from moepass.runtime.serving.requests.backend import (
@@ -79,6 +80,37 @@ def test_an_error_that_nobody_expected_leaks_nothing(
     backend_error(error)
     message = chat.refused("/v1/decisions", DECISION, 500)["message"]
     assert "/root" not in message
+
+
+@pytest.fixture
+def broken(chat: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """All log-probabilities of the backend become a number."""
+
+    def set_value(value: float) -> None:
+        whole = chat.backend.answer
+
+        async def answer(request: Any, **options: Any) -> Any:
+            found = await whole(request, **options)
+            for piece in found.pieces:
+                for read in piece.reads:
+                    read.log_probabilities[:] = value
+            return found
+
+        monkeypatch.setattr(chat.backend, "answer", answer)
+
+    return set_value
+
+
+def test_a_question_whose_labels_all_are_impossible_is_refused(chat: Served, broken: Callable[[float], None]) -> None:
+    broken(float("-inf"))
+    (answer,) = chat.post("/v1/decisions", DECISION)["answers"]
+    assert (answer["type"], "probability 0" in answer["reason"]) == ("refusal", True)
+    chat.refused("/v1/systemone", {"state": "s", "questions": {"q": {"type": "noul"}}})
+
+
+def test_a_model_whose_outputs_are_no_numbers_is_an_error(chat: Served, broken: Callable[[float], None]) -> None:
+    broken(float("nan"))
+    assert "no numbers" in chat.refused("/v1/decisions", DECISION, 500)["message"]
 
 
 def test_one_prompt_of_a_batch_that_fails_cancels_the_others(chat: Served) -> None:
@@ -213,6 +245,22 @@ def test_an_invocation_that_means_no_route_is_refused(chat: Served) -> None:
     assert "questions" in chat.refused("/invocations", {"x": 1})["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/decisions", DECISION),
+        ("/v1/decisions", {"input": "a", "questions": [{"id": "q", "type": "yes_no", "question": "?"}]}),
+        ("/v1/systemone", {"state": "a", "questions": {"q": {"type": "noul"}}}),
+        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1]}),
+        ("/generative_scoring", {"query": "a", "items": ["b"], "label_token_ids": [1]}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ],
+)
+def test_a_model_that_predicts_no_tokens_says_so(classes: Served, path: str, body: Any) -> None:
+    assert "no language-model head" in classes.refused(path, body)["message"]
+
+
 def test_a_model_that_is_not_served_is_not_found(chat: Served, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'tiny' or 'alias'"):
         client.decisions.create(**DECISION | {"model": "gpt"})  # type: ignore[arg-type]
@@ -236,6 +284,8 @@ ABSURD = {
     "no UTF-8": b'{"input": "\xff"}',
     "a huge number": b'{"input": "a", "priority": ' + b"9" * 400 + b"}",
     "a float beyond all": b'{"temperature": 1e999, "prompt": "a", "max_tokens": 1}',
+    "a huge priority": json.dumps(DECISION | {"priority": 1 << 40, "prompt": "a", "state": "a"}).encode(),
+    "a huge salt": json.dumps(DECISION | {"cache_salt": "s" * 5000, "prompt_cache_key": "s" * 5000}).encode(),
     "nested deeply": b'{"input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "nested deeply in a schema": b'{"state": ' + b"[" * 70 + b"]" * 70 + b', "questions": {}}',
     "null bytes": json.dumps(DECISION | {"input": "\0", "prompt": "\0", "state": "\0"}).encode(),
@@ -306,6 +356,18 @@ def test_too_many_items_and_tokens_are_refused(base: Served) -> None:
     assert len(lists) * 502 > MOST_REQUEST_TOKENS
     body = {"query": [], "items": lists, "label_token_ids": [5]}
     assert str(MOST_REQUEST_TOKENS) in base.refused("/v1/score", body)["message"]
+
+
+def test_answers_of_too_many_numbers_are_refused_unasked(base: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "MOST_ANSWER_NUMBERS", 5)
+    asked = len(base.backend.requests)
+    for path, body in (
+        ("/v1/score", {"query": "a", "items": ["a", "b"], "label_token_ids": [5, 6, 7]}),
+        ("/v1/completions", {"prompt": [[5, 6], [7, 8]], "max_tokens": 0, "echo": True, "logprobs": 1}),
+    ):
+        assert "limit is 5" in base.refused(path, body)["message"]
+    assert len(base.backend.requests) == asked
+    assert "limit is 5" in base.refused("/v1/embeddings", {"input": "a"})["message"]
 
 
 def test_the_document_describes_every_route(chat: Served) -> None:

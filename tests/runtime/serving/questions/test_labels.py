@@ -14,9 +14,15 @@ from reference_backend import ReferenceBackend
 from tiny_checkpoint import save_tiny_checkpoint
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer, resolve_model
-from moepass.models.errors import CheckpointError, InputError
+from moepass.models.errors import InputError
 from moepass.models.limits import MOST_LABELS, TooLargeError
-from moepass.runtime.serving.questions.labels import ask_labels, encode_labels, label_warnings, score_labels
+from moepass.runtime.serving.questions.labels import (
+    ImpossibleLabelsError,
+    ask_labels,
+    encode_labels,
+    label_warnings,
+    score_labels,
+)
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.scoring import Scorer
@@ -111,7 +117,7 @@ def test_a_label_that_begins_with_another_counts_once() -> None:
 
 def test_labels_that_all_are_impossible_are_an_error() -> None:
     assert score_labels([(1,), (2,)], [-math.inf, 0.0]).probabilities == (0.0, 1.0)
-    with pytest.raises(CheckpointError, match="probability 0"):
+    with pytest.raises(ImpossibleLabelsError, match="probability 0"):
         score_labels([(1,), (2,)], [-math.inf, -math.inf])
 
 

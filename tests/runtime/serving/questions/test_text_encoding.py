@@ -98,6 +98,18 @@ def test_the_tags_of_a_template_stay_control_tokens_beside_those_of_a_user(encod
     assert not {*ids.values()}.intersection(found[1:-1])
 
 
+def test_tags_that_are_not_special_are_control_tokens_and_words_are_not() -> None:
+    tokenizer = _metaspace()
+    tokenizer.add_tokens(["<think>", "[TOOL]", "true", "  "])
+    encoder = TextEncoder(tokenizer)
+    assert {"<think>", "[TOOL]"} < set(encoder.control_tokens.values())
+    assert not {"true", "  "}.intersection(encoder.control_tokens.values())
+    (think,) = tokenizer.convert_tokens_to_ids(["<think>"])
+    assert think in encoder.encode("a <think>").tolist()
+    assert think not in encoder.encode(encoder.shield("a <think>")).tolist()
+    assert tokenizer.convert_tokens_to_ids("true") in encoder.encode(encoder.shield("a true")).tolist()
+
+
 def test_overlapping_tags_of_a_user_stay_text(encoders: dict[str, TextEncoder]) -> None:
     tokenizer = _metaspace()
     tokenizer.add_special_tokens({"additional_special_tokens": ["ab", "ba"]})

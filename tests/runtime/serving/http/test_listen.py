@@ -1,0 +1,103 @@
+"""A server listens where it is told to, answers what it has when it is asked to end, and then ends."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from error_fields import refused
+from served import Served
+
+from moepass.models.errors import OptionError
+from moepass.runtime.serving.http.listen import open_socket, server_of
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with open_socket("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert taken.proto == socket.IPPROTO_TCP
+        with refused(OptionError, name="host", value=("127.0.0.1", port)):
+            open_socket("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", -1), ("127.0.0.1", 1 << 16), ("no such host", 0), ("a" * 999, 0)]
+)
+def test_what_is_no_address_is_refused(host: str, port: int) -> None:
+    with pytest.raises(OptionError):
+        open_socket(host, port)
+
+
+def test_the_second_signal_ends_at_once(chat: Served) -> None:
+    server = server_of(chat.service)
+    server.handle_exit(signal.SIGTERM, None)
+    assert (server.should_exit, server.force_exit) == (True, False)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.force_exit
+
+
+def test_clients_at_the_same_time_get_their_own_answers(chat: Served) -> None:
+    def ask(number: int) -> dict[str, Any]:
+        question = {"type": "predicate", "instructions": f"Is it {number}?"}
+        body = {"model": "tiny", "input": f"text {number} " * 20 * (number % 8), "questions": [question] * (number + 1)}
+        body["input"] = f"It is {number}. {body['input']}"
+        with httpx.Client(base_url=chat.url, timeout=60) as client:
+            response = client.post("/v1/decisions", json=body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    alone = [ask(number) for number in range(16)]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(16))) == alone
+
+
+# A server whose backend says when it has been asked, and answers a second later.
+_PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from reference_backend import ReferenceBackend
+from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer
+from moepass.runtime.serving.http.listen import open_socket, server_of
+from moepass.runtime.serving.http.service import ServerSettings, Service
+from moepass.runtime.serving.questions.prompts import PromptWriter
+
+class Slow(ReferenceBackend):
+    async def answer(self, request, **options):
+        print("asked", flush=True)
+        await asyncio.sleep(1)
+        return await super().answer(request, **options)
+
+folder = Path(sys.argv[1])
+writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), 64)
+with open_socket("127.0.0.1", 0) as opened:
+    print(opened.getsockname()[1], flush=True)
+    server_of(Service(Slow(load_model(folder)), writer, ServerSettings(("tiny",)))).run([opened])
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_answers_what_is_there_and_exits_0(checkpoint: Path) -> None:
+    command = [sys.executable, "-c", _PROGRAM, str(checkpoint)]
+    # Without the current folder, which may be that of the sources.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            body = {"prompt": "a", "max_tokens": 1}
+            answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30)
+            assert process.stdout.readline() == "asked\n"
+            process.send_signal(signal.SIGTERM)
+            assert answer.result().status_code == 200
+        assert process.stdout.readline() == "ended\n"
+        assert process.wait(30) == 0
