@@ -7,6 +7,7 @@ Contract
 
 Pseudo-code
     build_trie        pieces of all requests are merged where tokens are equal, requests of one salt only
+    cached_chains     the cached blocks that the sequences begin with
     needed_outputs    what is read of each piece, and from where on its sequence has to be computed for that
     computed_parts    the needed tokens of the trie, each once, counted for the first request that needs it
     trie_stream       these in depth-first order, with the cached blocks before them
@@ -28,12 +29,20 @@ import numpy as np
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks, OfferedBlocks
-from moepass.runtime.serving.batching.cached_chains import CachedChains
+from moepass.runtime.serving.batching.cached_chains import CachedChains, cached_chains
 from moepass.runtime.serving.batching.computed_parts import computed_parts
-from moepass.runtime.serving.batching.needed_outputs import NeededOutputs, needed_outputs
-from moepass.runtime.serving.batching.piece_trie import PieceTrie, build_trie
-from moepass.runtime.serving.batching.placement import RequestPlacement, TokenMap, token_counts, token_map
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, NO_INDICES, Indices, StepBatch, StoredBlock
+from moepass.runtime.serving.batching.needed_outputs import needed_outputs
+from moepass.runtime.serving.batching.piece_trie import build_trie
+from moepass.runtime.serving.batching.placement import (
+    RequestPlacement,
+    ScorePlaces,
+    TokenMap,
+    read_positions,
+    score_places,
+    token_counts,
+    token_map,
+)
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch, StoredBlock
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.batching.trie_stream import TrieStream, trie_stream
 from moepass.runtime.serving.requests.answer import Usage
@@ -46,6 +55,8 @@ class PackedStep:
     batch           the step, without blocks to store. It may have no tokens: then the cache holds all that is asked
     placements      where the tokens of each request stand
     logit_places    those of `batch.places` whose logits are read, ascending; the others are read as vectors only
+    read_positions  where the tokens stand that are read, of all reads of all pieces of all requests, in order
+    scores          where the scores of all scored pieces come from
     used_blocks     cache blocks that the step reads, or whose scores answer a request, ascending
     offered         blocks that a cache may keep
     flops           what the step costs; the sum over `placements`
@@ -54,6 +65,8 @@ class PackedStep:
     batch: StepBatch
     placements: tuple[RequestPlacement, ...]
     logit_places: Indices
+    read_positions: Indices
+    scores: ScorePlaces
     used_blocks: Indices
     offered: OfferedBlocks
     flops: int
@@ -90,11 +103,12 @@ def pack(
             expected=len(requests),
         )
     trie = build_trie(requests)
-    needed = needed_outputs(trie, found)
+    chains = cached_chains(trie, found)
+    needed = needed_outputs(trie, chains)
     computed = computed_parts(trie, needed.spans, table, len(requests))
-    stream = trie_stream(trie, computed, CachedChains(trie, found))
+    stream = trie_stream(trie, computed, chains)
     places, visits = token_map(trie, computed, stream.part_starts)
-    tokens, cached_tokens = token_counts(trie, needed, computed, visits, len(requests))
+    tokens, cached_tokens = token_counts(chains, computed, visits, len(requests))
 
     positions, readers = places.range_positions(needed.logits)
     is_logit_place = np.zeros(stream.batch.count, bool)
@@ -107,22 +121,19 @@ def pack(
     is_place = is_logit_place.copy()
     is_place[places.range_positions(needed.vectors)[0]] = True
     placements = tuple(
-        RequestPlacement(
-            Usage(int(tokens[number]), int(cached_tokens[number]), flops[number]),
-            number,
-            trie,
-            needed,
-            found[number],
-            places,
-        )
-        for number in range(len(requests))
+        RequestPlacement(Usage(int(tokens[number]), int(cached_tokens[number]), flops[number]), first, chains, places)
+        for number, first in enumerate(trie.request_pieces)
     )
+    scores = score_places(chains, needed, places)
+    used = [scores.score_slots[scores.score_slots >= 0] // BLOCK_TOKENS, *map(np.array, stream.batch.contexts)]
     return PackedStep(
         dataclasses.replace(stream.batch, places=np.flatnonzero(is_place)),
         placements,
         np.flatnonzero(is_logit_place),
-        _used_blocks(stream.batch, needed),
-        _offered_blocks(trie, found, stream, places),
+        read_positions(trie, places),
+        scores,
+        np.unique(np.concatenate(used)),
+        _offered_blocks(chains, found, stream, places),
         sum(flops),
     )
 
@@ -132,7 +143,7 @@ def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     is computed as a sequence of its own, from its first token to the last needed one. Outputs are read once per piece.
     """
     trie = build_trie(requests)
-    needed = needed_outputs(trie, [None] * len(requests))
+    needed = needed_outputs(trie, cached_chains(trie, [None] * len(requests)))
     ends = [0] * len(trie.pieces)
     for piece, _, end in needed.spans:
         ends[piece] = max(ends[piece], end)
@@ -147,35 +158,27 @@ def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     return flops
 
 
-def _used_blocks(batch: StepBatch, needed: NeededOutputs) -> Indices:
-    slots = [slots[slots >= 0] // BLOCK_TOKENS for slots in needed.score_slots.values()]
-    chains = [np.array(chain, np.int64) for chain in batch.contexts]
-    return np.unique(np.concatenate([NO_INDICES, *slots, *chains]))
-
-
 def _offered_blocks(
-    trie: PieceTrie, matched: Sequence[MatchedBlocks | None], stream: TrieStream, places: TokenMap
+    chains: CachedChains, matched: Sequence[MatchedBlocks | None], stream: TrieStream, places: TokenMap
 ) -> OfferedBlocks:
     """The blocks whose tokens are all computed, those that the cache holds left out."""
-    is_looked_up = np.array([one is not None for one in matched], bool)
+    trie = chains.trie
     requests = np.array(trie.piece_requests, np.int64)
     depths = np.array(trie.piece_depths, np.int64)
     starts = np.array(trie.piece_starts, np.int64)
-    ends = depths + np.array([len(piece.tokens) for piece in trie.pieces], np.int64)
-    first_blocks = depths // BLOCK_TOKENS
-    counts = np.where(is_looked_up[requests], ends // BLOCK_TOKENS - first_blocks, 0)
-    block_pieces = np.repeat(np.arange(len(counts)), counts)
-    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first_blocks[block_pieces]
-    last_tokens = starts[block_pieces] + (numbers + 1) * BLOCK_TOKENS - 1 - depths[block_pieces]
+    first_blocks = np.array(chains.starts, np.int64)
+    block_pieces = np.repeat(np.arange(len(depths)), np.diff(first_blocks))
+    # Blocks of a piece are numbered from the beginning of its sequence.
+    numbers = np.arange(first_blocks[-1]) + (depths // BLOCK_TOKENS - first_blocks[:-1])[block_pieces]
+    last_tokens = (starts - depths)[block_pieces] + (numbers + 1) * BLOCK_TOKENS - 1
     last_positions = places.positions(last_tokens)
-    held = np.concatenate([NO_INDICES, *(one.blocks for one in matched if one is not None)])
     names = [
         (name, one.hashes.hashes[before] if before >= 0 else None)
         for one in matched
         if one is not None
         for name, before in zip(one.hashes.hashes, one.hashes.previous.tolist(), strict=True)
     ]
-    offered = np.flatnonzero((held < 0) & (last_positions >= 0))
+    offered = np.flatnonzero((chains.blocks < 0) & (last_positions >= 0))
     # A block is known by its last token in the stream.
     last, first_offers, blocks = np.unique(last_positions[offered], return_index=True, return_inverse=True)
     asked = np.unique(blocks * len(matched) + requests[block_pieces[offered]]) // max(len(matched), 1)

@@ -43,6 +43,10 @@ class PieceTrie:
     # By the node above and the first token: node << 32 | token.
     children: dict[int, int] = dataclasses.field(default_factory=dict)
 
+    def piece_end(self, piece: int) -> int:
+        """Where the tokens of `piece` end in `tokens`."""
+        return self.piece_starts[piece] + len(self.pieces[piece].tokens)
+
     def add_node(self, start: int, parent: int, depth: int, end: int) -> int:
         self.starts.append(start)
         self.parents.append(parent)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks
+from moepass.runtime.serving.batching.cached_chains import CachedChains
 from moepass.runtime.serving.batching.computed_parts import ComputedParts
 from moepass.runtime.serving.batching.needed_outputs import NeededOutputs
 from moepass.runtime.serving.batching.piece_trie import PieceTrie
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
 from moepass.runtime.serving.requests.answer import Usage
+from moepass.runtime.serving.requests.request import Tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -32,7 +33,10 @@ class TokenMap:
         """The places in the stream of the tokens of ranges as `NeededOutputs` has them, and the request of each."""
         starts, counts, requests = np.array(ranges, np.int64).reshape(-1, 3).T
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return self.positions(np.repeat(starts, counts) + offsets), np.repeat(requests, counts)
+        found = self.positions(np.repeat(starts, counts) + offsets)
+        # An index of -1 would read the output at another request's token.
+        assert not (found < 0).any(), "a needed output is not computed"
+        return found, np.repeat(requests, counts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -43,17 +47,15 @@ class RequestPlacement:
     """
 
     usage: Usage
-    _request: int
-    _trie: PieceTrie
-    _needed: NeededOutputs
-    _matched: MatchedBlocks | None
+    _first_piece: int
+    _chains: CachedChains
     _map: TokenMap
 
     def positions(self, piece: int) -> Indices:
         """[tokens of the piece] where each stands in the stream, -1 where it does not."""
-        number = self._number(piece)
-        start = self._trie.piece_starts[number]
-        return self._map.positions(np.arange(start, start + len(self._trie.pieces[number].tokens)))
+        number = self._first_piece + piece
+        trie = self._chains.trie
+        return self._map.positions(np.arange(trie.piece_starts[number], trie.piece_end(number)))
 
     def cache_slots(self, piece: int) -> Indices:
         """[tokens of the piece] the slot (block * BLOCK_TOKENS + place) that the cache has each in, -1 for none.
@@ -61,68 +63,83 @@ class RequestPlacement:
         Of a token that the step computes again the slot is given too. Of tokens whose block ends in another piece it
         is not: pieces that follow may have different blocks there.
         """
-        number = self._number(piece)
-        depth, count = self._trie.piece_depths[number], len(self._trie.pieces[number].tokens)
-        slots = np.full(count, -1, np.int64)
-        cached = min(self._needed.held[number] * BLOCK_TOKENS - depth, count)
-        if cached > 0:
-            assert self._matched is not None
-            blocks, places = np.divmod(np.arange(depth, depth + cached), BLOCK_TOKENS)
-            blocks += int(self._matched.hashes.starts[piece]) - depth // BLOCK_TOKENS
-            slots[:cached] = self._matched.blocks[blocks] * BLOCK_TOKENS + places
-        return slots
+        number = self._first_piece + piece
+        found = np.full(len(self._chains.trie.pieces[number].tokens), -1, np.int64)
+        slots, _ = self._chains.slots(number)
+        found[: len(slots)] = slots
+        return found
 
-    def score_slots(self, piece: int) -> Indices:
-        """[tokens of a scored piece] the slot beside which the score of each lies; -1: it comes from the step."""
-        number = self._number(piece)
-        found = self._needed.score_slots.get(number)
-        return np.full(len(self._trie.pieces[number].tokens), -1, np.int64) if found is None else found
 
-    def predicted_at(self, piece: int) -> Indices:
-        """[tokens of a scored piece] where the token before each stands: the output there predicts it.
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class ScorePlaces:
+    """Where the scores of all tokens of all scored pieces of a step come from, one piece after the other.
 
-        -1 where the score lies in the cache, and for the first token of a sequence, which has none.
-        """
-        number = self._number(piece)
-        start, parent = self._trie.piece_starts[number], self._trie.piece_parents[number]
-        before = np.arange(start - 1, start - 1 + len(self._trie.pieces[number].tokens))
-        if parent >= 0:
-            before[0] = self._trie.piece_starts[parent] + len(self._trie.pieces[parent].tokens) - 1
-            positions = self._map.positions(before)
-        else:
-            positions = np.concatenate(([-1], self._map.positions(before[1:])))
-        return np.where(self.score_slots(piece) >= 0, -1, positions)
+    pieces          request and piece, of each scored piece
+    starts          [pieces + 1] where the tokens of each begin below
+    tokens          [t] their ids
+    predicted_at    [t] where the token before each stands in the stream: the output there predicts it. -1 where the
+                    score lies in the cache, and for the first token of a sequence, which has none
+    score_slots     [t] the slot (block * BLOCK_TOKENS + place) beside which the score of each lies; -1 for the others
+    positions       [t] where each stands in the stream itself, -1 where it does not
+    cache_slots     [t] the slot that the cache has each in, known or not; -1 for none
+    """
 
-    def written_slots(self, piece: int, stored_slots: Indices) -> Indices:
-        """[tokens of a scored piece] the slot beside which the score that the step computes belongs, -1 for none.
+    pieces: tuple[tuple[int, int], ...]
+    starts: Indices
+    tokens: Tokens
+    predicted_at: Indices
+    score_slots: Indices
+    positions: Indices
+    cache_slots: Indices
+
+    def written_slots(self, stored_slots: Indices) -> Indices:
+        """[t] the slot beside which a score that the step computes belongs, -1 for none.
 
         `stored_slots` are those of `PackedStep.stored_slots`.
         """
-        positions = self.positions(piece)
-        slots = self.cache_slots(piece)
-        in_stream = (slots < 0) & (positions >= 0)
-        slots[in_stream] = stored_slots[positions[in_stream]]
-        return np.where(self.predicted_at(piece) >= 0, slots, -1)
+        stored = np.where(self.positions >= 0, np.append(stored_slots, -1)[self.positions], -1)
+        slots = np.where(self.cache_slots >= 0, self.cache_slots, stored)
+        return np.where(self.predicted_at >= 0, slots, -1)
 
-    def read_positions(self) -> Indices:
-        """Where the tokens stand whose outputs are read, of all reads of all pieces, in order."""
-        first = self._number(0)
-        end = first + self._piece_count()
-        tokens = [
-            self._trie.piece_starts[number] + read.place
-            for number in range(first, end)
-            for read in self._trie.pieces[number].reads
-        ]
-        return self._map.positions(np.array(tokens, np.int64))
 
-    def _number(self, piece: int) -> int:
-        """The number of a piece of this request among all pieces."""
-        return self._trie.request_pieces[self._request] + piece
+def score_places(chains: CachedChains, needed: NeededOutputs, places: TokenMap) -> ScorePlaces:
+    trie = chains.trie
+    scored = [number for number, piece in enumerate(trie.pieces) if piece.is_scored]
+    counts = np.array([len(trie.pieces[number].tokens) for number in scored], np.int64)
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    flat = np.array([trie.piece_starts[number] for number in scored], np.int64) - starts[:-1]
+    tokens = np.repeat(flat, counts) + np.arange(starts[-1])
+    before = tokens - 1
+    parents = np.array([trie.piece_parents[number] for number in scored], np.int64)
+    ends = np.array([trie.piece_end(parent) if parent >= 0 else 0 for parent in parents.tolist()], np.int64)
+    before[starts[:-1]] = ends - 1
+    predicted_at = np.where(before >= 0, places.positions(before), -1)
+    score_slots, cache_slots = np.full((2, len(tokens)), -1, np.int64)
+    for at, number in zip(starts.tolist(), scored, strict=False):
+        if chains.held[number]:
+            slots, _ = chains.slots(number)
+            cache_slots[at : at + len(slots)] = slots
+        if number in needed.score_slots:
+            score_slots[at : at + len(needed.score_slots[number])] = needed.score_slots[number]
+    predicted_at[score_slots >= 0] = -1
+    requests = [trie.piece_requests[number] for number in scored]
+    return ScorePlaces(
+        pieces=tuple((one, number - trie.request_pieces[one]) for one, number in zip(requests, scored, strict=True)),
+        starts=starts,
+        tokens=trie.tokens[tokens],
+        predicted_at=predicted_at,
+        score_slots=score_slots,
+        positions=places.positions(tokens),
+        cache_slots=cache_slots,
+    )
 
-    def _piece_count(self) -> int:
-        firsts = self._trie.request_pieces
-        end = firsts[self._request + 1] if self._request + 1 < len(firsts) else len(self._trie.pieces)
-        return end - firsts[self._request]
+
+def read_positions(trie: PieceTrie, places: TokenMap) -> Indices:
+    """Where the tokens stand that are read, of all reads of all pieces of all requests, in order."""
+    tokens = [
+        start + read.place for start, piece in zip(trie.piece_starts, trie.pieces, strict=True) for read in piece.reads
+    ]
+    return places.positions(np.array(tokens, np.int64))
 
 
 def token_map(
@@ -170,15 +187,16 @@ def _own_nodes(trie: PieceTrie, piece: int) -> list[int]:
 
 
 def token_counts(
-    trie: PieceTrie, needed: NeededOutputs, computed: ComputedParts, visits: Indices, requests: int
+    chains: CachedChains, computed: ComputedParts, visits: Indices, requests: int
 ) -> tuple[Indices, Indices]:
     """[requests] distinct tokens of each request, and how many of them come from the cache and not from the step."""
+    trie = chains.trie
     lengths = np.array(trie.ends, np.int64) - np.array(trie.depths, np.int64)
     cached = np.zeros_like(lengths)
-    if any(needed.held):
+    if any(chains.held):
         # Up to which position the cache holds a node's tokens, for some piece that passes it.
         held_ends = [0] * len(trie.starts)
-        for node, held in zip(trie.piece_nodes, needed.held, strict=True):
+        for node, held in zip(trie.piece_nodes, chains.held, strict=True):
             held_ends[node] = max(held_ends[node], held * BLOCK_TOKENS)
         for node in sorted(range(len(trie.starts)), key=trie.ends.__getitem__, reverse=True):
             end = min(held_ends[node], trie.ends[node])

@@ -138,14 +138,15 @@ def test_each_output_is_read_where_it_stands(case: Case) -> None:
     read = collections.Counter(case.sequences[place] for place in packed.logit_places)
     assert read == collections.Counter(path for _, path in case.naive.logits)
     places, logit_places = set(packed.batch.places.tolist()), set(packed.logit_places.tolist())
+    expected = [
+        full_path(request, number)[: piece_depth(request, number) + read.place + 1]
+        for request in case.requests
+        for number, piece in enumerate(request.pieces)
+        for read in piece.reads
+    ]
+    assert [case.sequences[position] for position in packed.read_positions] == expected
+    assert logit_places.issuperset(packed.read_positions.tolist())
     for request, placement in zip(case.requests, packed.placements, strict=True):
-        expected = [
-            full_path(request, number)[: piece_depth(request, number) + read.place + 1]
-            for number, piece in enumerate(request.pieces)
-            for read in piece.reads
-        ]
-        assert [case.sequences[position] for position in placement.read_positions()] == expected
-        assert logit_places.issuperset(placement.read_positions().tolist())
         for number, piece in enumerate(request.pieces):
             _, vectors = needed_positions(request, number, case.cache)
             own = {place + piece_depth(request, number) for place in range(len(piece.tokens))}
@@ -156,24 +157,62 @@ def test_each_output_is_read_where_it_stands(case: Case) -> None:
 @many
 @given(cases())
 def test_each_score_comes_from_the_step_or_the_cache(case: Case) -> None:
-    for request, placement in zip(case.requests, case.packed.placements, strict=True):
-        for number, piece in enumerate(request.pieces):
-            if not piece.is_scored:
-                continue
-            path, depth = full_path(request, number), piece_depth(request, number)
-            from_cache = cached_scores(request, number, case.cache)
-            predicted_at, slots = placement.predicted_at(number), placement.score_slots(number)
-            for place in range(len(piece.tokens)):
-                position = depth + place
-                if position == 0:
-                    assert (predicted_at[place], slots[place]) == (-1, -1)
-                elif position in from_cache:
-                    assert predicted_at[place] == -1
-                    assert slots[place] == placement.cache_slots(number)[place] >= 0
-                else:
-                    assert slots[place] == -1
-                    assert case.sequences[predicted_at[place]] == path[:position]
-                    assert predicted_at[place] in case.packed.logit_places
+    scores, places = case.packed.scores, set(case.packed.logit_places.tolist())
+    scored = [
+        (number, piece)
+        for number, request in enumerate(case.requests)
+        for piece in range(len(request.pieces))
+        if request.pieces[piece].is_scored
+    ]
+    assert list(scores.pieces) == scored
+    for at, (number, piece) in enumerate(scored):
+        request, placement = case.requests[number], case.packed.placements[number]
+        path, depth = full_path(request, piece), piece_depth(request, piece)
+        from_cache = cached_scores(request, piece, case.cache)
+        own = slice(int(scores.starts[at]), int(scores.starts[at + 1]))
+        assert scores.tokens[own].tolist() == request.pieces[piece].tokens.tolist()
+        assert scores.positions[own].tolist() == placement.positions(piece).tolist()
+        assert scores.cache_slots[own].tolist() == placement.cache_slots(piece).tolist()
+        found = zip(scores.predicted_at[own].tolist(), scores.score_slots[own].tolist(), strict=True)
+        for place, (predicted_at, slot) in enumerate(found):
+            position = depth + place
+            if position == 0:
+                assert (predicted_at, slot) == (-1, -1)
+            elif position in from_cache:
+                assert predicted_at == -1
+                assert slot == placement.cache_slots(piece)[place] >= 0
+            else:
+                assert slot == -1
+                assert case.sequences[predicted_at] == path[:position]
+                assert predicted_at in places
+    assert len(scores.tokens) == scores.starts[-1]
+
+
+@many
+@given(cases())
+def test_new_scores_are_written_beside_their_own_tokens(case: Case) -> None:
+    # The cache takes every second block; its numbers are those that the first cache does not use.
+    offered = np.arange(len(case.packed.offered.hashes))
+    blocks = np.where(offered % 2, offered + 64, -1)
+    stored = case.packed.storing(blocks).stored
+    contents = {one.block: case.sequences[one.positions[-1]] for one in stored}
+    assert len(contents) == len(stored)
+    stored_positions = {position for one in stored for position in one.positions.tolist()}
+    contents |= {block: path for (_, path), block in case.cache.blocks.items()}
+    scores = case.packed.scores
+    slots = scores.written_slots(case.packed.stored_slots(blocks))
+    assert not (slots[scores.predicted_at < 0] >= 0).any()
+    at = 0
+    for number, piece in scores.pieces:
+        path, depth = full_path(case.requests[number], piece), piece_depth(case.requests[number], piece)
+        for position in range(depth, len(path)):
+            if slots[at] >= 0:
+                block, place = divmod(int(slots[at]), BLOCK_TOKENS)
+                assert contents[block][: len(contents[block]) - 15 + place] == path[: position + 1]
+            elif scores.predicted_at[at] >= 0:
+                assert scores.cache_slots[at] < 0
+                assert int(scores.positions[at]) not in stored_positions
+            at += 1
 
 
 @many
@@ -253,14 +292,8 @@ def test_computed_blocks_are_offered_with_who_shares_them(case: Case) -> None:
 @many
 @given(cases())
 def test_used_blocks_are_those_read(case: Case) -> None:
-    scores = [
-        slot // BLOCK_TOKENS
-        for request, placement in zip(case.requests, case.packed.placements, strict=True)
-        for number, piece in enumerate(request.pieces)
-        if piece.is_scored
-        for slot in placement.score_slots(number).tolist()
-        if slot >= 0
-    ]
+    slots = case.packed.scores.score_slots
+    scores = (slots[slots >= 0] // BLOCK_TOKENS).tolist()
     chains = [block for chain in case.packed.batch.contexts for block in chain]
     assert case.packed.used_blocks.tolist() == sorted({*scores, *chains})
 
@@ -369,7 +402,7 @@ def test_what_the_cache_knows_needs_no_step() -> None:
     assert packed.batch.nodes == ()
     assert packed.used_blocks.tolist() == [2, 5]
     assert packed.placements[0].usage.cached_tokens == 32
-    assert packed.placements[0].score_slots(0).tolist() == [-1, *range(81, 96), *range(32, 48)]
+    assert packed.scores.score_slots.tolist() == [-1, *range(81, 96), *range(32, 48)]
 
 
 def test_a_step_of_no_requests_is_empty() -> None:
@@ -391,5 +424,5 @@ def test_what_does_not_fit_the_requests_is_refused() -> None:
     with refused(InputError, name="matched", value=0, expected=1):
         pack([request], TABLE, [])
     other = NaiveCache().match(Request("b", (TokenPiece(-1, np.arange(16, dtype=np.int32)),) * 4))
-    with refused(InputError, name="hashes", value=1, expected=2):
+    with refused(InputError, name="hashes", value=[1, 1, 1, 1], expected=[2, 1, 0, 0]):
         pack([request], TABLE, [other])

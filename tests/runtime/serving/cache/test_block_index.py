@@ -201,14 +201,13 @@ def test_questions_over_one_prompt_come_from_the_cache_in_the_next_step() -> Non
         with index.lease() as lease:
             packed = pack([request], TABLE, [lease.match(request_hashes(request, KEY))])
             blocks = lease.reserve(packed.offered)
-            placement = packed.placements[0]
-            at = placement.predicted_at(0)
+            at = packed.scores.predicted_at
             values = np.where(at >= 0, at, 0).astype(np.float32)
             scores = ScoredTokens(values, values.astype(np.int32), values.astype(np.int32)[:, None], values[:, None])
-            index.scores.write(placement.written_slots(0, packed.stored_slots(blocks)), scores)
+            index.scores.write(packed.scores.written_slots(packed.stored_slots(blocks)), scores)
             lease.commit()
         assert len(packed.storing(blocks).stored) == (2 if first == 0 else 0)
-        return packed.batch.count, placement.usage.cached_tokens
+        return packed.batch.count, packed.placements[0].usage.cached_tokens
 
     assert step(0) == (42, 0)
     # Scores of the prompt are known but for the first token, which has none, and the 8 behind the last block.
