@@ -37,6 +37,7 @@ from moepass.runtime.serving.batching.placement import (
     RequestPlacement,
     ScorePlaces,
     TokenMap,
+    distinct,
     read_positions,
     score_places,
     token_counts,
@@ -138,26 +139,6 @@ def pack(
     )
 
 
-def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
-    """FLOPs of the same without sharing and without a cache: every piece that is the last needed one of its sequence
-    is computed as a sequence of its own, from its first token to the last needed one. Outputs are read once per piece.
-    """
-    trie = build_trie(requests)
-    needed = needed_outputs(trie, cached_chains(trie, [None] * len(requests)))
-    ends = [0] * len(trie.pieces)
-    for piece, _, end in needed.spans:
-        ends[piece] = max(ends[piece], end)
-    is_inside = [False] * len(trie.pieces)
-    flops = table.logit_flops * sum(needed.logits[1::3])
-    for piece in reversed(range(len(trie.pieces))):
-        if ends[piece] and not is_inside[piece]:
-            flops += table.total(ends[piece])
-        parent = trie.piece_parents[piece]
-        if parent >= 0 and (ends[piece] or is_inside[piece]):
-            is_inside[parent] = True
-    return flops
-
-
 def _offered_blocks(
     chains: CachedChains, matched: Sequence[MatchedBlocks | None], stream: TrieStream, places: TokenMap
 ) -> OfferedBlocks:
@@ -172,26 +153,29 @@ def _offered_blocks(
     numbers = np.arange(first_blocks[-1]) + (depths // BLOCK_TOKENS - first_blocks[:-1])[block_pieces]
     last_tokens = (starts - depths)[block_pieces] + (numbers + 1) * BLOCK_TOKENS - 1
     last_positions = places.positions(last_tokens)
-    names = [
-        (name, one.hashes.hashes[before] if before >= 0 else None)
-        for one in matched
-        if one is not None
-        for name, before in zip(one.hashes.hashes, one.hashes.previous.tolist(), strict=True)
-    ]
     offered = np.flatnonzero((chains.blocks < 0) & (last_positions >= 0))
     # A block is known by its last token in the stream.
     last, first_offers, blocks = np.unique(last_positions[offered], return_index=True, return_inverse=True)
-    asked = np.unique(blocks * len(matched) + requests[block_pieces[offered]]) // max(len(matched), 1)
+    asked = distinct(blocks * len(matched) + requests[block_pieces[offered]]) // max(len(matched), 1)
     order = np.lexsort((last, stream.batch.depth[last]))
     last = last[order]
     positions = np.empty((len(last), BLOCK_TOKENS), np.int64)
     for place in reversed(range(BLOCK_TOKENS)):
         positions[:, place] = last
         last = stream.previous[last]
-    chosen = [names[number] for number in offered[first_offers[order]].tolist()]
+    names: list[bytes] = []
+    before: list[bytes | None] = []
+    for number in offered[first_offers[order]].tolist():
+        request = trie.piece_requests[block_pieces[number]]
+        one = matched[request]
+        assert one is not None
+        own_number = number - chains.starts[trie.request_pieces[request]]
+        previous = one.hashes.previous[own_number]
+        names.append(one.hashes.hashes[own_number])
+        before.append(one.hashes.hashes[previous] if previous >= 0 else None)
     return OfferedBlocks(
-        tuple(name for name, _ in chosen),
-        tuple(before for _, before in chosen),
+        tuple(names),
+        tuple(before),
         np.bincount(asked, minlength=len(order))[order],
         stream.branches[positions[:, -1]],
         positions,

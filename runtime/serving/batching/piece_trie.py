@@ -60,7 +60,7 @@ def build_trie(requests: Sequence[Request]) -> PieceTrie:
     pieces = [piece for request in requests for piece in request.pieces]
     tokens = np.concatenate([NO_TOKENS, *(piece.tokens for piece in pieces)]).astype(np.int32, copy=False)
     trie = PieceTrie(pieces, tokens)
-    walk = _Walk(trie)
+    walk = _TrieWalk(trie)
     roots: dict[bytes, int] = {}
     at = 0
     for number, request in enumerate(requests):
@@ -81,7 +81,7 @@ def build_trie(requests: Sequence[Request]) -> PieceTrie:
     return trie
 
 
-class _Walk:
+class _TrieWalk:
     """Walks down a trie and adds what is missing. Labels are compared as bytes, first tokens read as plain numbers."""
 
     def __init__(self, trie: PieceTrie) -> None:

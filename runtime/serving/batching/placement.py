@@ -165,11 +165,12 @@ def token_map(
             if at < trie.ends[node]:
                 starts.append(base + at)
                 positions.append(-1)
-    pairs = np.divmod(_distinct(np.array(visits, np.int64)), max(nodes, 1))
+    pairs = np.divmod(distinct(np.array(visits, np.int64)), max(nodes, 1))
     return TokenMap(np.array(starts, np.int64), np.array(positions, np.int64)), np.stack(pairs, axis=1)
 
 
-def _distinct(values: Indices) -> Indices:
+def distinct(values: Indices) -> Indices:
+    """`values`, each once, ascending."""
     # By sorting: numpy's own `unique` hashes, and takes ten times as long for millions of integers.
     values = np.sort(values)
     return values[np.concatenate(([True], values[1:] != values[:-1]))] if len(values) else values
