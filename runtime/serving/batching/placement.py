@@ -11,7 +11,7 @@ from moepass.runtime.serving.batching.cached_chains import CachedChains
 from moepass.runtime.serving.batching.computed_parts import ComputedParts
 from moepass.runtime.serving.batching.needed_outputs import NeededOutputs
 from moepass.runtime.serving.batching.piece_trie import PieceTrie
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, NO_INDICES, Indices
 from moepass.runtime.serving.requests.answer import Usage
 from moepass.runtime.serving.requests.request import Tokens
 
@@ -56,6 +56,23 @@ class RequestPlacement:
         number = self._first_piece + piece
         trie = self._chains.trie
         return self._map.positions(np.arange(trie.piece_starts[number], trie.piece_end(number)))
+
+    def vector_positions(self, piece: int) -> Indices:
+        """Where the tokens stand that the vector of `piece` is made of: its last one, or all of its sequence, in order.
+
+        None of a piece without a vector.
+        """
+        trie = self._chains.trie
+        number = self._first_piece + piece
+        vector = trie.pieces[number].vector
+        if vector is None:
+            return NO_INDICES
+        if vector == "last":
+            return self.positions(piece)[-1:]
+        path = [self.positions(piece)]
+        while (number := trie.piece_parents[number]) >= 0:
+            path.append(self.positions(number - self._first_piece))
+        return np.concatenate(path[::-1])
 
     def cache_slots(self, piece: int) -> Indices:
         """[tokens of the piece] the slot (block * BLOCK_TOKENS + place) that the cache has each in, -1 for none.

@@ -148,11 +148,12 @@ def test_each_output_is_read_where_it_stands(case: Case) -> None:
     assert [case.sequences[position] for position in packed.read_positions] == expected
     assert logit_places.issuperset(packed.read_positions.tolist())
     for request, placement in zip(case.requests, packed.placements, strict=True):
-        for number, piece in enumerate(request.pieces):
+        for number in range(len(request.pieces)):
             _, vectors = needed_positions(request, number, case.cache)
-            own = {place + piece_depth(request, number) for place in range(len(piece.tokens))}
-            for position in vectors & own:
-                assert int(placement.positions(number)[position - piece_depth(request, number)]) in places
+            path = full_path(request, number)
+            found = [case.sequences[position] for position in placement.vector_positions(number)]
+            assert found == [path[: position + 1] for position in sorted(vectors)]
+            assert places.issuperset(placement.vector_positions(number).tolist())
 
 
 @many
