@@ -27,7 +27,7 @@ class FlopsTable:
     logit_flops     FLOPs of the logits at one place
     """
 
-    __slots__ = ("_chunks", "_ranges", "_starts", "logit_flops")
+    __slots__ = ("_chunks", "_quadratic", "_ranges", "_starts", "logit_flops")
 
     def __init__(self, architecture: Architecture) -> None:
         hidden = architecture.hidden
@@ -53,19 +53,25 @@ class FlopsTable:
         self._ranges = [_differences(unchunked_flops, start) for start in self._starts]
         sizes = sorted({layer.attention.window for layer in chunked if layer.attention.window is not None})
         self._chunks = [(size, _differences(chunk_flops(size), 0)) for size in sizes]
+        self._quadratic = self._ranges[0] if len(self._ranges) == 1 and not self._chunks else None
 
     def total(self, tokens: int) -> int:
         """FLOPs of a sequence of `tokens` tokens."""
         number = bisect.bisect_right(self._starts, tokens) - 1
-        found = _quadratic(self._ranges[number], tokens - self._starts[number])
+        found = _after(self._ranges[number], tokens - self._starts[number])
         for size, differences in self._chunks:
             whole, rest = divmod(tokens, size)
-            found += whole * _quadratic(differences, size) + _quadratic(differences, rest)
+            found += whole * _after(differences, size) + _after(differences, rest)
         return found
 
     def flops(self, prefix_tokens: int, new_tokens: int) -> int:
         """FLOPs of `new_tokens` tokens behind `prefix_tokens` that are there already."""
-        return self.total(prefix_tokens + new_tokens) - self.total(prefix_tokens)
+        end = prefix_tokens + new_tokens
+        if self._quadratic is None:
+            return self.total(end) - self.total(prefix_tokens)
+        # The difference of two values of one quadratic function, for models of one range: the router's fast path.
+        _, slope, growth = self._quadratic
+        return new_tokens * slope + (end * (end - 1) - prefix_tokens * (prefix_tokens - 1)) // 2 * growth
 
 
 def batch_flops(table: FlopsTable, batch: StepBatch, logit_places: int) -> int:
@@ -80,6 +86,7 @@ def _differences(total: Callable[[int], int], start: int) -> tuple[int, int, int
     return first, second - first, third - 2 * second + first
 
 
-def _quadratic(differences: tuple[int, int, int], steps: int) -> int:
+def _after(differences: tuple[int, int, int], steps: int) -> int:
+    """The value of a quadratic function `steps` steps after that of its `differences`."""
     value, slope, growth = differences
     return value + steps * slope + steps * (steps - 1) // 2 * growth
