@@ -42,6 +42,8 @@ class BlockEvent(NamedTuple):
 class BlockIndex:
     """The index of `block_count` blocks; with 0 the cache is off: nothing is found, remembered or kept.
 
+    Steps may overlap, but calls may not: one thread at a time.
+
     scores      what lies beside the blocks' tokens
 
     Raises InputError for a negative number.
