@@ -42,6 +42,8 @@ class BlockEvent(NamedTuple):
 class BlockIndex:
     """The index of `block_count` blocks; with 0 the cache is off: nothing is found, remembered or kept.
 
+    Steps may overlap, but calls may not: one thread at a time.
+
     scores      what lies beside the blocks' tokens
 
     Raises InputError for a negative number.
@@ -139,9 +141,8 @@ class BlockIndex:
             self._queue_if_idle(previous)
 
     def _match(self, hashes: RequestHashes) -> list[int]:
-        found: list[int] = []
-        for name, previous in zip(hashes.hashes, hashes.previous.tolist(), strict=True):
-            found.append(-1 if previous >= 0 and found[previous] < 0 else self._blocks.get(name, -1))
+        # No block is kept without those before it, so of each sequence this finds a beginning.
+        found = [self._blocks.get(name, -1) for name in hashes.hashes]
         for block in set(found):
             if block >= 0:
                 self._last_uses[block] = self._now
@@ -192,7 +193,7 @@ class BlockIndex:
             self._remember(name)
 
     def _give_back(self, reserved: dict[bytes, int]) -> None:
-        for name, block in reversed(reserved.items()):
+        for name, block in reserved.items():
             self._pending.remove(name)
             self._pins[block] -= 1
             self._drop(block)
