@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from moepass.runtime.torch_private import flash_attention_on_cpu, memory_efficient_attention
 
-# Scores that explicit attention keeps at once. [Empirical] On a CPU 16 MiB take a third longer, 64 MiB three times as long;
-# elsewhere every block is a few launches more.
+# Scores that explicit attention keeps at once. [Empirical] On a CPU 16 MiB take a third longer, 64 MiB three times as
+# long; elsewhere every block is a few launches more.
 SCORE_BYTES = 4 << 20
 SCORE_BYTES_ELSEWHERE = 256 << 20
 
