@@ -27,7 +27,7 @@ _library.define(
 )
 
 
-def _trie_attention(
+def trie_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -134,7 +134,7 @@ def _fake_trie_attention(
     return query.new_empty(batch, tokens, heads, value.shape[-1])
 
 
-_library.impl("trie_attention", _trie_attention, "CompositeExplicitAutograd")
+_library.impl("trie_attention", trie_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("moepass::trie_attention", _fake_trie_attention, lib=_library)
 
 

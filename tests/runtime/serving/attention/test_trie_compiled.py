@@ -14,12 +14,14 @@ from torch import nn
 import moepass
 from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.captures.capture_store import CaptureStore
+from moepass.runtime.serving.attention.attention_layers import AttentionLayer, Temperature
 from moepass.runtime.serving.attention.partial_attention import partial_attention
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
 from moepass.runtime.serving.attention.survey import survey_attention
-from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
+from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME, trie_attention
+from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
+from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 from moepass.stored_compile import StoredModule
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -136,3 +138,19 @@ def test_parts_of_attention_trace_for_gpus(softcap: float, is_masked: bool) -> N
         mask = torch.zeros(3, 40, 40, device="cuda") if is_masked else None
         output, log_sum_exp = partial_attention(query, key, key[..., :8], 0.25, softcap, not is_masked, mask)
     assert (output.device.type, output.shape, log_sum_exp.shape) == ("cuda", (3, 4, 40, 8), (3, 4, 40))
+
+
+@pytest.mark.parametrize("past", [VisiblePast(), VisiblePast(window=5), VisiblePast(chunk=12)])
+def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast) -> None:
+    """Fake tensors have no values: whatever asked for one would raise."""
+    sequences, blocks = [(*PREFIX, 7, *range(60)), (*PREFIX, 8, 9), (*PREFIX, 8, 10), (40, 41)], {PREFIX: 1}
+    shape = KeyValueShape(2, 16, 16, torch.float32)
+    layers = {0: AttentionLayer(0, 4, shape, past, Temperature(0.1, 8.0))}
+    for named in ({"stored": blocks}, {"cached": blocks}):
+        step, _ = naive_step(sequences, **named)
+        with pretended_gpu():
+            memory = BlockMemory([shape], 2 * block_bytes([shape]), "cuda")
+            query, key = (torch.zeros(1, heads, step.count, 16, device="cuda") for heads in (4, 2))
+            with running_step(RunningStep(step, layers, memory, "cuda")):
+                output = trie_attention(query, key, key, torch.zeros(4, device="cuda"), 0, 0.25, 0.0)
+        assert (output.device.type, tuple(output.shape)) == ("cuda", (1, step.count, 4, 16))
