@@ -304,6 +304,16 @@ def test_a_request_expires_unless_all_of_it_has_started() -> None:
     assert at.loads == (10,)
 
 
+def test_the_deadline_of_a_request_is_not_that_of_the_next_with_its_id() -> None:
+    at = router()
+    finish(at, routed(at, request("a", 10, deadline=5.0)))
+    at.rank_lost(0)
+    at.rank_lost(1)
+    at.submit(request("a", 10, deadline=9.0))
+    assert at.route(6.0).expired == []
+    assert [one.request_id for one in at.route(9.0).expired] == ["a"]
+
+
 def test_a_request_of_which_the_rest_has_started_does_not_expire() -> None:
     at = router()
     one = RoutableRequest("a", (), 10, tuple(RoutablePart(-1, 30) for _ in range(10)), deadline=5.0)
