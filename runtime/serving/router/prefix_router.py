@@ -10,13 +10,13 @@ from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.router.decisions import Round
 from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import FlopsFormula, Question
-from moepass.runtime.serving.router.router import Placement, Router, bits
+from moepass.runtime.serving.router.router import Placement, RankRouter, bits
 
 # Work that one round passes over because it waits for a saturated rank; bounds the time of a round.
 MOST_PASSED_OVER = 1024
 
 
-class PrefixRouter(Router):
+class PrefixRouter(RankRouter):
     """Of the ranks that are not saturated, the one that saves most; ties, and no match, to the least loaded.
 
     A longer match always saves more FLOPs, so the most blocks decide. Two rules see beyond the one request and the one

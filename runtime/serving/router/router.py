@@ -25,7 +25,7 @@ ATTEMPTS = 2
 Placement = tuple[int, int, tuple[Question, ...]]
 
 
-class Router(abc.ABC):
+class RankRouter(abc.ABC):
     """What a policy adds is `_place`, which may park work in the queue.
 
     Args:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from moepass.runtime.serving.router.decisions import Assignment
 from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import FlopsFormula
-from moepass.runtime.serving.router.router import Placement, Router, bits
+from moepass.runtime.serving.router.router import Placement, RankRouter, bits
 
 
-class RoundRobinRouter(Router):
+class RoundRobinRouter(RankRouter):
     """The ranks in turns."""
 
     def __init__(
@@ -27,7 +27,7 @@ class RoundRobinRouter(Router):
         return ((rank, self._tables.deepest(work.request.blocks, 1 << rank)[1], work.questions),)
 
 
-class LeastTokensRouter(Router):
+class LeastTokensRouter(RankRouter):
     """The rank with the fewest tokens to do; the first of equals."""
 
     def __init__(
