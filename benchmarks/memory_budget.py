@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 import typer
 from common import interleaved_seconds, print_table, verdict
+from parts.prediction_runs import CAUSAL, causal_attention
 from prediction import SEQUENCE, Calibrations
-from prediction_runs import CAUSAL, causal_attention
 from torch import nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock

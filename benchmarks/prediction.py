@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import typer
 from common import print_table, reference_model, verdict
-from prediction_runs import (
+from parts.prediction_runs import (
     CROSSOVER_LAYERS,
     CROSSOVER_TOKENS,
     RANKS,

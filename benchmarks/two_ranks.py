@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import typer
 from common import print_table, verdict
-from emulated_exchange import exchanges_take
+from parts.emulated_exchange import exchanges_take
 
 import moepass
 from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack

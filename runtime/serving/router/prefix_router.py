@@ -8,15 +8,15 @@ import math
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.router.decisions import Round
-from moepass.runtime.serving.router.open_requests import Work
+from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import FlopsFormula, Question
-from moepass.runtime.serving.router.router import Placement, Router, bits
+from moepass.runtime.serving.router.router import Placement, RankRouter, bits
 
 # Work that one round passes over because it waits for a saturated rank; bounds the time of a round.
 MOST_PASSED_OVER = 1024
 
 
-class PrefixRouter(Router):
+class PrefixRouter(RankRouter):
     """Of the ranks that are not saturated, the one that saves most; ties, and no match, to the least loaded.
 
     A longer match always saves more FLOPs, so the most blocks decide. Two rules see beyond the one request and the one
@@ -54,7 +54,7 @@ class PrefixRouter(Router):
         return super().route(now)
 
     def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
-        request = work.of.request
+        request = work.request
         open_ranks = self._open
         blocks = 0
         holders = self._available
@@ -76,7 +76,7 @@ class PrefixRouter(Router):
         other work, the prefix spills: an open rank computes it again, and has it from then on. But never where
         that takes longer than the wait. A request that would be late does not wait.
         """
-        request = work.of.request
+        request = work.request
         holder = self._least_loaded(holders)
         load = self._loads[holder]
         there = blocks * BLOCK_TOKENS
@@ -87,7 +87,7 @@ class PrefixRouter(Router):
             if now + seconds + left / self._flops_per_second > request.deadline:
                 return False
         patience: float | None = seconds
-        if work.of.prompt_flops > load:  # else no prefix of it can
+        if work.prompt_flops > load:  # else no prefix of it can
             here = self._tables.deepest(request.blocks, self._open)[1] * BLOCK_TOKENS
             if self._flops(here, there - here) > load:
                 patience = None
@@ -101,7 +101,7 @@ class PrefixRouter(Router):
         Nothing ends earlier than a saturated step: what a load has below the threshold does not count.
         """
         whole = ((first, blocks, work.questions),)
-        request = work.of.request
+        request = work.request
         total = sum(question.flops for question in work.questions)
         matched = {rank: self._tables.deepest(request.blocks, 1 << rank)[1] for rank in bits(self._open)}
         prompts = {

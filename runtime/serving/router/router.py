@@ -9,12 +9,13 @@ from __future__ import annotations
 import abc
 import heapq
 import math
+from collections.abc import Collection
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.router.block_tables import BlockTables
 from moepass.runtime.serving.router.decisions import Assignment, RankLoss, Round, Withdrawal
-from moepass.runtime.serving.router.open_requests import OpenRequest, Place, Work
+from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import BlockHash, FlopsFormula, Question, RoutableRequest, questions_of
 from moepass.runtime.serving.router.waiting_queue import WaitingQueue
 
@@ -24,7 +25,7 @@ ATTEMPTS = 2
 Placement = tuple[int, int, tuple[Question, ...]]
 
 
-class Router(abc.ABC):
+class RankRouter(abc.ABC):
     """What a policy adds is `_place`, which may park work in the queue.
 
     Args:
@@ -62,9 +63,9 @@ class Router(abc.ABC):
         self._keeps_blocks = keeps_blocks
         self._tables = BlockTables()
         self._queue = WaitingQueue(ranks)
-        self._requests: dict[str, OpenRequest] = {}
+        self._requests: dict[str, Work] = {}
         self._running: dict[int, Work] = {}
-        self._deadlines: list[tuple[float, Place, OpenRequest]] = []
+        self._deadlines: list[tuple[float, int, str]] = []
         self._submitted = 0
         self._assigned = 0
         self._loads = [0] * ranks
@@ -100,7 +101,7 @@ class Router(abc.ABC):
     @property
     def assignments(self) -> tuple[Assignment, ...]:
         """Those that are not done, in the order in which they were made."""
-        return tuple(work.assignment for work in self._running.values())
+        return tuple(work.assignment for work in self._running.values() if work.assignment)
 
     # Events of requests
 
@@ -108,18 +109,22 @@ class Router(abc.ABC):
         if request.id in self._requests:
             raise InputError(f"request {request.id} is there already", name="id", value=request.id)
         self._submitted = order = self._submitted + 1
-        key = request.arrived - request.priority * self._priority_seconds
-        questions = questions_of(request, self._formula) if request.parts else ()
-        prompt_flops = self._flops(0, request.prompt_tokens)
-        entry = OpenRequest(request, (key, order, 0), prompt_flops, questions)
-        self._requests[request.id] = entry
-        self._queue.push(Work(entry, questions, 1, prompt_flops + _sum(questions) if questions else prompt_flops))
-        self._watch_deadline(entry)
+        place = (request.arrived - request.priority * self._priority_seconds, order, 0)
+        prompt_flops = flops = self._flops(0, request.prompt_tokens)
+        questions: tuple[Question, ...] = ()
+        if request.parts:
+            questions = questions_of(request, self._formula)
+            flops += _sum(questions)
+        work = Work(request, place, prompt_flops, questions, flops)
+        self._requests[request.id] = work
+        self._queue.push(work)
+        if request.deadline != math.inf:
+            self._watch_deadline(work)
 
     def cancel(self, request_id: str) -> Withdrawal | None:
         """None if no such request is open; it may have been done meanwhile."""
-        entry = self._requests.get(request_id)
-        return None if entry is None else self._close(entry)
+        work = self._requests.get(request_id)
+        return None if work is None else self._close(work)
 
     def route(self, now: float) -> Round:
         """One round, at the time `now`: what is over expires, then ranks get work until they take no more."""
@@ -128,13 +133,13 @@ class Router(abc.ABC):
         pop = self._queue.pop
         while self._open and (work := pop(self._open)) is not None:
             placements = self._place(work, now)
-            if placements:
-                more = len(placements) - 1
-                if more:
-                    work.of.unfinished += more
-                    work.of.unstarted += more
-                for placement in placements:
-                    assignments.append(self._assign(work, placement))
+            if len(placements) == 1:
+                rank, blocks, _ = placements[0]
+                assignments.append(self._assign(work, rank, blocks))
+            elif placements:
+                pieces = self._cut(work, placements)
+                for piece, (rank, blocks, _) in zip(pieces, placements, strict=True):
+                    assignments.append(self._assign(piece, rank, blocks))
         return Round(assignments, expired)
 
     def started(self, number: int) -> bool:
@@ -142,12 +147,11 @@ class Router(abc.ABC):
         work = self._running.get(number)
         if work is None:
             return False
-        if not work.is_started:
-            work.is_started = True
-            work.of.unstarted -= 1
-            if not self._keeps_blocks:
-                self._tables.release(work.promised, work.assignment.rank)
-                work.promised = None
+        work.is_started = True
+        if not self._keeps_blocks and work.promised is not None:
+            assert work.assignment
+            self._tables.release(work.promised, work.assignment.rank)
+            work.promised = None
         return True
 
     def done(self, number: int) -> int | None:
@@ -155,15 +159,17 @@ class Router(abc.ABC):
 
         None: it was done, withdrawn or lost before, and what the rank answers must be dropped.
         """
-        work = self._running.pop(number, None)
+        work = self._running.get(number)
         if work is None:
             return None
         self._release(work)
-        entry = work.of
-        if not entry.unfinished:
-            entry.is_closed = True
-            del self._requests[entry.request.id]
-        return entry.unfinished
+        work.is_closed = True
+        if work.siblings is not None:
+            work.siblings.remove(work)
+            if work.siblings:
+                return len(work.siblings)
+        del self._requests[work.request.id]
+        return 0
 
     # Events of ranks
 
@@ -185,16 +191,21 @@ class Router(abc.ABC):
         self._open &= self._available
         self._tables.forget(rank)
         self._queue.unpark(rank)
-        lost = [work for work in self._running.values() if work.assignment.rank == rank]
+        lost = [work for work in self._running.values() if work.assignment and work.assignment.rank == rank]
         for work in lost:
-            self._withdraw(work)
-        failing = {work.of.place: work.of for work in lost if work.attempt >= ATTEMPTS}
-        failed = tuple(self._close(entry) for entry in failing.values())
+            self._release(work)
+        failing = {work.request.id: work for work in lost if work.attempt >= ATTEMPTS}
+        unplaced = set(lost)
+        failed = tuple(self._close(work, unplaced) for work in failing.values())
         rerun: dict[str, None] = {}
         for work in lost:
-            if not work.of.is_closed:
-                self._run_again(work)
-                rerun[work.of.request.id] = None
+            if not work.is_closed:
+                work.attempt += 1
+                work.is_started = False
+                self._queue.push(work)
+                if work.request.deadline != math.inf:
+                    self._watch_deadline(work)
+                rerun[work.request.id] = None
         return RankLoss(tuple(rerun), failed)
 
     def rank_back(self, rank: int) -> None:
@@ -209,78 +220,78 @@ class Router(abc.ABC):
     def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
         """Which ranks get `work`: all of it, every question once. Nothing: it is parked in the queue."""
 
-    def _assign(self, work: Work, placement: Placement) -> Assignment:
-        rank, blocks, questions = placement
-        entry = work.of
-        request = entry.request
+    def _cut(self, work: Work, placements: tuple[Placement, ...]) -> list[Work]:
+        pieces = [work.part(questions) for _, _, questions in placements]
+        siblings = work.siblings or [work]
+        siblings.remove(work)
+        siblings += pieces
+        # Its deadline and its id still lead to the whole, and from there to the pieces.
+        for one in (work, *pieces):
+            one.siblings = siblings
+        return pieces
+
+    def _assign(self, work: Work, rank: int, blocks: int) -> Assignment:
+        request = work.request
         shared = blocks * BLOCK_TOKENS
         flops = self._flops(shared, request.prompt_tokens - shared)
         parts = None
-        if questions:
-            flops += _sum(questions)
-            if len(questions) < len(entry.questions):
-                parts = tuple(sorted(part for question in questions for part in question.parts))
-            if questions is not work.questions:
-                work = Work(entry, questions, work.attempt, entry.prompt_flops + _sum(questions))
+        if work.questions:
+            flops += _sum(work.questions)
+            if work.siblings is not None:
+                parts = tuple(sorted(part for question in work.questions for part in question.parts))
         self._assigned = number = self._assigned + 1
-        assignment = Assignment(number, request.id, rank, parts, shared, flops, work.attempt)
-        work.assignment = assignment
+        work.assignment = assignment = Assignment(number, request.id, rank, parts, shared, flops, work.attempt)
         work.promised = self._tables.promise(request.blocks, rank)
         self._running[number] = work
-        entry.running += (work,)
         self._loads[rank] = load = self._loads[rank] + flops
         if load >= self._saturation_flops:
             self._open &= ~(1 << rank)
         return assignment
 
-    def _release(self, work: Work) -> None:
-        """Takes work from a rank, with its load and the blocks that it promised; it is no part of its request then."""
+    def _release(self, work: Work) -> Assignment:
+        """Takes work from its rank, with its load and the blocks that it promised."""
         assignment = work.assignment
+        assert assignment
+        work.assignment = None
         rank = assignment.rank
+        del self._running[assignment.number]
         self._loads[rank] = load = self._loads[rank] - assignment.flops
         if load < self._saturation_flops:
             self._open |= 1 << rank & self._available
         if work.promised is not None:
             self._tables.release(work.promised, rank)
-        entry = work.of
-        entry.unfinished -= 1
-        if not work.is_started:
-            entry.unstarted -= 1
-        others = entry.running
-        entry.running = tuple(one for one in others if one is not work) if len(others) > 1 else ()
+            work.promised = None
+        return assignment
 
-    def _withdraw(self, work: Work) -> None:
-        del self._running[work.assignment.number]
-        self._release(work)
+    def _close(self, work: Work, lost: Collection[Work] = ()) -> Withdrawal:
+        """Ends a request that has no answer, whatever state its work is in; that of `lost` is in none."""
+        withdrawn = []
+        for one in work.unfinished():
+            if one.assignment is not None:
+                withdrawn.append(self._release(one))
+                one.is_closed = True
+            elif one in lost:
+                one.is_closed = True
+            else:
+                self._queue.drop(one)
+        if work.siblings is not None:
+            work.siblings.clear()
+        del self._requests[work.request.id]
+        return Withdrawal(work.request.id, tuple(withdrawn))
 
-    def _run_again(self, work: Work) -> None:
-        entry = work.of
-        entry.unfinished += 1
-        entry.unstarted += 1
-        self._queue.push(Work(entry, work.questions, work.attempt + 1, work.flops))
-        self._watch_deadline(entry)
-
-    def _watch_deadline(self, entry: OpenRequest) -> None:
-        if entry.request.deadline != math.inf:
-            heapq.heappush(self._deadlines, (entry.request.deadline, entry.place, entry))
-
-    def _close(self, entry: OpenRequest) -> Withdrawal:
-        """Ends a request that has no answer, whatever state it is in."""
-        entry.is_closed = True
-        del self._requests[entry.request.id]
-        running = entry.running
-        self._queue.close(entry, entry.unfinished - len(running))
-        for work in running:
-            self._withdraw(work)
-        return Withdrawal(entry.request.id, tuple(work.assignment for work in running))
+    def _watch_deadline(self, work: Work) -> None:
+        heapq.heappush(self._deadlines, (work.request.deadline, work.place[1], work.request.id))
 
     def _expire(self, now: float) -> list[Withdrawal]:
         expired = []
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:
-            entry = heapq.heappop(deadlines)[2]
-            if entry.unstarted and not entry.is_closed:
-                expired.append(self._close(entry))
+            _, order, request_id = heapq.heappop(deadlines)
+            work = self._requests.get(request_id)
+            if work is None or work.place[1] != order:
+                continue  # it is done; the id may be that of another request by now
+            if any(not one.is_started for one in work.unfinished()):
+                expired.append(self._close(work))
         return expired
 
     def _is_available(self, rank: int) -> bool:

@@ -6,12 +6,12 @@ Loads and tables are kept as everywhere, so what they save is what happens to me
 from __future__ import annotations
 
 from moepass.runtime.serving.router.decisions import Assignment
-from moepass.runtime.serving.router.open_requests import Work
+from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import FlopsFormula
-from moepass.runtime.serving.router.router import Placement, Router, bits
+from moepass.runtime.serving.router.router import Placement, RankRouter, bits
 
 
-class RoundRobinRouter(Router):
+class RoundRobinRouter(RankRouter):
     """The ranks in turns."""
 
     def __init__(
@@ -24,10 +24,10 @@ class RoundRobinRouter(Router):
         available = self._available
         later = available >> (self._last + 1) << (self._last + 1)
         self._last = rank = _lowest_bit(later or available)
-        return ((rank, self._tables.deepest(work.of.request.blocks, 1 << rank)[1], work.questions),)
+        return ((rank, self._tables.deepest(work.request.blocks, 1 << rank)[1], work.questions),)
 
 
-class LeastTokensRouter(Router):
+class LeastTokensRouter(RankRouter):
     """The rank with the fewest tokens to do; the first of equals."""
 
     def __init__(
@@ -43,19 +43,20 @@ class LeastTokensRouter(Router):
             if self._available == self._all
             else min(bits(self._available), key=tokens.__getitem__)
         )
-        return ((rank, self._tables.deepest(work.of.request.blocks, 1 << rank)[1], work.questions),)
+        return ((rank, self._tables.deepest(work.request.blocks, 1 << rank)[1], work.questions),)
 
-    def _assign(self, work: Work, placement: Placement) -> Assignment:
-        self._tokens[placement[0]] += _tokens(work)
-        return super()._assign(work, placement)
+    def _assign(self, work: Work, rank: int, blocks: int) -> Assignment:
+        self._tokens[rank] += _tokens(work)
+        return super()._assign(work, rank, blocks)
 
-    def _release(self, work: Work) -> None:
-        self._tokens[work.assignment.rank] -= _tokens(work)
-        super()._release(work)
+    def _release(self, work: Work) -> Assignment:
+        assignment = super()._release(work)
+        self._tokens[assignment.rank] -= _tokens(work)
+        return assignment
 
 
 def _tokens(work: Work) -> int:
-    request = work.of.request
+    request = work.request
     parts = request.parts
     return request.prompt_tokens + sum(parts[part].tokens for question in work.questions for part in question.parts)
 

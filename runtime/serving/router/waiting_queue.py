@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import heapq
 
-from moepass.runtime.serving.router.open_requests import OpenRequest, Place, Work
+from moepass.runtime.serving.router.open_work import Place, Work
 
 _Heap = list[tuple[Place, Work]]
 
@@ -56,10 +56,8 @@ class WaitingQueue:
                 work = self._line.popleft() if self._line else None
             if work is None:
                 return None
-            of = work.of
-            if not of.is_closed:
+            if not work.is_closed:
                 work.is_parked = False
-                of.waiting_flops -= work.flops
                 self.flops -= work.flops
                 self.count -= 1
                 return work
@@ -73,14 +71,13 @@ class WaitingQueue:
         self._parked[rank] = []
         self._parked_ranks &= ~(1 << rank)
 
-    def close(self, request: OpenRequest, pieces: int) -> None:
-        """A request is closed, and `pieces` of it wait. They are dropped when they would come first."""
-        self.flops -= request.waiting_flops
-        self.count -= pieces
-        request.waiting_flops = 0
+    def drop(self, work: Work) -> None:
+        """Work that waits is over; it leaves its place when that comes first."""
+        work.is_closed = True
+        self.flops -= work.flops
+        self.count -= 1
 
     def _count(self, work: Work) -> None:
-        work.of.waiting_flops += work.flops
         self.flops += work.flops
         self.count += 1
 
@@ -108,7 +105,7 @@ def _without_taken(heap: _Heap) -> _Heap:
     """The heap; at its top what was closed, or taken from elsewhere, is dropped."""
     while heap:
         first = heap[0][1]
-        if first.is_parked and not first.of.is_closed:
+        if first.is_parked and not first.is_closed:
             break
         heapq.heappop(heap)
     return heap

@@ -130,6 +130,7 @@ class RouterOracle:
         for piece in sorted(again, key=lambda piece: piece.assignment.number):
             self.pieces.remove(piece)
             self._push(piece.request, piece.order, piece.questions, piece.attempt + 1)
+            self.pieces[-1].may_wait = piece.may_wait
         for piece in self.waiting():
             piece.waits_for = None if piece.waits_for == rank else piece.waits_for
         return {piece.request.id for piece in again}, failed
@@ -172,7 +173,9 @@ class RouterOracle:
             assert made.parts == (None if questions == self.questions(request) else parts)
             assert made.shared_tokens == before[rank] * BLOCK
             assert made.flops == self._cost(request, before[rank], questions)
-            self.pieces.append(Piece(request, piece.order, questions, piece.attempt, made))
+            again = Piece(request, piece.order, questions, piece.attempt, made)
+            again.may_wait = piece.may_wait or len(expected) > 1
+            self.pieces.append(again)
 
     def _placements(self, piece: Piece, unsaturated: list[int], now: float) -> list[tuple[int, tuple[int, ...]]]:
         request, questions = piece.request, piece.questions

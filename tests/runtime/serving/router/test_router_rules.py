@@ -14,7 +14,7 @@ from moepass.runtime.serving.router import prefix_router
 from moepass.runtime.serving.router.decisions import Assignment, RankLoss
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
-from moepass.runtime.serving.router.router import Router
+from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
 
 TOKENS = LinearAndPairs(per_token=1, per_pair=0)
@@ -36,13 +36,13 @@ def places(assignments: Sequence[Assignment]) -> dict[str, int]:
     return {assignment.request_id: assignment.rank for assignment in assignments}
 
 
-def routed(at: Router, *requests: RoutableRequest, now: float = 0.0) -> list[Assignment]:
+def routed(at: RankRouter, *requests: RoutableRequest, now: float = 0.0) -> list[Assignment]:
     for one in requests:
         at.submit(one)
     return at.route(now).assignments
 
 
-def finish(at: Router, assignments: Sequence[Assignment]) -> None:
+def finish(at: RankRouter, assignments: Sequence[Assignment]) -> None:
     for assignment in assignments:
         assert at.started(assignment.number)
         assert at.done(assignment.number) is not None
@@ -302,6 +302,16 @@ def test_a_request_expires_unless_all_of_it_has_started() -> None:
     assert at.done(assigned.number) is None
     assert at.done(started.number) == 0
     assert at.loads == (10,)
+
+
+def test_the_deadline_of_a_request_is_not_that_of_the_next_with_its_id() -> None:
+    at = router()
+    finish(at, routed(at, request("a", 10, deadline=5.0)))
+    at.rank_lost(0)
+    at.rank_lost(1)
+    at.submit(request("a", 10, deadline=9.0))
+    assert at.route(6.0).expired == []
+    assert [one.request_id for one in at.route(9.0).expired] == ["a"]
 
 
 def test_a_request_of_which_the_rest_has_started_does_not_expire() -> None:

@@ -20,7 +20,7 @@ from router_oracle import BLOCK, LinearAndPairs, RouterOracle
 
 from moepass.runtime.serving.router.prefix_router import MOST_PASSED_OVER, PrefixRouter
 from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
-from moepass.runtime.serving.router.router import Router
+from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
 
 FORMULA = LinearAndPairs()
@@ -68,7 +68,7 @@ def asked_requests(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class RouterMachine(RuleBasedStateMachine):
-    router: Router
+    router: RankRouter
     oracle: RouterOracle
     is_prefix_router = True
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import reference_model
-from emulated_exchange import DelayedExperts
+from parts.emulated_exchange import DelayedExperts
 from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
