@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_CHARACTERS_PER_TOKEN, check_limit
-from moepass.runtime.serving.questions.render_limit import RenderTimeoutError, render_limit
+from moepass.runtime.serving.questions.render_limit import RenderLimit, RenderTimeoutError
 from moepass.runtime.serving.questions.text_encoding import TextEncoder
 from moepass.runtime.serving.requests.request import Tokens
 
@@ -23,10 +23,30 @@ class PromptWriter:
         self.prompt = prompt
         self.most_tokens = most_tokens
         self.encoder = TextEncoder(tokenizer)
+        self.render_limit = RenderLimit()
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
+
+    def check(self) -> None:
+        """Raises CheckpointError where prompts of this checkpoint cannot be made, or leave out what is asked.
+
+        For the start of a server: a wrong template must not show as scores that are bad without a word.
+        """
+        probe = "Is 7 a number?"
+        try:
+            rendered = self.ask(probe)
+            self.encode([rendered])
+        except InputError as error:
+            raise CheckpointError(f"this checkpoint makes no prompt: {error}", name="chat_template") from error
+        if probe not in rendered:
+            raise CheckpointError(
+                f"this checkpoint's template leaves out the text: of {probe!r} it makes {rendered[:200]!r}",
+                name="chat_template",
+                value=rendered[:200],
+                expected=probe,
+            )
 
     def check_length(self, text: str, name: str) -> None:
         """Raises TooLargeError for a text that cannot fit, without making tokens of it."""
@@ -53,7 +73,7 @@ class PromptWriter:
         shielded = [{**message, "content": self.encoder.shield(message["content"])} for message in messages]
         options = {"add_generation_prompt": True, "enable_thinking": False, **options}
         try:
-            with render_limit():
+            with self.render_limit.limited():
                 rendered: str = self.tokenizer.apply_chat_template(shielded, tokenize=False, **options)
         except RenderTimeoutError:
             raise

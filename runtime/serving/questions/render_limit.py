@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,11 +17,11 @@ RENDER_SECONDS = 5.0
 class RenderTimeoutError(InputError):
     """A template has not ended within its `expected` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__(
-            f"the chat template has not ended after {RENDER_SECONDS:g} s; it loops, or these messages make it",
+            f"the chat template has not ended after {seconds:g} s; it loops, or these messages make it",
             name="chat_template",
-            expected=RENDER_SECONDS,
+            expected=seconds,
         )
 
 
@@ -28,25 +29,41 @@ class _Expired(BaseException):
     """Raised within the code that takes too long; no handler of a template's own catches it."""
 
 
-@contextmanager
-def render_limit(seconds: float = RENDER_SECONDS) -> Iterator[None]:
-    """The block, pure Python, is left with RenderTimeoutError where it takes longer than `seconds`."""
-    lock, is_done, thread = threading.Lock(), False, threading.get_ident()
+class RenderLimit:
+    """Ends blocks of pure Python, in any thread, that take longer than `seconds`. One thread watches over all."""
 
-    def expire() -> None:
-        with lock:
-            if not is_done:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Expired))
+    def __init__(self, seconds: float = RENDER_SECONDS) -> None:
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._deadlines: dict[int, float] = {}  # by thread
+        self._is_watched = False
 
-    timer = threading.Timer(seconds, expire)
-    timer.daemon = True
-    timer.start()
-    try:
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """The block is left with RenderTimeoutError where it takes too long."""
+        thread = threading.get_ident()
         try:
-            yield
-        finally:
-            with lock:
-                is_done = True
-            timer.cancel()
-    except _Expired:
-        raise RenderTimeoutError from None
+            try:
+                with self._lock:
+                    self._deadlines[thread] = time.monotonic() + self.seconds
+                    if not self._is_watched:
+                        self._is_watched = True
+                        threading.Thread(target=self._watch, daemon=True).start()
+                yield
+            finally:
+                with self._lock:
+                    self._deadlines.pop(thread, None)
+        except _Expired:
+            raise RenderTimeoutError(self.seconds) from None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self.seconds / 4)
+            with self._lock:
+                if not self._deadlines:  # the next block starts another thread
+                    self._is_watched = False
+                    return
+                for thread, deadline in list(self._deadlines.items()):
+                    if time.monotonic() > deadline:
+                        del self._deadlines[thread]
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Expired))

@@ -25,8 +25,8 @@ from moepass.runtime.serving.requests.request import Tokens
 # Characters of two planes of Unicode that are for private use: no text has them, and no normaliser changes them.
 _PRIVATE, _NAMES = 0xF0000, 0x100000
 _TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
-# Prompts that share so many characters are encoded from near the end of what they share. [Empirical]
-_SHARED_CHARACTERS, _KEPT_CHARACTERS = 2048, 256
+# Prompts are encoded from near the end of what they share where that saves so many characters. [Empirical]
+_KEPT_CHARACTERS, _SAVED_CHARACTERS = 256, 4096
 
 
 class TextEncoder:
@@ -66,11 +66,13 @@ class TextEncoder:
             self._ids[here] = token["id"]
         self._control_ids = {token["id"]: str(token["content"]) for token in control}
         self._original = original
-        self._renamed_ids = np.array([self._renamed.token_to_id(name) for name in names.values()], np.int32)
         model = description["model"]
         # What no token fits is unknown, and that says nothing about what the text holds.
         unknown = {model.get("unk_id"), original.token_to_id(model.get("unk_token") or "")}
-        self._never_in_text = np.array(sorted(self._control_ids.keys() - unknown), np.int32)
+        # Control tokens are those of the template by their new names; by their own, the model itself made them of text.
+        self._is_forged = np.isin(self._ids, [*(self._control_ids.keys() - unknown)])
+        for name in names.values():
+            self._is_forged[self._renamed.token_to_id(name)] = False
 
     @property
     def control_tokens(self) -> dict[int, str]:
@@ -93,7 +95,7 @@ class TextEncoder:
     def encode_all(self, rendered: Sequence[str], *, add_special: bool = False) -> list[Tokens]:
         """As `encode`, for several prompts. What long ones share at their beginning is encoded once."""
         shared = _shared_start(rendered) if len(rendered) > 2 else ""
-        if len(shared) < _SHARED_CHARACTERS:
+        if (len(shared) - _KEPT_CHARACTERS) * (len(rendered) - 3) < _SAVED_CHARACTERS:
             return self._encode_batch(rendered, add_special)
         first, last = self._encode_batch([rendered[0], rendered[-1]], add_special)
         cut = self._cut_of(rendered[0], len(shared) - _KEPT_CHARACTERS, add_special)
@@ -163,10 +165,10 @@ class TextEncoder:
     def _original_ids(self, encoding: Any) -> Tokens:
         here = np.array(encoding.ids, np.int32)
         ids: Tokens = self._ids[here]
-        forged = np.isin(ids, self._never_in_text)
+        forged = self._is_forged[here]
         if forged.any():
-            # Those of the template, and those that the tokenizer puts around the text, are meant.
-            forged &= ~np.isin(here, self._renamed_ids) & (np.array(encoding.special_tokens_mask, np.int32) == 0)
+            # Those that the tokenizer puts around the text are meant.
+            forged &= np.array(encoding.special_tokens_mask, np.int32) == 0
             if forged.any():
                 content = self._control_ids[int(ids[forged][0])]
                 raise InputError(

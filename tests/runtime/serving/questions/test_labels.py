@@ -14,7 +14,7 @@ from reference_backend import ReferenceBackend
 from tiny_checkpoint import save_tiny_checkpoint
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer, resolve_model
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_LABELS, TooLargeError
 from moepass.runtime.serving.questions.labels import (
     ImpossibleLabelsError,
@@ -136,6 +136,18 @@ def test_a_template_that_refuses_says_why(checkpoint: Path) -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match="roles must alternate"):
         PromptWriter(tokenizer, Prompt(), 64).ask("x")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{{ undefined.role }}", "makes no prompt"), ("{{ messages[0].role }}: ", "leaves out the text")],
+)
+def test_a_wrong_template_is_known_before_anybody_asks(checkpoint: Path, template: str, reason: str) -> None:
+    tokenizer: Any = load_tokenizer(checkpoint)
+    PromptWriter(tokenizer, Prompt("{text}<sep>"), 64).check()
+    tokenizer.chat_template = template
+    with pytest.raises(CheckpointError, match=reason):
+        PromptWriter(tokenizer, Prompt(), 64).check()
 
 
 def test_a_text_that_cannot_fit_is_refused_unread(writer: PromptWriter) -> None:

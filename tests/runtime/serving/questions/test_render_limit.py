@@ -10,19 +10,19 @@ import pytest
 from tiny_checkpoint import save_tiny_checkpoint
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_tokenizer
-from moepass.runtime.serving.questions import prompts, render_limit
 from moepass.runtime.serving.questions.prompts import PromptWriter
-from moepass.runtime.serving.questions.render_limit import RenderTimeoutError
+from moepass.runtime.serving.questions.render_limit import RenderLimit, RenderTimeoutError
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture
-def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PromptWriter:
+def writer(tmp_path: Path) -> PromptWriter:
     tokenizer: Any = load_tokenizer(save_tiny_checkpoint(tmp_path / "tiny"))
     tokenizer.chat_template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
-    monkeypatch.setattr(prompts, "render_limit", lambda: render_limit.render_limit(0.05))
-    return PromptWriter(tokenizer, Prompt(), 64)
+    found = PromptWriter(tokenizer, Prompt(), 64)
+    found.render_limit = RenderLimit(0.05)
+    return found
 
 
 def _expect_loop_then_answer(writer: PromptWriter) -> None:
