@@ -25,7 +25,7 @@ from moepass.runtime.serving.http.service import ServerSettings, Service
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
-from moepass.runtime.serving.router.router import Router
+from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK, Frontend, FrontendLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand
 
@@ -108,7 +108,7 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         await frontend.close(options.drain_seconds)
 
 
-def _make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> Router:
+def _make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
     saturation = STEPS_AT_A_RANK * max(one.saturation_flops for one in facts)
     rate = min(one.flops_per_second for one in facts)
     return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=rate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moepass.runtime.serving.router.block_tables import PendingRun
 from moepass.runtime.serving.router.decisions import Assignment
-from moepass.runtime.serving.router.routable import Question, RoutableRequest
+from moepass.runtime.serving.router.routable import RoutedQuestion, RoutableRequest
 
 # Where something stands in the order of what waits: by its key, then by submission. Work of one request has the same of
 # both; its first part tells which work it is.
@@ -28,7 +28,7 @@ class Work:
         request: RoutableRequest,
         place: Place,
         prompt_flops: int,
-        questions: tuple[Question, ...],
+        questions: tuple[RoutedQuestion, ...],
         flops: int,
         attempt: int = 1,
     ) -> None:
@@ -46,7 +46,7 @@ class Work:
         self.is_parked = False
         self.is_closed = False
 
-    def part(self, questions: tuple[Question, ...]) -> Work:
+    def part(self, questions: tuple[RoutedQuestion, ...]) -> Work:
         """Some of its questions, as work of its own."""
         flops = self.prompt_flops + sum(question.flops for question in questions)
         place = (*self.place[:2], questions[0].parts[0])

@@ -9,7 +9,7 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.router.decisions import Round
 from moepass.runtime.serving.router.open_work import Work
-from moepass.runtime.serving.router.routable import FlopsFormula, Question
+from moepass.runtime.serving.router.routable import FlopsFormula, RoutedQuestion
 from moepass.runtime.serving.router.router import Placement, RankRouter, bits
 
 # Work that one round passes over because it waits for a saturated rank; bounds the time of a round.
@@ -139,12 +139,12 @@ def _level(loads: list[int], total: int) -> int:
     raise AssertionError("there is at least one rank")
 
 
-def _shares(questions: tuple[Question, ...], loads: list[int], level: int) -> list[tuple[Question, ...]]:
+def _shares(questions: tuple[RoutedQuestion, ...], loads: list[int], level: int) -> list[tuple[RoutedQuestion, ...]]:
     """Questions in order, to each rank up to `level`, at least one; the last rank gets the others.
 
     A question goes where at least half of it has room, and the next rank gets what was too much or too little.
     """
-    shares: list[tuple[Question, ...]] = []
+    shares: list[tuple[RoutedQuestion, ...]] = []
     place = surplus = 0
     for load in loads[:-1]:
         start = place

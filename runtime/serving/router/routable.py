@@ -94,14 +94,14 @@ class RoutableRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Question:
+class RoutedQuestion:
     """A part that hangs on the prompt with all that hangs on it: their indices, ascending, and their FLOPs."""
 
     parts: tuple[int, ...]
     flops: int
 
 
-def questions_of(request: RoutableRequest, formula: FlopsFormula) -> tuple[Question, ...]:
+def questions_of(request: RoutableRequest, formula: FlopsFormula) -> tuple[RoutedQuestion, ...]:
     """The questions of a request, in order. What they cost does not depend on where the prompt comes from."""
     ends: list[int] = []
     roots: list[int] = []
@@ -114,7 +114,7 @@ def questions_of(request: RoutableRequest, formula: FlopsFormula) -> tuple[Quest
         roots.append(root)
         members.setdefault(root, []).append(number)
         flops[root] = flops.get(root, 0) + formula.flops(before, part.tokens)
-    return tuple(Question(tuple(numbers), flops[root]) for root, numbers in members.items())
+    return tuple(RoutedQuestion(tuple(numbers), flops[root]) for root, numbers in members.items())
 
 
 def routable_request(

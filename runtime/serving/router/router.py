@@ -16,13 +16,19 @@ from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.router.block_tables import BlockTables
 from moepass.runtime.serving.router.decisions import Assignment, RankLoss, Round, Withdrawal
 from moepass.runtime.serving.router.open_work import Work
-from moepass.runtime.serving.router.routable import BlockHash, FlopsFormula, Question, RoutableRequest, questions_of
+from moepass.runtime.serving.router.routable import (
+    BlockHash,
+    FlopsFormula,
+    RoutedQuestion,
+    RoutableRequest,
+    questions_of,
+)
 from moepass.runtime.serving.router.waiting_queue import WaitingQueue
 
 ATTEMPTS = 2
 
 # A rank, its leading blocks that need no computation, and the questions that it gets.
-Placement = tuple[int, int, tuple[Question, ...]]
+Placement = tuple[int, int, tuple[RoutedQuestion, ...]]
 
 
 class RankRouter(abc.ABC):
@@ -111,7 +117,7 @@ class RankRouter(abc.ABC):
         self._submitted = order = self._submitted + 1
         place = (request.arrived - request.priority * self._priority_seconds, order, 0)
         prompt_flops = flops = self._flops(0, request.prompt_tokens)
-        questions: tuple[Question, ...] = ()
+        questions: tuple[RoutedQuestion, ...] = ()
         if request.parts:
             questions = questions_of(request, self._formula)
             flops += _sum(questions)
@@ -320,5 +326,5 @@ def bits(mask: int) -> list[int]:
     return [place for place in range(mask.bit_length()) if mask >> place & 1]
 
 
-def _sum(questions: tuple[Question, ...]) -> int:
+def _sum(questions: tuple[RoutedQuestion, ...]) -> int:
     return sum(question.flops for question in questions)

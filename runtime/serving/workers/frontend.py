@@ -36,7 +36,7 @@ from moepass.runtime.serving.requests.backend import (
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
-from moepass.runtime.serving.router.router import Router
+from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.messages import (
     Cancel,
     Drain,
@@ -107,7 +107,7 @@ class Frontend:
         *,
         endpoint: str,
         formula: FlopsFormula,
-        make_router: Callable[[int, FlopsFormula, list[EngineFacts]], Router],
+        make_router: Callable[[int, FlopsFormula, list[EngineFacts]], RankRouter],
         key: bytes,
         limits: FrontendLimits,
         ends_together: bool = False,
@@ -121,7 +121,7 @@ class Frontend:
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
         self._facts: dict[int, EngineFacts] = {}
         self._last_facts: EngineFacts | None = None
-        self._router: Router | None = None
+        self._router: RankRouter | None = None
         self._state: ServingState = "starting"
         self._waiting: dict[str, WaitingRequest] = {}
         self._assigned: dict[str, Assignment] = {}
@@ -220,7 +220,7 @@ class Frontend:
 
     # ---- Requests
 
-    def _check_room(self, router: Router, size: int) -> None:
+    def _check_room(self, router: RankRouter, size: int) -> None:
         """Raises QueueFullError. One request is taken however large it is, if nothing waits."""
         rate = sum(facts.flops_per_second for facts in self._facts.values())
         seconds = router.waiting_flops / rate
@@ -308,7 +308,7 @@ class Frontend:
             self._request_failed(self._router, message)
         self._route_soon()
 
-    def _step_done(self, router: Router, rank: int, message: StepDone) -> None:
+    def _step_done(self, router: RankRouter, rank: int, message: StepDone) -> None:
         result = message.result
         for block in result.stored:
             router.block_stored(rank, block)
@@ -337,7 +337,7 @@ class Frontend:
         counters.step_seconds += result.seconds
         counters.exposed_seconds += result.exposed_seconds
 
-    def _request_failed(self, router: Router, message: RequestFailed) -> None:
+    def _request_failed(self, router: RankRouter, message: RequestFailed) -> None:
         assignment = self._assigned.pop(message.id, None)
         if assignment is None:
             return

@@ -22,7 +22,7 @@ from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServ
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
-from moepass.runtime.serving.router.router import Router
+from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 
@@ -36,7 +36,7 @@ class TokensFormula:
         return new_tokens
 
 
-def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> Router:
+def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
     saturation = 2 * facts[0].saturation_flops
     return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=facts[0].flops_per_second)
 
