@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import signal
 import socket
 import sys
 import tempfile
 
 import msgspec
-import uvicorn
 from rich.console import Console
 
 from moepass.cli.rank_options import RankOptions
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
-from moepass.models.errors import OptionError
 from moepass.models.homes import home_named
 from moepass.models.sizes.families import from_config
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
-from moepass.runtime.serving.http.app import create_app
+from moepass.runtime.serving.http.listen import open_socket, server_of
 from moepass.runtime.serving.http.service import ServerSettings, Service
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
@@ -45,10 +42,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_server(options: ServeOptions, rank_options: RankOptions) -> None:
     """Serve until a signal ends it. Raises OptionError for an address that cannot be had, and RankStartError."""
-    listening = _listen(options.host, options.port)
-    # uvicorn raises the signal that ended it once more when it is done; the server ends in its own way by then.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+    listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
         meeting = msgspec.structs.replace(rank_options, meeting=folder)
         asyncio.run(_serve(options, meeting, f"ipc://{folder}/ranks", listening))
@@ -78,18 +72,7 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         ends_together=home_named(rank_options.home).is_spread,
     )
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds)
-    app = create_app(Service(frontend, writer, settings))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http="h11",
-            log_level="warning",
-            lifespan="off",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=max(1, int(options.drain_seconds)),
-        )
-    )
+    server = server_of(Service(frontend, writer, settings), drain_seconds=options.drain_seconds)
     address = listening.getsockname()
     console.print(f"moepass serves {options.names[0]} at http://{options.host}:{address[1]}; starting", highlight=False)
     serving = asyncio.create_task(server.serve([listening]))
@@ -112,13 +95,3 @@ def _make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) ->
     saturation = STEPS_AT_A_RANK * max(one.saturation_flops for one in facts)
     rate = min(one.flops_per_second for one in facts)
     return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=rate)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections before anything is loaded, so that a port in use is known at once."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise OptionError(f"{host}:{port} cannot be served: {reason}", name="port", value=f"{host}:{port}") from error

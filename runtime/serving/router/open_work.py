@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moepass.runtime.serving.router.block_tables import PendingRun
 from moepass.runtime.serving.router.decisions import Assignment
-from moepass.runtime.serving.router.routable import RoutedQuestion, RoutableRequest
+from moepass.runtime.serving.router.routable import RoutableRequest, RoutedQuestion
 
 # Where something stands in the order of what waits: by its key, then by submission. Work of one request has the same of
 # both; its first part tells which work it is.

@@ -19,8 +19,8 @@ from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import (
     BlockHash,
     FlopsFormula,
-    RoutedQuestion,
     RoutableRequest,
+    RoutedQuestion,
     questions_of,
 )
 from moepass.runtime.serving.router.waiting_queue import WaitingQueue

@@ -265,6 +265,7 @@ class Frontend:
             return
         found = self._router.route(time.monotonic())
         for withdrawal in found.expired:
+            self.counters.given_up += 1
             self._withdraw(withdrawal)
             self._fail(withdrawal.request_id, AnswerTimeoutError("no rank began it in time", name="timeout"))
         by_rank: dict[int, list[Request]] = {}

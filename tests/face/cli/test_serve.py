@@ -86,7 +86,7 @@ def test_decisions_of_the_demo(tmp_path: Path) -> None:
         (["no-such-folder"], "does not exist"),
         (["demo", "--home", "moon"], "home"),
         (["demo", "--kv-cache", "much"], "much"),
-        (["demo", "--host", "256.1.1.1"], "cannot be served"),
+        (["demo", "--host", "256.1.1.1"], "nothing can listen"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: list[str], words: str) -> None:
