@@ -41,9 +41,11 @@ MOST_INPUT_BYTES = 256 << 20
 MOST_LABELS = 1024
 MOST_BATCH_SIZE = 1 << 16
 
-# What clients send to a server: bytes of a body; questions of a request and choices of a question, which are the limits
-# of OpenAI's API; texts of a request; likely tokens that are listed at a place; orders in which a question is asked.
+# What clients send to a server: bytes of a body, and of all that are answered at the same time; questions of a request
+# and choices of a question, which are the limits of OpenAI's API; texts of a request; likely tokens that are listed at
+# a place; orders in which a question is asked.
 MOST_BODY_BYTES = 32 << 20
+MOST_BODIES_BYTES = 512 << 20
 MOST_QUESTIONS = 400
 MOST_CHOICES = 255
 MOST_ITEMS = 4096

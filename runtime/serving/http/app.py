@@ -73,30 +73,40 @@ def create_app(service: Service) -> FastAPI:
 
 def _endpoint(route: Route, service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def endpoint(request: HttpRequest) -> Response:
-        call = Call(service, await _read(request) if route.bodies else b"", request.scope["moepass"]["id"])
-        request.scope["moepass"]["call"] = call
-        work = asyncio.ensure_future(route.handler(call))
-        gone = asyncio.ensure_future(_disconnected(request))
+        parts: list[bytes] = []
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return error_response(_CLIENT_GONE, "the client has closed the connection")
-            found = work.result()
-            return found if isinstance(found, Response) else reply(found)
+            if route.bodies:
+                await _read(request, parts, service)
+            return await _answer(request, Call(service, b"".join(parts), request.scope["moepass"]["id"]), route)
         finally:
-            # A cancelled call frees its place in the backend.
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            service.bodies.taken -= sum(map(len, parts))
 
     return endpoint
 
 
-async def _read(request: HttpRequest) -> bytes:
+async def _answer(request: HttpRequest, call: Call, route: Route) -> Response:
+    request.scope["moepass"]["call"] = call
+    work = asyncio.ensure_future(route.handler(call))
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return error_response(_CLIENT_GONE, "the client has closed the connection")
+        found = work.result()
+        return found if isinstance(found, Response) else reply(found)
+    finally:
+        # A cancelled call frees its place in the backend.
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _read(request: HttpRequest, parts: list[bytes], service: Service) -> None:
+    """Append the body to `parts`, each of which has been taken from the budget of the service."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise HttpError(415, f"the body has the content encoding {encoding[:40]!r}; send it as it is")
-    parts, size = [], 0
+    size = 0
     try:
         async for part in request.stream():
             size += len(part)
@@ -104,10 +114,10 @@ async def _read(request: HttpRequest) -> bytes:
                 raise HttpError(
                     413, f"the body has {size} bytes or more; the limit is {MOST_BODY_BYTES}", code="body_too_large"
                 )
+            service.bodies.take(len(part))
             parts.append(part)
     except ClientDisconnect as error:
         raise HttpError(_CLIENT_GONE, "the client has closed the connection") from error
-    return b"".join(parts)
 
 
 async def _disconnected(request: HttpRequest) -> None:

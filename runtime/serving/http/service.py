@@ -14,12 +14,12 @@ from fastapi.responses import Response
 from msgspec import Meta
 
 from moepass.models.errors import InputError, OptionError
-from moepass.models.limits import MOST_REQUEST_TOKENS, MOST_WAIT_SECONDS, check_limit, decode_json
+from moepass.models.limits import MOST_BODIES_BYTES, MOST_REQUEST_TOKENS, MOST_WAIT_SECONDS, check_limit, decode_json
 from moepass.runtime.serving.http.errors import HttpError
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.requests.answer import Answer, Usage
-from moepass.runtime.serving.requests.backend import Backend
+from moepass.runtime.serving.requests.backend import Backend, QueueFullError
 from moepass.runtime.serving.requests.request import Request
 
 _Kind = TypeVar("_Kind")
@@ -57,11 +57,30 @@ class ServerSettings:
             )
 
 
+@dataclasses.dataclass(slots=True)
+class BodyBudget:
+    """Bytes of the bodies that are being answered, so that no crowd of clients fills the memory."""
+
+    taken: int = 0
+
+    def take(self, count: int) -> None:
+        """Raises QueueFullError where bodies take up all that they may."""
+        if self.taken + count > MOST_BODIES_BYTES:
+            raise QueueFullError(
+                f"requests of {self.taken} bytes are being answered; the limit is {MOST_BODIES_BYTES}",
+                retry_after_seconds=1.0,
+                value=self.taken,
+                expected=MOST_BODIES_BYTES,
+            )
+        self.taken += count
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
     backend: Backend
     writer: PromptWriter
     settings: ServerSettings
+    bodies: BodyBudget = dataclasses.field(default_factory=BodyBudget)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 

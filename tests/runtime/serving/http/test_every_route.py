@@ -18,7 +18,7 @@ from served import CHAT_TEMPLATE, Served, served
 from moepass import __version__
 from moepass.models.errors import CheckpointError, OptionError
 from moepass.models.limits import MOST_BODY_BYTES, MOST_ITEMS, MOST_REQUEST_TOKENS
-from moepass.runtime.serving.http import scores
+from moepass.runtime.serving.http import scores, service
 from moepass.runtime.serving.http.app import OPEN_PATHS, ROUTES
 from moepass.runtime.serving.http.service import ServerSettings
 from moepass.runtime.serving.requests.backend import (
@@ -346,6 +346,18 @@ def test_a_body_beyond_the_limit_is_refused(chat: Served) -> None:
     assert response.json()["error"]["code"] == "body_too_large"
     packed = httpx.post(f"{chat.url}/v1/decisions", content=b"x", headers={"Content-Encoding": "gzip"})
     assert packed.status_code == 415
+
+
+def test_bodies_of_all_clients_together_are_bounded(chat: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps(DECISION).encode()
+    monkeypatch.setattr(service, "MOST_BODIES_BYTES", len(body))
+    assert chat.client.post("/v1/decisions", content=body).status_code == 200
+    refusal = chat.client.post("/v1/decisions", content=body + b" ")
+    assert (refusal.status_code, refusal.headers["retry-after"]) == (429, "1")
+    # What was taken has been given back, by those that failed too.
+    chat.refused("/v1/decisions", {})
+    assert chat.service.bodies.taken == 0
+    assert chat.client.post("/v1/decisions", content=body).status_code == 200
 
 
 def test_too_many_items_and_tokens_are_refused(base: Served) -> None:
