@@ -12,6 +12,7 @@ import numpy as np
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.requests.request import Request, Tokens
+from moepass.runtime.serving.requests.request_parts import prompt_length
 
 # The hash of a block covers all tokens before it, so equal hashes mean equal prefixes.
 BlockHash = int | bytes
@@ -131,13 +132,7 @@ def routable_request(
     others hang on. `hashes` gives those of the complete blocks of tokens, for a salt.
     """
     pieces = request.pieces
-    children: list[list[int]] = [[] for _ in range(len(pieces) + 1)]  # the last one: of no piece
-    for number, piece in enumerate(pieces):
-        children[piece.parent].append(number)
-    prompt = 0
-    # Numbers ascend along a chain, and all else hangs on it, so a chain is a run of pieces from the first.
-    while len(children[prompt - 1]) == 1:
-        prompt += 1
+    prompt = prompt_length(request)
     tokens = np.concatenate([piece.tokens for piece in pieces[:prompt]]) if prompt else pieces[0].tokens[:0]
     is_complete = prompt == len(pieces)
     reusable = (len(tokens) - is_complete) // BLOCK_TOKENS if prompt else 0
