@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import sympy
@@ -32,7 +32,7 @@ from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.captures.capture_watch import CaptureWatch, CompiledGraph, GraphRun
-from moepass.runtime.captures.fingerprint import TracedSource, traced_sources
+from moepass.runtime.captures.fingerprint import file_digests, variables_of
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.segment_records import SegmentRecord, read_segments, reads_compiled_code
 from moepass.runtime.torch_private import same_layouts, vector_instructions
@@ -45,6 +45,12 @@ _RELATIONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+# To see whether a text is arithmetic.
+_ANY_SIZE = 64
+
+
+# A module, its dictionary of parameters or of buffers, and a name in it.
+_Place = tuple[nn.Module, str, str]
 
 
 class TensorLayout(msgspec.Struct, frozen=True):
@@ -69,9 +75,9 @@ class TensorLayout(msgspec.Struct, frozen=True):
 
 
 class StateInput(msgspec.Struct, frozen=True, tag="state"):
-    """An input of the graph that is a parameter or a buffer of the model."""
+    """An input of the graph that is a parameter or a buffer of the model; tied ones have several paths."""
 
-    path: str
+    paths: tuple[str, ...]
     layout: TensorLayout
 
 
@@ -92,7 +98,7 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
     """`left relation right`, of sizes."""
 
     left: str
-    relation: str
+    relation: Literal["==", "!=", "<", "<=", ">", ">="]
     right: str
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
@@ -102,7 +108,8 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
 class CaptureRecord(msgspec.Struct, frozen=True):
     """`sizes` says by name which dimension of which argument is a size. `result` is the output that the call gave.
 
-    `sources` are the files of the traced code. `vector_instructions` are those that Inductor compiled for; empty where
+    `sources` are the digests of the files of the traced code. `environment` has the variables that this code may read;
+    None for those that were not set. `vector_instructions` are those that Inductor compiled for; empty where
     it compiled nothing.
     """
 
@@ -114,7 +121,8 @@ class CaptureRecord(msgspec.Struct, frozen=True):
     plan: Plan
     top: tuple[NodeRecord, ...]
     segments: dict[str, SegmentRecord]
-    sources: dict[str, TracedSource]
+    sources: dict[str, str]
+    environment: dict[str, str | None]
     vector_instructions: str = ""
 
     def name(self) -> str:
@@ -122,12 +130,28 @@ class CaptureRecord(msgspec.Struct, frozen=True):
         served = msgspec.json.encode((self.inputs, self.sizes, self.conditions, self.arguments), order="sorted")
         return hashlib.sha256(served).hexdigest()[:16]
 
+    def check(self) -> None:
+        """Raises ValueError for values that no recorded call has. It needs no more than the record."""
+        given = [item for item in self.inputs if isinstance(item, ArgumentInput)]
+        ranks = {item.position: len(item.layout.shape) for item in given}
+        if len(ranks) != self.arguments or not all(0 <= place < len(ranks) for place in ranks):
+            raise ValueError(f"its inputs are the arguments {sorted(ranks)} of {self.arguments}")
+        if not all(item.paths for item in self.inputs if isinstance(item, StateInput)):
+            raise ValueError("an input is a tensor of the model without a path")
+        for name, (place, dim) in self.sizes.items():
+            if not 0 <= dim < ranks.get(place, 0):
+                raise ValueError(f"its size {name} is dimension {dim} of argument {place}, which does not exist")
+        for text in _texts(self.inputs, self.conditions):
+            evaluate_text(text, dict.fromkeys(self.sizes, _ANY_SIZE))
+
 
 def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object) -> CaptureRecord:
     """What one call of the compiled `model` compiled. Raises NotStorableError where that alone gives no such call."""
     graph, run = _only_run(watch)
     inputs = graph_inputs(graph.captured.graph)
-    tensors = {id(value): path for path, value in _state(model)}
+    tensors: dict[int, list[str]] = {}
+    for path, value in _state(model):
+        tensors.setdefault(id(value), []).append(path)
     places = {id(value): place for place, value in enumerate(arguments)}
     # What Dynamo knows of an argument that is no input of its own is in guards that are not kept.
     own = {id(value) for value in run.inputs} - tensors.keys()
@@ -145,7 +169,7 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
         elif id(value) in places:
             records.append(ArgumentInput(places[id(value)], _layout(described)))
         elif id(value) in tensors:
-            records.append(StateInput(tensors[id(value)], _layout(described)))
+            records.append(StateInput(tuple(tensors[id(value)]), _layout(described)))
         else:
             raise NotStorableError(f"the input {node.name}, which is neither an argument nor state of the model")
     outputs = [place for place, value in enumerate(run.outputs) if value is result]
@@ -153,11 +177,8 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
         raise NotStorableError("a result that is no output of the graph")
     sizes = _sizes([record for record in records if isinstance(record, ArgumentInput)])
     conditions = _conditions(graph.captured.graph)
-    for text in [side for condition in conditions for side in (condition.left, condition.right)]:
+    for text in _texts(records, conditions):
         _check_text(text, sizes)
-    for record in records:
-        if isinstance(record, SizeInput):
-            _check_text(record.text, sizes)
     return CaptureRecord(
         tuple(records),
         sizes,
@@ -167,7 +188,8 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
         graph.executor.plan,
         record_graph(graph.top.graph),
         graph.segments,
-        traced_sources(graph.names),
+        file_digests({code.co_filename for code in graph.code if not code.co_filename.startswith("<")}),
+        {name: value for code in graph.code for name, value in variables_of(code).items()},
         vector_instructions() if any(reads_compiled_code(segment) for segment in graph.segments.values()) else "",
     )
 
@@ -178,8 +200,9 @@ class StoredCapture:
     def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None, context: PassContext) -> None:
         """`store` has the banks of `model`; in `context` the plan is made again.
 
-        Raises ValueError where the banks of `model`, or its state, are not those of the record.
+        Raises ValueError where the record is damaged, or the banks of `model` or its state are other ones.
         """
+        record.check()
         self._record = record
         self._store = store
         self.context = context
@@ -187,7 +210,10 @@ class StoredCapture:
         _check_banks(record.plan.banks, store)
 
     def inputs_for(self, arguments: Sequence[Any]) -> list[Any] | None:
-        """The inputs of the graph for a call with these arguments; None where it is not right for them."""
+        """The inputs of the graph for a call with these arguments; None where it is not right for them.
+
+        Raises ValueError where a text of the record is not arithmetic for these sizes.
+        """
         record = self._record
         if len(arguments) != record.arguments or not all(isinstance(value, torch.Tensor) for value in arguments):
             return None
@@ -216,16 +242,18 @@ class StoredCapture:
     @functools.cached_property
     def executor(self) -> Executor:
         """Raises ValueError where the record makes no executor."""
-        record = self._record
+        record, plan = self._record, self._record.plan
         try:
             top = read_graph(record.top, read_segments(record.segments, record.vector_instructions))
-        except (KeyError, RuntimeError) as error:
+            results = next((node.args[0] for node in top.graph.nodes if node.op == "output"), None)
+            if not isinstance(results, (list, tuple)) or not 0 <= record.result < len(results):
+                raise ValueError(f"its result is output {record.result} of {results}")
+            if plan.decisions is not None:
+                # For the profile of now: it may be another one than when this was stored.
+                plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"it makes no graph: {type(error).__name__}: {error}") from error
-        ring = self._store.ring() if self._store is not None and record.plan.slot_stays else None
-        plan = record.plan
-        if plan.decisions is not None:
-            # For the profile of now: it may be another one than when this was stored.
-            plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
+        ring = self._store.ring() if self._store is not None and plan.slot_stays else None
         return Executor(top, plan, ring)
 
     def run(self, inputs: list[Any]) -> Any:
@@ -242,32 +270,41 @@ class _StateTensors:
     def __init__(self, model: nn.Module, items: Sequence[StateInput]) -> None:
         """Raises ValueError where `model` has none of a path, or one of another layout."""
         self._items = items
-        self._places = [self._place(model, item.path) for item in items]
+        # The first path of each, then the others of those that are tied, with the place of the first.
+        self._places = [self._place(model, item.paths[0]) for item in items]
+        self._tied = [(n, self._place(model, path)) for n, item in enumerate(items) for path in item.paths[1:]]
         self._are_known: Callable[..., bool] | None = None
         for item, value in zip(items, self._values(), strict=True):
             if not item.layout.holds_for(value, {}):
-                raise ValueError(f"{item.path} of the model is not what it was stored for")
+                raise ValueError(f"{item.paths[0]} of the model is not what it was stored for")
 
     def read(self) -> list[torch.Tensor] | None:
-        """None where one is not of the record's type and shape."""
+        """None where one is not of the record's type and shape, or two are no longer tied."""
         values = self._values()
         if self._are_known is None or not self._are_known(*values):
             if not all(item.layout.holds_for(value, {}) for item, value in zip(self._items, values, strict=True)):
                 return None
             self._are_known = same_layouts(values)
+        if any(_read(place) is not values[first] for first, place in self._tied):
+            return None
         return values
 
     def _values(self) -> list[Any]:
-        return [getattr(owner, kind).get(name) for owner, kind, name in self._places]
+        return [_read(place) for place in self._places]
 
     @staticmethod
-    def _place(model: nn.Module, path: str) -> tuple[nn.Module, str, str]:
+    def _place(model: nn.Module, path: str) -> _Place:
         prefix, _, name = path.rpartition(".")
         try:
             owner = model.get_submodule(prefix)
         except AttributeError as error:
             raise ValueError(f"the model has no module {prefix}") from error
         return owner, "_parameters" if name in owner._parameters else "_buffers", name
+
+
+def _read(place: _Place) -> Any:
+    owner, kind, name = place
+    return getattr(owner, kind).get(name)
 
 
 def _is_lazy(value: torch.Tensor) -> bool:
@@ -361,12 +398,25 @@ def _relations(expression: Any) -> list[Condition]:
     raise NotStorableError(f"the condition {expression}")
 
 
+def _texts(inputs: Iterable[object], conditions: Iterable[Condition]) -> Iterator[str]:
+    """All expressions of sizes in a record."""
+    for condition in conditions:
+        yield from (condition.left, condition.right)
+    for item in inputs:
+        if isinstance(item, SizeInput):
+            yield item.text
+        elif isinstance(item, (StateInput, ArgumentInput)):
+            yield from (*item.layout.shape, *item.layout.stride)
+
+
 def _check_text(text: str, sizes: Mapping[str, object]) -> None:
     """Raises NotStorableError where `text` is not arithmetic on `sizes`."""
     try:
-        evaluate_text(text, dict.fromkeys(sizes, 64))
+        evaluate_text(text, dict.fromkeys(sizes, _ANY_SIZE))
     except InputError as error:
-        raise NotStorableError(str(error)) from error
+        if error.name is None:
+            raise NotStorableError(str(error)) from error
+        raise NotStorableError(f"the size {error.name}, which no argument has as a dimension") from error
 
 
 def _check_banks(planned: Sequence[BankSpec], store: BankStore | None) -> None:
