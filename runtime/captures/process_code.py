@@ -14,7 +14,7 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter
 from typing import Any
 
@@ -30,17 +30,20 @@ _OF_PACKAGES = (f"site-packages{os.sep}", f"dist-packages{os.sep}")
 _PROCESS = os.getpid()
 
 
-def foreign_code() -> str:
-    """Which code of a program this process runs, as a part of a sentence; empty if it runs none."""
+def foreign_code(modules: Mapping[str, Any] = sys.modules) -> str:
+    """Which code of a program this process runs, as a part of a sentence; empty if it runs none.
+
+    `modules` are all that it has loaded.
+    """
     if os.getpid() != _PROCESS:
         # It began after its code was read, so nothing says whether the files are still what was read.
         return "this process was forked from the one that loaded moepass"
-    main = sys.modules["__main__"]
+    main = modules["__main__"]
     if not _is_moepass(main):
         return f"the program of this process is {_origin(main)}, not the command moepass or python -m moepass"
     # Dictionaries change while other threads import.
-    for name, module in list(sys.modules.items()):
-        if module is not None and module is not main and not _is_installed(name, module):
+    for name, module in list(modules.items()):
+        if module is not None and module is not main and not _is_installed(name, module, modules):
             return f"this process has loaded the module {name} ({_origin(module)}), which no installed package has"
     return ""
 
@@ -97,7 +100,7 @@ def _is_moepass(main: types.ModuleType) -> bool:
     return os.path.basename(script) == "moepass" and os.path.join(os.path.dirname(script), "") in _folders().scripts
 
 
-def _is_installed(name: str, module: Any) -> bool:
+def _is_installed(name: str, module: Any, modules: Mapping[str, Any]) -> bool:
     file, spec = _own(module, "__file__"), _own(module, "__spec__")
     if isinstance(file, str):
         if name in _AT_START:
@@ -113,11 +116,12 @@ def _is_installed(name: str, module: Any) -> bool:
         files = {member.__code__.co_filename for member in members if isinstance(member, types.FunctionType)}
         own = [file for file in files if not file.startswith("<frozen ")]
         return bool(own) and all(map(_is_installed_file, own))
-    return name.startswith(_OF_CYTHON) or any(_is_extension(parent) for parent in _parents(name))
+    return name.startswith(_OF_CYTHON) or any(_is_extension(modules.get(parent)) for parent in _parents(name))
 
 
 def _is_installed_file(file: str) -> bool:
-    return _folders().have(file) or _folders().have(os.path.realpath(file))
+    # Nearly all files are told by their names alone, and there are thousands.
+    return (".." not in file and _folders().have(file)) or _folders().have(os.path.realpath(file))
 
 
 def _is_of_inductor(name: str, file: str) -> bool:
@@ -138,9 +142,9 @@ def _is_extension(module: Any) -> bool:
     )
 
 
-def _parents(name: str) -> Iterator[Any]:
+def _parents(name: str) -> Iterator[str]:
     while name := name.rpartition(".")[0]:
-        yield sys.modules.get(name)
+        yield name
 
 
 def _own(module: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
 import struct
 import sys
 import types
@@ -59,6 +60,8 @@ class Description:
             return value
         if kind in _SIMPLE or isinstance(value, _OF_TORCH):
             return [kind.__name__, repr(value)]
+        if isinstance(value, re.Pattern):
+            return [kind.__name__, repr(value.pattern), value.flags]
         if isinstance(value, _NAMED):
             return [kind.__name__, str(value)]
         if isinstance(value, types.ModuleType):

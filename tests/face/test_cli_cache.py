@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +83,15 @@ def test_a_second_score_compiles_nothing_and_a_damaged_file_is_reported(
     ],
 )
 def test_cache_lists_what_nobody_wrote_on_purpose(folder: Path, field: str, value: object, shown: str) -> None:
-    header = {"key": "a" * 64, "digest": "", "model": "", "created": 1.0, "versions": {}, "schema": SCHEMA, field: value}
+    header = {
+        "key": "a" * 64,
+        "digest": "",
+        "model": "",
+        "created": 1.0,
+        "versions": {},
+        "schema": SCHEMA,
+        field: value,
+    }
     folder.mkdir(mode=0o700)
     (folder / "a.capture").write_text(json.dumps(header) + "\n")
     result = _run("cache", "--list")
@@ -107,19 +112,3 @@ def test_cache_refuses_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("MOEPASS_CACHE_DIR", "")
     off = _run("cache")
     assert (off.exit_code, "MOEPASS_CACHE_DIR is empty" in off.stderr) == (1, True)
-
-
-@pytest.mark.slow
-def test_a_second_process_compiles_nothing_with_inductor(checkpoint: Path, tmp_path: Path) -> None:
-    """Neither Dynamo nor Inductor: the second process has no compiler, and no folder of compiled kernels to write to."""
-    words = ["score", str(checkpoint), "--labels", "yes,no,maybe good", "--threads", "1"]
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "MOEPASS_CACHE_DIR": None}
-    first = run_moepass(words, TEXT, environment)
-    (file,) = (tmp_path / "moepass").iterdir()
-    kernels = {path for path in tmp_path.rglob("*") if "moepass" not in path.parts}
-    assert kernels
-    second = run_moepass(words, TEXT, environment)
-    assert second.stdout == first.stdout
-    assert [path.name for path in (tmp_path / "moepass").iterdir()] == [file.name]
-    assert {path for path in tmp_path.rglob("*") if "moepass" not in path.parts} == kernels
-    assert "runs as an earlier process" in second.stderr
