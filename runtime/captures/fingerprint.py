@@ -34,7 +34,7 @@ _VARIABLES = ("ACCELERATE_", "HF_", "PYTORCH", "TORCH", "TRANSFORMERS_", "USE_")
 def versions() -> dict[str, Any]:
     """Of Python and of all that is installed. A local build of torch has no other version, but another revision."""
     return {
-        "python": f"{platform.python_implementation()} {sys.version}",
+        "python": [platform.python_implementation(), sys.version, sys.flags.optimize],
         "torch": torch.version.git_version,
         "packages": distributions(),
     }

@@ -14,7 +14,7 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter
 from typing import Any
 
@@ -70,10 +70,12 @@ class _Folders:
         self.packages = _prefixes(packages)
         self.moepass = _prefixes(path for name in OUR_PACKAGES for path in sys.modules[name].__path__)
         self.known = (*self.packages, *self.moepass)
+        self.links = tuple(_development_links(self.packages))
         self.scripts = _prefixes([sysconfig.get_path("scripts"), sysconfig.get_path("scripts", user)])
 
     def have(self, file: str) -> bool:
-        return file.startswith(self.known) or self.have_with_python(file)
+        is_known = file.startswith(self.known) and not file.startswith(self.links)
+        return is_known or self.have_with_python(file)
 
     def have_with_python(self, file: str) -> bool:
         # Packages of another environment may lie in Python's own folder.
@@ -85,7 +87,15 @@ def _folders() -> _Folders:
     return _Folders()
 
 
-def _prefixes(folders: Any) -> tuple[str, ...]:
+def _development_links(folders: Iterable[str]) -> Iterator[str]:
+    """The links in `folders` to what is being developed elsewhere. Some systems link to packages that are installed."""
+    for folder in filter(os.path.isdir, folders):
+        for entry in os.scandir(folder):
+            if entry.is_symlink() and not any(f"{os.sep}{name}" in os.path.realpath(entry) for name in _OF_PACKAGES):
+                yield entry.path
+
+
+def _prefixes(folders: Iterable[str]) -> tuple[str, ...]:
     both = (path for folder in folders for path in (os.path.abspath(folder), os.path.realpath(folder)))
     return tuple(dict.fromkeys(os.path.join(path, "") for path in both))
 

@@ -109,6 +109,26 @@ def test_code_that_inductor_wrote_is_installed(
     assert "the module own" in as_moepass(_module("own", f"{tmp_path}/own.py"))
 
 
+@pytest.mark.parametrize(("target", "counts"), [("src", False), ("other/site-packages", True)])
+def test_a_link_to_code_that_is_developed_elsewhere_is_told(
+    as_moepass: Callable[[types.ModuleType], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    counts: bool,
+) -> None:
+    installed, code = tmp_path / "site-packages", tmp_path / target / "own"
+    installed.mkdir()
+    code.mkdir(parents=True)
+    (installed / "own").symlink_to(code)
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(installed)])
+    process_code._folders.cache_clear()
+    try:
+        assert (as_moepass(_module("own", f"{installed}/own/__init__.py")) == "") == counts
+    finally:
+        process_code._folders.cache_clear()
+
+
 def _run_as(name: str, file: str) -> types.ModuleType:
     main = _module("__main__", file)
     main.__spec__ = importlib.machinery.ModuleSpec(name, None)
