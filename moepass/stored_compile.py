@@ -21,6 +21,7 @@ from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.banks.whole_models import whole_model_store
+from moepass.runtime.captures.capture_record import CaptureRecord
 from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store
 from moepass.runtime.captures.capture_watch import watch_capture
 from moepass.runtime.captures.fingerprint import (
@@ -34,8 +35,8 @@ from moepass.runtime.captures.fingerprint import (
     versions,
 )
 from moepass.runtime.captures.process_code import OUR_PACKAGES, foreign_code
-from moepass.runtime.captures.stored_capture import CaptureRecord, StoredCapture, record_capture
-from moepass.runtime.torch_private import function_modes, is_autocasting
+from moepass.runtime.captures.stored_capture import StoredCapture, record_capture
+from moepass.runtime.torch_private import is_autocasting
 
 logger = logging.getLogger("moepass")
 
@@ -66,8 +67,8 @@ class StoredModule:
         self._store = None if is_inspected else store or find_store()
         self._compiled: Any = torch.compile(module, backend="asyncep", options=dict(options))
         self._captures: list[StoredCapture] | None = None
-        # What every call must have as the first one.
-        self._modes: list[object] = []
+        # As the first call found it.
+        self._is_inference = False
         # Digests of what the stored captures depend on. Empty if the compiled model cannot be stored.
         self._digests: dict[str, str] = {}
         self._has_compiled = False
@@ -76,11 +77,10 @@ class StoredModule:
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
         if self._store is None or torch.is_grad_enabled() or is_autocasting():
             return self._call_compiled(*arguments)
-        modes = [torch.is_inference_mode_enabled(), *(type(mode) for mode in function_modes())]
         if self._captures is None:
-            self._captures, self._modes = self._load(self._store), modes
-        if modes != self._modes:
-            self._tell("a call in other modes of torch than the first one")
+            self._captures, self._is_inference = self._load(self._store), torch.is_inference_mode_enabled()
+        if torch.is_inference_mode_enabled() != self._is_inference:
+            self._tell("one call in torch.inference_mode, one without it")
             return self._call_compiled(*arguments)
         for capture in list(self._captures):
             try:

@@ -25,7 +25,6 @@ from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.captures.process_code import distributions
 from moepass.runtime.captures.value_texts import Description
 from moepass.runtime.system.device_names import cpu_info
-from moepass.runtime.torch_private import function_modes
 
 # Of the packages whose code is traced or compiles. Some of these variables they read once, as they are imported.
 _VARIABLES = ("ACCELERATE_", "HF_", "PYTORCH", "TORCH", "TRANSFORMERS_", "USE_")
@@ -87,11 +86,6 @@ def settings() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         ],
-        "hooks": [
-            [name, [Description().value(hook, name) for hook in hooks.values()]]
-            for name, hooks in sorted(vars(torch.nn.modules.module).items())
-            if name.startswith("_global_") and name.endswith("_hooks")
-        ],
         "precision": torch.get_float32_matmul_precision(),
         "libraries": [torch.backends.mkldnn.enabled, torch.backends.mkl.is_available()],
         "attention": [
@@ -103,10 +97,7 @@ def settings() -> dict[str, Any]:
         ],
         "autocast": [str(torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")],
         "ranks": _ranks(),
-        "modes": [
-            torch.is_inference_mode_enabled(),
-            [Description().value(mode, "a mode") for mode in function_modes()],
-        ],
+        "inference": torch.is_inference_mode_enabled(),
     }
 
 

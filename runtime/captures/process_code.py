@@ -40,7 +40,7 @@ def foreign_code(modules: Mapping[str, Any] = sys.modules) -> str:
         return "this process was forked from the one that loaded moepass"
     main = modules["__main__"]
     if not _is_moepass(main):
-        return f"the program of this process is {_origin(main)}, not the command moepass or python -m moepass"
+        return f"the program of this process is {_origin(main)}, not moepass or python -m moepass.cli"
     # Dictionaries change while other threads import.
     for name, module in list(modules.items()):
         if module is not None and module is not main and not _is_installed(name, module, modules):

@@ -1,20 +1,12 @@
-"""One capture as data: a graph that was compiled for a model, and what must hold of a call for it to serve that call.
-
-Dynamo's guards are of two kinds. What the code read of the model and the process is in the key that the capture is
-stored under (see `fingerprint`). What it read of the arguments is here: type, device, shape and strides of each, in the
-graph's own sizes, and the conditions on these sizes that were found while the graph was traced and compiled.
-"""
+"""Record one call of a compiled model, and serve such calls from the record, in this process or a later one."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import msgspec
 import sympy
 import torch
 from torch import nn
@@ -22,127 +14,34 @@ from torch.fx import Graph
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
-from moepass.passes.graph.graph_records import NodeRecord, NotStorableError, read_graph, record_graph
+from moepass.passes.graph.graph_records import NotStorableError, read_graph, record_graph
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, symbolic_sizes
 from moepass.passes.graph.written_inputs import writes_to_inputs
-from moepass.passes.ir.plan import BankSpec, Plan, dtype_name
+from moepass.passes.ir.plan import BankSpec, dtype_name
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.captures.capture_record import (
+    ANY_SIZE,
+    RELATIONS,
+    ArgumentInput,
+    CaptureRecord,
+    Condition,
+    SizeInput,
+    StateInput,
+    TensorLayout,
+    size_texts,
+)
 from moepass.runtime.captures.capture_watch import CaptureWatch, CompiledGraph, GraphRun
 from moepass.runtime.captures.fingerprint import file_digests, variables_of
 from moepass.runtime.execute.executor import Executor
-from moepass.runtime.lowering.segment_records import SegmentRecord, read_segments, reads_compiled_code
+from moepass.runtime.lowering.segment_records import read_segments, reads_compiled_code
 from moepass.runtime.torch_private import same_layouts, vector_instructions
-
-_RELATIONS: dict[str, Callable[[float, float], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-# To see whether a text is arithmetic.
-_ANY_SIZE = 64
-
 
 # A module, its dictionary of parameters or of buffers, and a name in it.
 _Place = tuple[nn.Module, str, str]
-
-
-class TensorLayout(msgspec.Struct, frozen=True):
-    """Sizes and strides are expressions in the graph's sizes."""
-
-    dtype: str
-    device: str
-    shape: tuple[str, ...]
-    stride: tuple[str, ...]
-
-    def holds_for(self, value: object, sizes: Mapping[str, int]) -> bool:
-        return (
-            type(value) in (torch.Tensor, nn.Parameter)
-            and isinstance(value, torch.Tensor)
-            and value.layout is torch.strided
-            and not _is_lazy(value)
-            and dtype_name(value.dtype) == self.dtype
-            and str(value.device) == self.device
-            and _are(value.shape, self.shape, sizes)
-            and _are(value.stride(), self.stride, sizes)
-        )
-
-
-class StateInput(msgspec.Struct, frozen=True, tag="state"):
-    """An input of the graph that is a parameter or a buffer of the model; tied ones have several paths."""
-
-    paths: tuple[str, ...]
-    layout: TensorLayout
-
-
-class ArgumentInput(msgspec.Struct, frozen=True, tag="argument"):
-    """An input that is an argument of the call."""
-
-    position: int
-    layout: TensorLayout
-
-
-class SizeInput(msgspec.Struct, frozen=True, tag="size"):
-    """An input that is a size, as an expression in those that the arguments show."""
-
-    text: str
-
-
-class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """`left relation right`, of sizes."""
-
-    left: str
-    relation: Literal["==", "!=", "<", "<=", ">", ">="]
-    right: str
-
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        return _RELATIONS[self.relation](evaluate_text(self.left, sizes), evaluate_text(self.right, sizes))
-
-
-class CaptureRecord(msgspec.Struct, frozen=True):
-    """`sizes` says by name which dimension of which argument is a size. `result` is the output that the call gave.
-
-    `sources` are the digests of the files of the traced code. `environment` has the variables that this code may read;
-    None for those that were not set. `vector_instructions` are those that Inductor compiled for; empty where
-    it compiled nothing.
-    """
-
-    inputs: tuple[StateInput | ArgumentInput | SizeInput, ...]
-    sizes: dict[str, tuple[int, int]]
-    conditions: tuple[Condition, ...]
-    arguments: int
-    result: int
-    plan: Plan
-    top: tuple[NodeRecord, ...]
-    segments: dict[str, SegmentRecord]
-    sources: dict[str, str]
-    environment: dict[str, str | None]
-    vector_instructions: str = ""
-
-    def name(self) -> str:
-        """Equal for captures that serve the same calls."""
-        served = msgspec.json.encode((self.inputs, self.sizes, self.conditions, self.arguments), order="sorted")
-        return hashlib.sha256(served).hexdigest()[:16]
-
-    def check(self) -> None:
-        """Raises ValueError for values that no recorded call has. It needs no more than the record."""
-        given = [item for item in self.inputs if isinstance(item, ArgumentInput)]
-        ranks = {item.position: len(item.layout.shape) for item in given}
-        if len(ranks) != self.arguments or not all(0 <= place < len(ranks) for place in ranks):
-            raise ValueError(f"its inputs are the arguments {sorted(ranks)} of {self.arguments}")
-        if not all(item.paths for item in self.inputs if isinstance(item, StateInput)):
-            raise ValueError("an input is a tensor of the model without a path")
-        for name, (place, dim) in self.sizes.items():
-            if not 0 <= dim < ranks.get(place, 0):
-                raise ValueError(f"its size {name} is dimension {dim} of argument {place}, which does not exist")
-        for text in _texts(self.inputs, self.conditions):
-            evaluate_text(text, dict.fromkeys(self.sizes, _ANY_SIZE))
 
 
 def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object) -> CaptureRecord:
@@ -157,8 +56,8 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
     own = {id(value) for value in run.inputs} - tensors.keys()
     if len(places) != len(arguments) or places.keys() - own:
         raise NotStorableError("a call in which an argument is no tensor, is not read, or is given twice")
-    if any(isinstance(value, torch.Tensor) and not _is_plain(value) for value in arguments):
-        raise NotStorableError("a call in which an argument is a parameter or has attributes of its own")
+    if any(isinstance(value, nn.Parameter) for value in arguments):
+        raise NotStorableError("a call in which an argument is a parameter")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
@@ -177,7 +76,7 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
         raise NotStorableError("a result that is no output of the graph")
     sizes = _sizes([record for record in records if isinstance(record, ArgumentInput)])
     conditions = _conditions(graph.captured.graph)
-    for text in _texts(records, conditions):
+    for text in size_texts(records, conditions):
         _check_text(text, sizes)
     return CaptureRecord(
         tuple(records),
@@ -234,7 +133,7 @@ class StoredCapture:
                 inputs.append(next(state))
             else:
                 value = arguments[item.position]
-                if value.requires_grad or not _is_plain(value) or not item.layout.holds_for(value, sizes):
+                if value.requires_grad or isinstance(value, nn.Parameter) or not item.layout.holds_for(value, sizes):
                     return None
                 inputs.append(value)
         return inputs
@@ -307,16 +206,6 @@ def _read(place: _Place) -> Any:
     return getattr(owner, kind).get(name)
 
 
-def _is_lazy(value: torch.Tensor) -> bool:
-    """Whether its memory does not have its numbers as they are: torch conjugates, negates or batches them when read."""
-    return value.is_conj() or value.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    """Whether it is of torch's own type, and has no attributes that somebody wrote on it: traced code may read both."""
-    return type(value) is torch.Tensor and all("_dynamo_" in name or name == "_specialize_on" for name in vars(value))
-
-
 def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
     if watch.problem:
         raise NotStorableError(watch.problem)
@@ -350,13 +239,6 @@ def _layout(value: torch.Tensor) -> TensorLayout:
 
 def _text(size: object) -> str:
     return str(size_expression(size))
-
-
-def _are(values: Sequence[int], texts: Sequence[str], sizes: Mapping[str, int]) -> bool:
-    return len(values) == len(texts) and all(
-        value == (int(text) if text.isdigit() else evaluate_text(text, sizes))
-        for value, text in zip(values, texts, strict=True)
-    )
 
 
 def _sizes(records: Sequence[ArgumentInput]) -> dict[str, tuple[int, int]]:
@@ -393,26 +275,15 @@ def _relations(expression: Any) -> list[Condition]:
         return []
     if isinstance(expression, sympy.And):
         return [condition for part in expression.args for condition in _relations(part)]
-    if isinstance(expression, sympy.core.relational.Relational) and expression.rel_op in _RELATIONS:
+    if isinstance(expression, sympy.core.relational.Relational) and expression.rel_op in RELATIONS:
         return [Condition(str(expression.lhs), expression.rel_op, str(expression.rhs))]
     raise NotStorableError(f"the condition {expression}")
-
-
-def _texts(inputs: Iterable[object], conditions: Iterable[Condition]) -> Iterator[str]:
-    """All expressions of sizes in a record."""
-    for condition in conditions:
-        yield from (condition.left, condition.right)
-    for item in inputs:
-        if isinstance(item, SizeInput):
-            yield item.text
-        elif isinstance(item, (StateInput, ArgumentInput)):
-            yield from (*item.layout.shape, *item.layout.stride)
 
 
 def _check_text(text: str, sizes: Mapping[str, object]) -> None:
     """Raises NotStorableError where `text` is not arithmetic on `sizes`."""
     try:
-        evaluate_text(text, dict.fromkeys(sizes, _ANY_SIZE))
+        evaluate_text(text, dict.fromkeys(sizes, ANY_SIZE))
     except InputError as error:
         if error.name is None:
             raise NotStorableError(str(error)) from error

@@ -7,10 +7,10 @@ A value without a stable text raises NotStorableError.
 from __future__ import annotations
 
 import collections
+import copyreg
 import functools
 import re
 import struct
-import sys
 import types
 import weakref
 from collections.abc import Mapping
@@ -25,22 +25,12 @@ from moepass.runtime.banks.banks import BankStore
 
 _SIMPLE = (bool, int, float, complex, str, bytes, range, type(...), type(None))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Functions that are written in C.
-_NAMED = (
-    *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
-    *(types.GetSetDescriptorType, types.MemberDescriptorType),
-    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
-)
-_BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
-
 # Of every module: what torch keeps in it, and what is described as the module's children and tensors. Hooks are
 # described by their functions, because their numbers differ between processes.
 _WALKED = {"_modules", "_parameters", "_buffers"}
 _HOOKS = "_hooks"
 # Of objects: what transformers keeps of Python's `hash`, which differs between processes, and Dynamo of itself.
 _NOT_COMPARED = {"_original_object_hash", "_dynamo_static_input_type", "_torchdynamo_wrapper_id"}
-# Of classes that are made as a program runs: what does not decide what their methods do.
-_NOT_READ = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__", "_abc_impl"}
 
 
 class Description:
@@ -62,17 +52,14 @@ class Description:
             return [kind.__name__, repr(value)]
         if isinstance(value, re.Pattern):
             return [kind.__name__, repr(value.pattern), value.flags]
-        if isinstance(value, _NAMED):
-            return [kind.__name__, str(value)]
-        if isinstance(value, types.ModuleType):
-            return [kind.__name__, value.__name__]
-        if isinstance(value, _BOUND) and (value.__self__ is None or isinstance(value.__self__, types.ModuleType)):
+        if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, (types.ModuleType, type(None))):
             return _name_of(value)
+        if isinstance(value, type):
+            # Of a class that is made later, as torch does for parametrizations, too: what it does, its objects hold.
+            return [_name_of(base) for base in value.__mro__]
         known = self._number(value)
         if known is not None:
             return known
-        if isinstance(value, type):
-            return self._class(value, where)
         if isinstance(value, nn.Module):
             return self._module(value, where)
         if isinstance(value, torch.Tensor):
@@ -100,9 +87,8 @@ class Description:
             items = [[base.__name__, base.__repr__(value)] for base in _SIMPLE[:6] if isinstance(value, base)]
         elif _has_hidden_state(type(value)):
             raise NotStorableError(f"{where} is of type {_name_of(type(value))}, of which not all can be compared")
-        slots = [slot for base in type(value).__mro__ for slot in _slots_of(base)]
-        members = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
-        return [items, self._members({**members, **_compared(value)}, where)]
+        slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
+        return [items, self._members({**slots, **_compared(value)}, where)]
 
     def _members(self, members: Mapping[str, Any], where: str) -> Any:
         return [[name, self.value(item, f"{where}.{name}")] for name, item in members.items()]
@@ -117,12 +103,6 @@ class Description:
             else:
                 parts[name] = self.value(value, f"{where}.{name}")
         return [self.value(type(module), where), parts]
-
-    def _class(self, kind: type, where: str) -> Any:
-        """Its name, and of classes that are made later, as torch does for parametrizations, their members."""
-        members = {} if _is_as_written(kind) else vars(kind)
-        read = {name: value for name, value in sorted(members.items()) if name not in _NOT_READ}
-        return [_name_of(kind), [_name_of(base) for base in kind.__mro__], self._members(read, _name_of(kind))]
 
     def _number(self, value: object) -> Any:
         """What `value` was called, where it was described before."""
@@ -140,25 +120,13 @@ def _parts(value: Any) -> list[Any] | None:
         code = value.__code__
         place = [code.co_firstlineno, *code.co_names, *(text for text in code.co_consts if type(text) in _SIMPLE)]
         return [place, value.__defaults__, value.__kwdefaults__, _held(value), _compared(value)]
-    if isinstance(value, (types.MethodType, *_BOUND)):
-        return [getattr(value, "__func__", None), value.__self__]
-    if isinstance(value, (staticmethod, classmethod)):
-        return [value.__func__]
-    if type(value) is property:
-        return [value.fget, value.fset]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords, _compared(value)]
     if isinstance(value, weakref.ref):
         return [value()]
     return None
-
-
-def _is_as_written(kind: type) -> bool:
-    """Whether its module has it under its name: a class that is made later may have the name of another one."""
-    found: Any = sys.modules.get(kind.__module__)
-    for name in kind.__qualname__.split("."):
-        found = getattr(found, "__dict__", {}).get(name)
-    return found is kind
 
 
 def _held(function: types.FunctionType) -> list[Any]:
@@ -171,18 +139,13 @@ def _compared(value: object) -> dict[str, Any]:
 
 def _has_hidden_state(kind: type) -> bool:
     """Whether its objects have memory beside slots and a dictionary, as those of classes written in C."""
-    pointer = struct.calcsize("P")
-    slots = sum(len(_slots_of(base)) for base in kind.__mro__)
-    offsets = sum(offset > 0 for offset in (kind.__dictoffset__, kind.__weakrefoffset__))
-    return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + pointer * (slots + offsets)
+    pointers = len(_slots_of(kind)) + sum(offset > 0 for offset in (kind.__dictoffset__, kind.__weakrefoffset__))
+    return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + struct.calcsize("P") * pointers
 
 
-def _slots_of(base: type) -> list[str]:
-    slots = vars(base).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else slots
-    own = [name for name in names if name not in ("__dict__", "__weakref__")]
-    prefix = f"_{base.__name__.lstrip('_')}"
-    return [prefix + name if name.startswith("__") and not name.endswith("__") else name for name in own]
+def _slots_of(kind: type) -> list[str]:
+    names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    return names
 
 
 def _describe_tensor(value: torch.Tensor, where: str) -> list[Any]:

@@ -15,7 +15,6 @@ import torch
 from stored_models import EAGER, graphs_compiled_by
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.nn.modules.module import register_module_forward_hook
 
 import moepass
 from moepass import stored_compile
@@ -212,7 +211,7 @@ def test_a_call_in_another_mode_of_torch_is_compiled_and_the_log_says_so_once(
     with torch.inference_mode():
         for _ in range(2):
             assert torch.equal(stored(rows), model(rows))
-    assert caplog.text.count("in other modes of torch than the first one") == 1
+    assert caplog.text.count("one call in torch.inference_mode, one without it") == 1
     assert "changed" not in caplog.text
 
 
@@ -321,15 +320,6 @@ def _with_hook(model: nn.Module, factor: int = 2) -> None:
     model.get_submodule("dense.0").register_forward_hook(lambda module, inputs, output: output * factor)
 
 
-def test_functions_are_told_apart_by_their_code_and_by_what_they_hold() -> None:
-    def hooked(factor: int) -> nn.Module:
-        model = _stack()
-        _with_hook(model, factor)
-        return model
-
-    assert _key(hooked(2)) == _key(hooked(2)) != _key(hooked(3))
-
-
 def _with_shared_weights(model: nn.Module) -> None:
     first, second = (model.get_submodule(f"dense.{place}") for place in (0, 1))
     second.weight = first.weight  # type: ignore[assignment]
@@ -419,13 +409,6 @@ def test_another_key_is_compiled_anew(filled: Filled) -> None:
     model = _stack()
     _with_shared_weights(model)
     assert _compiles(store, model)
-
-
-def test_hooks_of_all_modules_are_compared(filled: Filled) -> None:
-    store, _ = filled
-    with register_module_forward_hook(lambda module, inputs, output: output):
-        assert _compiles(store, _stack())
-    assert not _compiles(store, _stack())
 
 
 # ---- what is not stored ----------------------------------------------------------------------------------------------

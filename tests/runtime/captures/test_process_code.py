@@ -139,11 +139,11 @@ def _run_as(name: str, file: str) -> types.ModuleType:
     ("main", "is_ours"),
     [
         (_module("__main__", f"{SCRIPTS}/moepass"), True),
-        (_run_as("moepass.__main__", sys.modules["moepass"].__path__[0] + "/__main__.py"), True),
+        (_run_as("moepass.cli.__main__", sys.modules["moepass"].__path__[0] + "/cli/__main__.py"), True),
         (_module("__main__"), False),  # interactive, or python -c
         (_module("__main__", "/srv/moepass"), False),
         (_module("__main__", f"{SCRIPTS}/pytest"), False),
-        (_run_as("moepass.__main__", "/srv/moepass/__main__.py"), False),
+        (_run_as("moepass.cli.__main__", "/srv/moepass/cli/__main__.py"), False),
         (_run_as("own", f"{PACKAGES}/own.py"), False),
     ],
 )

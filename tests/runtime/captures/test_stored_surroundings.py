@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from stored_models import EAGER, compiles
+from stored_models import compiles
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from moepass.runtime.captures import fingerprint
 from moepass.runtime.captures.capture_store import CaptureStore
-from moepass.stored_compile import StoredModule
 
 pytestmark = pytest.mark.usefixtures("known_tests", "no_grad")
 Script = Callable[..., nn.Module]
@@ -166,12 +164,6 @@ def test_nothing_is_stored_where_inductor_has_a_pass_of_the_program(
 # ---- the context of a call -------------------------------------------------------------------------------------------
 
 
-class Doubling(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result * 2 if function is torch.exp else result
-
-
 @contextlib.contextmanager
 def _rank(rank: int, ranks: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -196,8 +188,6 @@ def _autocast_dtype(dtype: torch.dtype) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("body", "first", "second"),
     [
-        ("return torch.exp(rows)", contextlib.nullcontext, Doubling),
-        ("return torch.exp(rows)", Doubling, contextlib.nullcontext),
         ("return rows * (1 + torch.distributed.get_rank())", lambda: _rank(0, 2), lambda: _rank(1, 2)),
         ("return rows * torch.distributed.get_world_size()", lambda: _rank(0, 2), lambda: _rank(0, 4)),
         (
@@ -215,20 +205,6 @@ def test_the_context_of_a_process_is_compared(
     for context, is_compiled in ((first, True), (first, False), (second, True)):
         with context():
             assert compiles(store, script(text), rows) == is_compiled
-
-
-def test_a_mode_that_is_entered_after_the_first_call_goes_to_the_compiler(store: CaptureStore, script: Script) -> None:
-    model = script("class Model(nn.Module):\n    def forward(self, rows):\n        return torch.exp(rows)\n")
-    stored = StoredModule(model, EAGER, "model", store)
-    rows = torch.ones(4)
-    expected = torch.exp(rows)
-    assert torch.equal(stored(rows), expected)
-    loaded = StoredModule(model, EAGER, "model", store)
-    assert torch.equal(loaded(rows), expected)
-    with Doubling():
-        doubled = loaded(rows)
-    assert torch.equal(doubled, 2 * expected)
-    assert torch.equal(loaded(rows), expected)
 
 
 def test_a_parameter_as_an_argument_is_told_apart(store: CaptureStore, script: Script) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tiny_checkpoint import save_tiny_checkpoint
 
 TEXT = json.dumps({"text": "the cat sat on the mat"}) + "\n"
-MODULE = [sys.executable, "-m", "moepass"]
+MODULE = [sys.executable, "-m", "moepass.cli"]
 SCRIPT = [os.path.join(sysconfig.get_path("scripts"), "moepass")]
 TEXT_OF_COMMAND = [sys.executable, "-c", "from moepass.cli.main import main; main()"]
 STORED = "runs as an earlier process has compiled it"
