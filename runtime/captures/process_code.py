@@ -2,8 +2,11 @@
 
 What a program does to torch, to transformers or to a model has no end: it replaces functions, registers operators, sets
 hooks. So nothing of that is looked for. Every module must come with Python, with a package that is installed, or with
-moepass, and the process must be one that moepass starts: its command, or `python -m moepass...`. What such a process
+moepass, and the program must be a part of moepass: its command, or a module that `python -m` runs. What such a process
 computes depends on the versions of the packages, on the sources of moepass, and on what `fingerprint` describes.
+
+This is no defence against a program that hides: one that takes its modules out of `sys.modules`, or that puts a module
+of moepass in the place of `__main__`. And of a package count its version and the files that are traced, no more.
 """
 
 from __future__ import annotations
