@@ -138,8 +138,6 @@ def asyncep(
 
         def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
             name_inputs(captured, graph)
-            if (watch := current_watch()) is not None:
-                watch.check(graph)
             return _compile(captured, parsed, wait_for_check, notes, whole)
 
         compiled: Callable[..., Any] = aot_autograd(

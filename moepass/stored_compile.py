@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,21 +21,22 @@ from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.banks.whole_models import whole_model_store
+from moepass.runtime.captures.capture_record import CaptureRecord
 from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store
 from moepass.runtime.captures.capture_watch import watch_capture
 from moepass.runtime.captures.fingerprint import (
     describe_model,
     digest_of,
+    environment,
     file_digests,
     machine,
     settings,
     short_versions,
-    traced_sources,
     versions,
 )
-from moepass.runtime.captures.known_code import OUR_PACKAGES
-from moepass.runtime.captures.stored_capture import CaptureRecord, StoredCapture, record_capture
-from moepass.runtime.torch_private import function_modes, is_autocasting
+from moepass.runtime.captures.process_code import OUR_PACKAGES, foreign_code
+from moepass.runtime.captures.stored_capture import StoredCapture, record_capture
+from moepass.runtime.torch_private import is_autocasting
 
 logger = logging.getLogger("moepass")
 
@@ -45,9 +47,9 @@ class StoredModule:
     The first call takes what earlier processes stored for this module. If no stored graph fits a call,
     `torch.compile` handles it, and what that compiles is stored, if it can be.
 
-    Only models whose code is of torch, transformers or moepass are stored. The module, torch's settings and the
-    functions that transformers has registered must stay as they are from the first call on. So this is for programs
-    that make their model themselves, as the command line does. `torch.compile` is for everybody else.
+    Captures are stored and used in processes that run no code of their own (see `process_code`), as those of the
+    command line. The module, its hooks, its configuration and torch's settings must stay as they are from the first
+    call on: only its parameters and buffers are looked at again. `torch.compile` is for everybody else.
     """
 
     def __init__(
@@ -65,75 +67,86 @@ class StoredModule:
         self._store = None if is_inspected else store or find_store()
         self._compiled: Any = torch.compile(module, backend="asyncep", options=dict(options))
         self._captures: list[StoredCapture] | None = None
-        self._modes: list[type] = []
-        # Key of the stored captures; empty if the compiled model cannot be stored.
-        self._key = ""
+        # As the first call found it.
+        self._is_inference = False
+        # Digests of what the stored captures depend on. Empty if the compiled model cannot be stored.
+        self._digests: dict[str, str] = {}
+        self._has_compiled = False
+        self._told: set[str] = set()
 
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
         if self._store is None or torch.is_grad_enabled() or is_autocasting():
             return self._call_compiled(*arguments)
-        modes = [type(mode) for mode in function_modes()]
         if self._captures is None:
-            self._captures, self._modes = self._load(self._store), modes
-        if modes != self._modes:
+            self._captures, self._is_inference = self._load(self._store), torch.is_inference_mode_enabled()
+        if torch.is_inference_mode_enabled() != self._is_inference:
+            self._tell("one call in torch.inference_mode, one without it")
             return self._call_compiled(*arguments)
         for capture in list(self._captures):
-            inputs = capture.inputs_for(arguments)
-            if inputs is not None and self._is_ready(capture):
+            try:
+                inputs = capture.inputs_for(arguments)
+                if inputs is not None:
+                    self._prepare(capture)
+            except ValueError as error:
+                self._store.report(self._key()[:12], str(error))
+                self._captures.remove(capture)
+                continue
+            if inputs is not None:
                 result: torch.Tensor = capture.run(inputs)
                 return result
-        return self._call_and_store(self._store, arguments) if self._key else self._call_compiled(*arguments)
+        return self._call_and_store(self._store, arguments) if self._digests else self._call_compiled(*arguments)
 
-    def _is_ready(self, capture: StoredCapture) -> bool:
-        assert self._store is not None
-        assert self._captures is not None
-        if "executor" in vars(capture):
-            return True
-        try:
+    def _prepare(self, capture: StoredCapture) -> None:
+        """Raises ValueError where the capture is damaged."""
+        if "executor" not in vars(capture):
             note_compilation(capture.executor, capture.context)
-        except ValueError as error:
-            self._store.report(self._key[:12], str(error))
-            self._captures.remove(capture)
-            return False
-        logger.info("%s runs as an earlier process has compiled it", self._name)
-        return True
+            logger.info("%s runs as an earlier process has compiled it", self._name)
 
     def _load(self, store: CaptureStore) -> list[StoredCapture]:
         try:
-            self._key = digest_of(self._description())
+            self._digests, _ = self._describe()
         except NotStorableError as error:
             self._do_not_store(error)
             return []
         found = []
-        for content in store.load(self._key):
+        for content in store.load(self._key()):
             try:
                 record = msgspec.json.decode(content, type=CaptureRecord)
-                if traced_sources({file: source.names for file, source in record.sources.items()}) != record.sources:
-                    raise NotStorableError("other sources of the model, or other values behind the names in them")
+                if file_digests(record.sources) != record.sources:
+                    raise NotStorableError("other sources of the model")
+                if {name: os.environ.get(name) for name in record.environment} != record.environment:
+                    raise NotStorableError("other values of environment variables")
                 banks = _bank_store(self._module)
                 context = pass_context(self._options, banks, whole_model_store(self._module.parameters()))
                 found.append(StoredCapture(record, self._module, banks, context))
             except NotStorableError as error:
                 logger.info("a stored capture of %s is not used, because it is of %s", self._name, error)
             except ValueError as error:  # msgspec's errors are ValueErrors
-                store.report(self._key[:12], str(error))
+                store.report(self._key()[:12], str(error))
         return found
 
     def _call_and_store(self, store: CaptureStore, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        with watch_capture() as watch:
+        with watch_capture(lambda: describe_model(self._module)[1]) as watch:
             result = self._call_compiled(*arguments)
         if not watch.graphs and not watch.problem:
-            return result  # Dynamo had compiled it before
+            if not self._has_compiled:
+                self._tell("a call of which Dynamo compiles nothing")
+            return result
+        self._has_compiled = True
         try:
-            if digest_of(self._description()) != self._key:
+            digests, tensors = self._describe()
+            changed = [name for name, digest in digests.items() if digest != self._digests[name]]
+            if not changed and [id(tensor) for tensor in watch.tensors] != [id(tensor) for tensor in tensors]:
+                changed = ["tensors of the model"]
+            if changed:
                 self._captures = []
-                raise NotStorableError("a module that changed while it ran")
+                raise NotStorableError(f"since the first call changed: {', '.join(changed)}")
             record = record_capture(watch, self._module, arguments, result)
         except NotStorableError as error:
             self._do_not_store(error)
             return result
         content = msgspec.json.encode(record)
-        store.save(self._key, record.name(), content, self._name, {"moepass": __version__, **short_versions()})
+        store.save(self._key(), record.name(), content, self._name, {"moepass": __version__, **short_versions()})
         return result
 
     def _call_compiled(self, *arguments: torch.Tensor) -> torch.Tensor:
@@ -141,19 +154,36 @@ class StoredModule:
         return result
 
     def _do_not_store(self, reason: Exception) -> None:
-        logger.info("what is compiled for %s is not stored for later processes: %s", self._name, reason)
-        self._key = ""
+        self._tell(str(reason))
+        self._digests = {}
 
-    def _description(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "moepass": _own_digest(),
-            "versions": versions(),
-            "machine": machine(),
-            "settings": settings(),
-            "options": repr(self._options),
-            "model": describe_model(self._module),
-        }
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.info("what is compiled for %s is not stored for later processes: %s", self._name, reason)
+
+    def _key(self) -> str:
+        return digest_of(self._digests)
+
+    def _describe(self) -> tuple[dict[str, str], list[torch.Tensor]]:
+        """Digests of what a capture depends on, and the tensors of the model. Raises NotStorableError."""
+        if reason := foreign_code():
+            raise NotStorableError(reason)
+        try:
+            model, tensors = describe_model(self._module)
+            description = {
+                "schema": SCHEMA,
+                "moepass": _own_digest(),
+                "versions": versions(),
+                "environment": environment(),
+                "machine": machine(),
+                "settings": settings(),
+                "options": repr(self._options),
+                "model": model,
+            }
+            return {name: digest_of(part) for name, part in description.items()}, tensors
+        except (ValueError, RecursionError) as error:  # of texts of numbers, of JSON, and of lists in lists
+            raise NotStorableError(f"a value of the model has no text: {type(error).__name__}: {error}") from error
 
 
 def _bank_store(module: nn.Module) -> BankStore | None:

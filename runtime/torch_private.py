@@ -75,14 +75,6 @@ def is_autocasting() -> bool:
     return bool(torch._C._is_any_autocast_enabled())
 
 
-def function_modes() -> list[object]:
-    """The modes that see each call of a function of torch, as that of torch.set_default_device."""
-    from torch.overrides import _get_current_function_mode_stack
-
-    modes: list[object] = _get_current_function_mode_stack()
-    return modes
-
-
 def frames_compiled() -> tuple[int, int]:
     """How many functions Dynamo has begun to compile, and how many it has compiled."""
     from torch._dynamo.utils import counters

@@ -65,16 +65,14 @@ def store(tmp_path: Path) -> CaptureStore:
     return CaptureStore(tmp_path / "captures")
 
 
-@pytest.fixture
-def known_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Captures are stored of code that a version tells; here also of the models of tests and the files they write."""
-    from moepass.runtime.captures import known_code
+@pytest.fixture(scope="module")
+def known_tests() -> Iterator[None]:
+    """Captures are stored in processes that run installed code alone; here also with the modules of tests."""
+    from moepass import stored_compile
 
-    folders = (*known_code.known_folders(), *(os.path.join(path, "") for path in (Path(__file__).parent, tmp_path)))
-    monkeypatch.setattr(known_code, "known_folders", lambda: folders)
-    known_code.is_known_file.cache_clear()
-    yield
-    known_code.is_known_file.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_compile, "foreign_code", lambda: "")
+        yield
 
 
 def pytest_collection_finish() -> None:

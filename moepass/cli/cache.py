@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+from rich.text import Text
 
 from moepass.models.errors import InputError
 from moepass.runtime.captures.capture_store import FOLDER_VARIABLE, CaptureStore, Entry, find_store
@@ -23,7 +24,7 @@ def list_cache() -> None:
         for heading in ("model", "stored", "size", "versions"):
             table.add_column(heading, justify="right" if heading == "size" else "left", overflow="fold")
         for entry in entries:
-            table.add_row(*_cells(entry))
+            table.add_row(*map(_shown, _cells(entry)))
         console.print(table)
     console.print(f"{_amount(entries)} in {store.folder}", highlight=False, soft_wrap=True)
 
@@ -42,6 +43,11 @@ def _store() -> CaptureStore:
             f"compiled models are not stored: {FOLDER_VARIABLE} is empty, or torch's compiler caches are switched off"
         )
     return store
+
+
+def _shown(text: str) -> Text:
+    """As plain text: files may hold anything, and a terminal obeys some letters."""
+    return Text("".join(letter if letter.isprintable() else "?" for letter in text))
 
 
 def _cells(entry: Entry) -> tuple[str, str, str, str]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
+import errno
 import hashlib
 import logging
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,6 +33,10 @@ _SUFFIX, _UNFINISHED = ".capture", ".part"
 _MOST_BYTES = 256 << 20
 # Of all captures together: those that were not read for the longest time are removed beyond it.
 _MOST_BYTES_IN_ALL = 1 << 30
+# What a process that was killed began to write. None takes that long for a file.
+_UNFINISHED_SECONDS = 3600.0
+# The first second of the year 10000, after the last date that Python knows.
+_END_OF_DATES = 253402300800.0
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -96,11 +101,11 @@ class CaptureStore:
         Where that fails, the log says why: whatever is computed does not depend on it.
         """
         digest = hashlib.sha256(content).hexdigest()
-        now = datetime.datetime.now(datetime.timezone.utc).timestamp()
-        header = EntryHeader(key, digest, model, now, dict(versions))
+        header = EntryHeader(key, digest, model, time.time(), dict(versions))
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_own(self.folder.stat(), "the folder")
+            with contextlib.suppress(FileExistsError):  # which also says that a file is there
+                self.folder.mkdir(mode=0o700, parents=True)
+            _check_folder(self.folder.stat())
             # Complete under its name or not at all, whoever else writes or reads it now.
             number, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=_UNFINISHED)
             try:
@@ -120,14 +125,16 @@ class CaptureStore:
     def _remove_unread(self) -> None:
         """Keep within `_MOST_BYTES_IN_ALL`. Other processes may do so too, and keep what they have open."""
         found = []
-        for path in self.folder.glob(f"*{_SUFFIX}"):
+        for path in [*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f".*{_UNFINISHED}")]:
             with contextlib.suppress(FileNotFoundError):
                 known = path.lstat()
                 found.append((known.st_mtime_ns, path.name, known.st_size))
         total = 0
-        for _, name, nbytes in sorted(found, reverse=True):
+        now = time.time_ns()
+        for written_ns, name, nbytes in sorted(found, reverse=True):
             total += nbytes
-            if total > _MOST_BYTES_IN_ALL:
+            is_left = name.endswith(_UNFINISHED) and now - written_ns > _UNFINISHED_SECONDS * 1e9
+            if is_left or (total > _MOST_BYTES_IN_ALL and name.endswith(_SUFFIX)):
                 try:
                     (self.folder / name).unlink(missing_ok=True)
                 except OSError as error:
@@ -139,8 +146,11 @@ class CaptureStore:
         return sorted(found, key=lambda entry: -entry.header.created if entry.header else 0.0)
 
     def clear(self) -> list[Entry]:
-        """Remove every stored capture; gives what was removed. Raises InputError where one cannot be."""
-        removed = self.entries()
+        """Remove every stored capture; gives what was removed. Raises InputError where one cannot be.
+
+        A folder is none, whatever its name is.
+        """
+        removed = [entry for entry in self.entries() if entry.path.is_symlink() or not entry.path.is_dir()]
         # What a process began to write, and did not finish, goes too.
         for path in [*(entry.path for entry in removed), *self._listed(f".*{_UNFINISHED}")]:
             try:
@@ -165,7 +175,7 @@ class CaptureStore:
     def _paths(self, pattern: str) -> list[Path]:
         """Raises _UnusableError."""
         try:
-            _check_own(self.folder.stat(), "the folder")
+            _check_folder(self.folder.stat())
             return sorted(self.folder.glob(pattern))
         except FileNotFoundError:
             return []
@@ -186,7 +196,8 @@ def find_store() -> CaptureStore | None:
 
     if torch.compiler.config.force_disable_caches:
         return None
-    return CaptureStore(Path(given or os.path.join(cache_dir(), "moepass")).absolute())
+    # Only a shell expands what it finds at the beginning of a word; services and containers have none.
+    return CaptureStore(Path(os.path.expanduser(given or os.path.join(cache_dir(), "moepass"))).absolute())
 
 
 def _read_own(path: Path) -> bytes:
@@ -206,7 +217,14 @@ def _read_own(path: Path) -> bytes:
         finally:
             os.close(number)
     except OSError as error:
-        raise _UnusableError(f"it cannot be read: {error.strerror}") from error
+        problem = "it is a link" if error.errno == errno.ELOOP else f"it cannot be read: {error.strerror}"
+        raise _UnusableError(problem) from error
+
+
+def _check_folder(known: os.stat_result) -> None:
+    if not stat.S_ISDIR(known.st_mode):
+        raise _UnusableError("it is a file, not a folder")
+    _check_own(known, "the folder")
 
 
 def _check_own(known: os.stat_result, what: str) -> None:
@@ -224,4 +242,6 @@ def _split(data: bytes) -> tuple[EntryHeader, bytes]:
         raise _UnusableError(f"its first line is damaged: {error}") from error
     if header.schema != SCHEMA:
         raise _UnusableError(f"its schema is {header.schema!r}; this version reads {SCHEMA!r}")
+    if not 0 <= header.created < _END_OF_DATES:
+        raise _UnusableError(f"its date is {header.created:g}; expected are seconds since 1970")
     return header, content

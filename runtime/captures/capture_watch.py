@@ -5,34 +5,31 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from moepass.passes.graph.graph_records import NotStorableError
-from moepass.runtime.captures.known_code import check_known, names_read
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.segment_records import SegmentRecord, record_segments
 from moepass.runtime.torch_private import frames_compiled, traced_code
-
-# Operators of libraries that are known by their versions.
-_LIBRARIES = {"aten", "prim", "prims", "quantized", "mkldnn", "_c10d_functional", "inductor", "moepass", "transformers"}
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledGraph:
     """What the backend made of `captured`; `top` calls the segments.
 
-    `names` has the sources that Dynamo traced, and the names that they read.
+    `code` are the functions that Dynamo traced.
     """
 
     captured: GraphModule
     top: GraphModule
     segments: dict[str, SegmentRecord]
     executor: Executor
-    names: Mapping[str, frozenset[str]]
+    code: tuple[CodeType, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +42,15 @@ class GraphRun:
 
 
 class CaptureWatch:
-    """Collects what is compiled and run inside `watch_capture`; `problem` says why none of it can be stored."""
+    """Collects what is compiled and run inside `watch_capture`; `problem` says why none of it can be stored.
 
-    def __init__(self) -> None:
+    `tensors` are those of the model before the call: what a call assigns, Dynamo assigns after the graph has run.
+    """
+
+    def __init__(self, look: Callable[[], list[torch.Tensor]]) -> None:
+        """`look` gives the tensors of the model, or raises NotStorableError."""
+        self._look = look
+        self.tensors: list[torch.Tensor] = []
         self.graphs: list[CompiledGraph] = []
         self.runs: list[GraphRun] = []
         self.problem = ""
@@ -58,24 +61,14 @@ class CaptureWatch:
         (began, compiled), (earlier_began, earlier_compiled) = frames_compiled(), self._began
         return began - earlier_began, compiled - earlier_compiled
 
-    def check(self, graph: GraphModule) -> None:
-        """`graph` is Dynamo's. What it calls as one function, AOT traces, and no list of sources has its code."""
-        for node in graph.graph.nodes:
-            target = node.target if node.op == "call_function" else None
-            if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-                library = str(target).partition(".")[0]
-                if library not in _LIBRARIES:
-                    self.problem = f"a call of the operator {target}, into which Dynamo does not look"
-            if node.op == "call_module" and not isinstance(graph.get_submodule(node.target), GraphModule):
-                self.problem = f"a call of the module {node.target}, into which Dynamo does not look"
-
     def watched(self, captured: GraphModule, top: GraphModule, executor: Executor) -> Callable[[list[Any]], Any]:
         """Wrap `executor` so that its runs are recorded.
 
         Call it while Dynamo captures, before the first run.
         """
         try:
-            graph = CompiledGraph(captured, top, record_segments(top), executor, _traced_names())
+            self.tensors = self.tensors or self._look()
+            graph = CompiledGraph(captured, top, record_segments(top), executor, tuple(traced_code()))
             self.graphs.append(graph)
         except NotStorableError as error:
             self.problem = str(error)
@@ -98,19 +91,6 @@ class _Watched:
         return outputs
 
 
-def _traced_names() -> dict[str, frozenset[str]]:
-    """The files whose code stands in the graph that is captured now, and the names that this code reads.
-
-    Raises NotStorableError as `check_known`.
-    """
-    found: dict[str, frozenset[str]] = {}
-    for code in traced_code():
-        check_known(code, "a part of the model")
-        if not code.co_filename.startswith("<"):  # as Python's own frozen modules, and what dataclasses write
-            found[code.co_filename] = found.get(code.co_filename, frozenset()) | names_read(code)
-    return found
-
-
 _current: contextvars.ContextVar[CaptureWatch | None] = contextvars.ContextVar("watch", default=None)
 
 
@@ -119,8 +99,8 @@ def current_watch() -> CaptureWatch | None:
 
 
 @contextlib.contextmanager
-def watch_capture() -> Iterator[CaptureWatch]:
-    watch = CaptureWatch()
+def watch_capture(look: Callable[[], list[torch.Tensor]]) -> Iterator[CaptureWatch]:
+    watch = CaptureWatch(look)
     token = _current.set(watch)
     try:
         yield watch

@@ -1,16 +1,18 @@
 """What a capture depends on beside its inputs, as one digest: the model, its settings, and everything that compiles it.
 
 Whatever code may branch on while it is traced belongs here: attributes of modules, configurations, hooks, torch's
-settings. A value without a stable text raises NotStorableError, and the model is not stored.
+settings. Installed code counts by its version (see `process_code`). A value without a stable text raises
+NotStorableError, and the model is not stored.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +22,45 @@ import torch
 from torch import nn
 
 from moepass.passes.graph.graph_records import NotStorableError
-from moepass.runtime.captures.value_texts import Description, describe_names
+from moepass.runtime.captures.process_code import distributions
+from moepass.runtime.captures.value_texts import Description
 from moepass.runtime.system.device_names import cpu_info
-from moepass.runtime.torch_private import function_modes
+
+# Of the packages whose code is traced or compiles. Some of these variables they read once, as they are imported.
+_VARIABLES = ("ACCELERATE_", "HF_", "PYTORCH", "TORCH", "TRANSFORMERS_", "USE_")
 
 
-def versions() -> dict[str, str]:
-    """Of everything whose code counts as known."""
-    import huggingface_hub
-    import numpy
-    import transformers
-
+def versions() -> dict[str, Any]:
+    """Of Python and of all that is installed. A local build of torch has no other version, but another revision."""
     return {
-        "python": f"{platform.python_implementation()} {sys.version}",
-        "torch": f"{torch.__version__} {torch.version.git_version}",
-        "transformers": transformers.__version__,
-        "huggingface_hub": huggingface_hub.__version__,
-        "numpy": numpy.__version__,
-        "typing_extensions": importlib.metadata.version("typing_extensions"),
+        "python": [platform.python_implementation(), sys.version, sys.flags.optimize],
+        "torch": torch.version.git_version,
+        "packages": distributions(),
     }
 
 
 def short_versions() -> dict[str, str]:
     """For people."""
-    return {name: text.split()[1 if name == "python" else 0] for name, text in versions().items()}
+    import transformers
+
+    packages = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    return {"python": platform.python_version(), **packages}
+
+
+def environment() -> dict[str, str]:
+    """The variables that packages may read before the model's code is traced."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES) and name != "TORCH_LOGS"}
+
+
+def variables_of(code: types.CodeType) -> dict[str, str | None]:
+    """The values of all environment variables that `code` may read: those of its texts that may be a name of one."""
+    texts = [text for text in code.co_consts if isinstance(text, str) and text.isidentifier() and text.isupper()]
+    inner = [variables_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return {
+        name: value
+        for found in ({text: os.environ.get(text) for text in texts}, *inner)
+        for name, value in found.items()
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -63,20 +80,11 @@ def settings() -> dict[str, Any]:
     from torch._inductor import config as inductor
 
     return {
-        # Not `get_hash`, which writes sets in the order of this process.
-        "configs": [
-            Description().value(config.save_config_portable(), config.__name__)
-            for config in (dynamo, functorch, inductor)
-        ],
+        "configs": [_config(config) for config in (dynamo, functorch, inductor)],
         "defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
         "deterministic": [
             torch.are_deterministic_algorithms_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        ],
-        "hooks": [
-            [name, [Description().value(hook, name) for hook in hooks.values()]]
-            for name, hooks in sorted(vars(torch.nn.modules.module).items())
-            if name.startswith("_global_") and name.endswith("_hooks")
         ],
         "precision": torch.get_float32_matmul_precision(),
         "libraries": [torch.backends.mkldnn.enabled, torch.backends.mkl.is_available()],
@@ -85,16 +93,21 @@ def settings() -> dict[str, Any]:
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
             torch.backends.cuda.cudnn_sdp_enabled(),
+            torch.backends.mha.get_fastpath_enabled(),
         ],
         "autocast": [str(torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")],
         "ranks": _ranks(),
-        "modes": [
-            torch.is_inference_mode_enabled(),
-            [Description().value(mode, "a mode") for mode in function_modes()],
-        ],
-        # A program may have replaced its methods.
-        "tensors": Description().value(torch.Tensor, "torch.Tensor"),
+        "inference": torch.is_inference_mode_enabled(),
     }
+
+
+def _config(config: Any) -> Any:
+    """Raises NotStorableError where a function is set, as a custom pass of Inductor: it is code of a program."""
+    for name, value in config.get_config_copy().items():
+        if any(callable(item) for item in (value if isinstance(value, (list, tuple)) else [value])):
+            raise NotStorableError(f"{config.__name__}.{name}, which is set to code: {value!r}")
+    # Not `get_hash`, which writes sets in the order of this process.
+    return Description().value(config.save_config_portable(), config.__name__)
 
 
 def _ranks() -> list[Any]:
@@ -122,23 +135,10 @@ def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
     return found
 
 
-class TracedSource(msgspec.Struct, frozen=True):
-    """A file whose code was traced: the digest of its text, the names that it reads, the digest of their values."""
+def describe_model(model: nn.Module) -> tuple[Any, list[torch.Tensor]]:
+    """Everything in `model` but the numbers of its tensors; and these tensors, in a fixed order.
 
-    digest: str
-    names: tuple[str, ...]
-    values: str
-
-
-def traced_sources(names_of: Mapping[str, Iterable[str]]) -> dict[str, TracedSource]:
-    """By file. Raises NotStorableError as `file_digests` and `describe_names`."""
-    values = describe_names(names_of)
-    return {
-        file: TracedSource(digest, tuple(sorted(names_of[file])), digest_of(values.get(file)))
-        for file, digest in file_digests(names_of).items()
-    }
-
-
-def describe_model(model: nn.Module) -> Any:
-    """Everything in `model` but the numbers of its tensors. Raises NotStorableError, which names what has no text."""
-    return Description().value(model, type(model).__name__)
+    Raises NotStorableError, which names what has no text.
+    """
+    description = Description()
+    return description.value(model, type(model).__name__), description.tensors

@@ -1,20 +1,12 @@
-"""One capture as data: a graph that was compiled for a model, and what must hold of a call for it to serve that call.
-
-Dynamo's guards are of two kinds. What the code read of the model and the process is in the key that the capture is
-stored under (see `fingerprint`). What it read of the arguments is here: type, device, shape and strides of each, in the
-graph's own sizes, and the conditions on these sizes that were found while the graph was traced and compiled.
-"""
+"""Record one call of a compiled model, and serve such calls from the record, in this process or a later one."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import sympy
 import torch
 from torch import nn
@@ -22,119 +14,50 @@ from torch.fx import Graph
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
-from moepass.passes.graph.graph_records import NodeRecord, NotStorableError, read_graph, record_graph
+from moepass.passes.graph.graph_records import NotStorableError, read_graph, record_graph
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, symbolic_sizes
 from moepass.passes.graph.written_inputs import writes_to_inputs
-from moepass.passes.ir.plan import BankSpec, Plan, dtype_name
+from moepass.passes.ir.plan import BankSpec, dtype_name
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.captures.capture_record import (
+    ANY_SIZE,
+    RELATIONS,
+    ArgumentInput,
+    CaptureRecord,
+    Condition,
+    SizeInput,
+    StateInput,
+    TensorLayout,
+    size_texts,
+)
 from moepass.runtime.captures.capture_watch import CaptureWatch, CompiledGraph, GraphRun
-from moepass.runtime.captures.fingerprint import TracedSource, traced_sources
+from moepass.runtime.captures.fingerprint import file_digests, variables_of
 from moepass.runtime.execute.executor import Executor
-from moepass.runtime.lowering.segment_records import SegmentRecord, read_segments, reads_compiled_code
+from moepass.runtime.lowering.segment_records import read_segments, reads_compiled_code
 from moepass.runtime.torch_private import same_layouts, vector_instructions
 
-_RELATIONS: dict[str, Callable[[float, float], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-
-
-class TensorLayout(msgspec.Struct, frozen=True):
-    """Sizes and strides are expressions in the graph's sizes."""
-
-    dtype: str
-    device: str
-    shape: tuple[str, ...]
-    stride: tuple[str, ...]
-
-    def holds_for(self, value: object, sizes: Mapping[str, int]) -> bool:
-        return (
-            type(value) in (torch.Tensor, nn.Parameter)
-            and isinstance(value, torch.Tensor)
-            and value.layout is torch.strided
-            and not _is_lazy(value)
-            and dtype_name(value.dtype) == self.dtype
-            and str(value.device) == self.device
-            and _are(value.shape, self.shape, sizes)
-            and _are(value.stride(), self.stride, sizes)
-        )
-
-
-class StateInput(msgspec.Struct, frozen=True, tag="state"):
-    """An input of the graph that is a parameter or a buffer of the model."""
-
-    path: str
-    layout: TensorLayout
-
-
-class ArgumentInput(msgspec.Struct, frozen=True, tag="argument"):
-    """An input that is an argument of the call."""
-
-    position: int
-    layout: TensorLayout
-
-
-class SizeInput(msgspec.Struct, frozen=True, tag="size"):
-    """An input that is a size, as an expression in those that the arguments show."""
-
-    text: str
-
-
-class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """`left relation right`, of sizes."""
-
-    left: str
-    relation: str
-    right: str
-
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        return _RELATIONS[self.relation](evaluate_text(self.left, sizes), evaluate_text(self.right, sizes))
-
-
-class CaptureRecord(msgspec.Struct, frozen=True):
-    """`sizes` says by name which dimension of which argument is a size. `result` is the output that the call gave.
-
-    `sources` are the files of the traced code. `vector_instructions` are those that Inductor compiled for; empty where
-    it compiled nothing.
-    """
-
-    inputs: tuple[StateInput | ArgumentInput | SizeInput, ...]
-    sizes: dict[str, tuple[int, int]]
-    conditions: tuple[Condition, ...]
-    arguments: int
-    result: int
-    plan: Plan
-    top: tuple[NodeRecord, ...]
-    segments: dict[str, SegmentRecord]
-    sources: dict[str, TracedSource]
-    vector_instructions: str = ""
-
-    def name(self) -> str:
-        """Equal for captures that serve the same calls."""
-        served = msgspec.json.encode((self.inputs, self.sizes, self.conditions, self.arguments), order="sorted")
-        return hashlib.sha256(served).hexdigest()[:16]
+# A module, its dictionary of parameters or of buffers, and a name in it.
+_Place = tuple[nn.Module, str, str]
 
 
 def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object) -> CaptureRecord:
     """What one call of the compiled `model` compiled. Raises NotStorableError where that alone gives no such call."""
     graph, run = _only_run(watch)
     inputs = graph_inputs(graph.captured.graph)
-    tensors = {id(value): path for path, value in _state(model)}
+    tensors: dict[int, list[str]] = {}
+    for path, value in _state(model):
+        tensors.setdefault(id(value), []).append(path)
     places = {id(value): place for place, value in enumerate(arguments)}
     # What Dynamo knows of an argument that is no input of its own is in guards that are not kept.
     own = {id(value) for value in run.inputs} - tensors.keys()
     if len(places) != len(arguments) or places.keys() - own:
         raise NotStorableError("a call in which an argument is no tensor, is not read, or is given twice")
-    if any(isinstance(value, torch.Tensor) and not _is_plain(value) for value in arguments):
-        raise NotStorableError("a call in which an argument is a parameter or has attributes of its own")
+    if any(isinstance(value, nn.Parameter) for value in arguments):
+        raise NotStorableError("a call in which an argument is a parameter")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
@@ -145,7 +68,7 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
         elif id(value) in places:
             records.append(ArgumentInput(places[id(value)], _layout(described)))
         elif id(value) in tensors:
-            records.append(StateInput(tensors[id(value)], _layout(described)))
+            records.append(StateInput(tuple(tensors[id(value)]), _layout(described)))
         else:
             raise NotStorableError(f"the input {node.name}, which is neither an argument nor state of the model")
     outputs = [place for place, value in enumerate(run.outputs) if value is result]
@@ -153,11 +76,8 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
         raise NotStorableError("a result that is no output of the graph")
     sizes = _sizes([record for record in records if isinstance(record, ArgumentInput)])
     conditions = _conditions(graph.captured.graph)
-    for text in [side for condition in conditions for side in (condition.left, condition.right)]:
+    for text in size_texts(records, conditions):
         _check_text(text, sizes)
-    for record in records:
-        if isinstance(record, SizeInput):
-            _check_text(record.text, sizes)
     return CaptureRecord(
         tuple(records),
         sizes,
@@ -167,7 +87,8 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
         graph.executor.plan,
         record_graph(graph.top.graph),
         graph.segments,
-        traced_sources(graph.names),
+        file_digests({code.co_filename for code in graph.code if not code.co_filename.startswith("<")}),
+        {name: value for code in graph.code for name, value in variables_of(code).items()},
         vector_instructions() if any(reads_compiled_code(segment) for segment in graph.segments.values()) else "",
     )
 
@@ -178,8 +99,9 @@ class StoredCapture:
     def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None, context: PassContext) -> None:
         """`store` has the banks of `model`; in `context` the plan is made again.
 
-        Raises ValueError where the banks of `model`, or its state, are not those of the record.
+        Raises ValueError where the record is damaged, or the banks of `model` or its state are other ones.
         """
+        record.check()
         self._record = record
         self._store = store
         self.context = context
@@ -187,7 +109,10 @@ class StoredCapture:
         _check_banks(record.plan.banks, store)
 
     def inputs_for(self, arguments: Sequence[Any]) -> list[Any] | None:
-        """The inputs of the graph for a call with these arguments; None where it is not right for them."""
+        """The inputs of the graph for a call with these arguments; None where it is not right for them.
+
+        Raises ValueError where a text of the record is not arithmetic for these sizes.
+        """
         record = self._record
         if len(arguments) != record.arguments or not all(isinstance(value, torch.Tensor) for value in arguments):
             return None
@@ -208,7 +133,7 @@ class StoredCapture:
                 inputs.append(next(state))
             else:
                 value = arguments[item.position]
-                if value.requires_grad or not _is_plain(value) or not item.layout.holds_for(value, sizes):
+                if value.requires_grad or isinstance(value, nn.Parameter) or not item.layout.holds_for(value, sizes):
                     return None
                 inputs.append(value)
         return inputs
@@ -216,16 +141,18 @@ class StoredCapture:
     @functools.cached_property
     def executor(self) -> Executor:
         """Raises ValueError where the record makes no executor."""
-        record = self._record
+        record, plan = self._record, self._record.plan
         try:
             top = read_graph(record.top, read_segments(record.segments, record.vector_instructions))
-        except (KeyError, RuntimeError) as error:
+            results = next((node.args[0] for node in top.graph.nodes if node.op == "output"), None)
+            if not isinstance(results, (list, tuple)) or not 0 <= record.result < len(results):
+                raise ValueError(f"its result is output {record.result} of {results}")
+            if plan.decisions is not None:
+                # For the profile of now: it may be another one than when this was stored.
+                plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"it makes no graph: {type(error).__name__}: {error}") from error
-        ring = self._store.ring() if self._store is not None and record.plan.slot_stays else None
-        plan = record.plan
-        if plan.decisions is not None:
-            # For the profile of now: it may be another one than when this was stored.
-            plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
+        ring = self._store.ring() if self._store is not None and plan.slot_stays else None
         return Executor(top, plan, ring)
 
     def run(self, inputs: list[Any]) -> Any:
@@ -242,26 +169,30 @@ class _StateTensors:
     def __init__(self, model: nn.Module, items: Sequence[StateInput]) -> None:
         """Raises ValueError where `model` has none of a path, or one of another layout."""
         self._items = items
-        self._places = [self._place(model, item.path) for item in items]
+        # The first path of each, then the others of those that are tied, with the place of the first.
+        self._places = [self._place(model, item.paths[0]) for item in items]
+        self._tied = [(n, self._place(model, path)) for n, item in enumerate(items) for path in item.paths[1:]]
         self._are_known: Callable[..., bool] | None = None
         for item, value in zip(items, self._values(), strict=True):
             if not item.layout.holds_for(value, {}):
-                raise ValueError(f"{item.path} of the model is not what it was stored for")
+                raise ValueError(f"{item.paths[0]} of the model is not what it was stored for")
 
     def read(self) -> list[torch.Tensor] | None:
-        """None where one is not of the record's type and shape."""
+        """None where one is not of the record's type and shape, or two are no longer tied."""
         values = self._values()
         if self._are_known is None or not self._are_known(*values):
             if not all(item.layout.holds_for(value, {}) for item, value in zip(self._items, values, strict=True)):
                 return None
             self._are_known = same_layouts(values)
+        if any(_read(place) is not values[first] for first, place in self._tied):
+            return None
         return values
 
     def _values(self) -> list[Any]:
-        return [getattr(owner, kind).get(name) for owner, kind, name in self._places]
+        return [_read(place) for place in self._places]
 
     @staticmethod
-    def _place(model: nn.Module, path: str) -> tuple[nn.Module, str, str]:
+    def _place(model: nn.Module, path: str) -> _Place:
         prefix, _, name = path.rpartition(".")
         try:
             owner = model.get_submodule(prefix)
@@ -270,14 +201,9 @@ class _StateTensors:
         return owner, "_parameters" if name in owner._parameters else "_buffers", name
 
 
-def _is_lazy(value: torch.Tensor) -> bool:
-    """Whether its memory does not have its numbers as they are: torch conjugates, negates or batches them when read."""
-    return value.is_conj() or value.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    """Whether it is of torch's own type, and has no attributes that somebody wrote on it: traced code may read both."""
-    return type(value) is torch.Tensor and all("_dynamo_" in name or name == "_specialize_on" for name in vars(value))
+def _read(place: _Place) -> Any:
+    owner, kind, name = place
+    return getattr(owner, kind).get(name)
 
 
 def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
@@ -315,13 +241,6 @@ def _text(size: object) -> str:
     return str(size_expression(size))
 
 
-def _are(values: Sequence[int], texts: Sequence[str], sizes: Mapping[str, int]) -> bool:
-    return len(values) == len(texts) and all(
-        value == (int(text) if text.isdigit() else evaluate_text(text, sizes))
-        for value, text in zip(values, texts, strict=True)
-    )
-
-
 def _sizes(records: Sequence[ArgumentInput]) -> dict[str, tuple[int, int]]:
     """Where each size that stands alone in the shape of an argument is read."""
     found: dict[str, tuple[int, int]] = {}
@@ -356,7 +275,7 @@ def _relations(expression: Any) -> list[Condition]:
         return []
     if isinstance(expression, sympy.And):
         return [condition for part in expression.args for condition in _relations(part)]
-    if isinstance(expression, sympy.core.relational.Relational) and expression.rel_op in _RELATIONS:
+    if isinstance(expression, sympy.core.relational.Relational) and expression.rel_op in RELATIONS:
         return [Condition(str(expression.lhs), expression.rel_op, str(expression.rhs))]
     raise NotStorableError(f"the condition {expression}")
 
@@ -364,9 +283,11 @@ def _relations(expression: Any) -> list[Condition]:
 def _check_text(text: str, sizes: Mapping[str, object]) -> None:
     """Raises NotStorableError where `text` is not arithmetic on `sizes`."""
     try:
-        evaluate_text(text, dict.fromkeys(sizes, 64))
+        evaluate_text(text, dict.fromkeys(sizes, ANY_SIZE))
     except InputError as error:
-        raise NotStorableError(str(error)) from error
+        if error.name is None:
+            raise NotStorableError(str(error)) from error
+        raise NotStorableError(f"the size {error.name}, which no argument has as a dimension") from error
 
 
 def _check_banks(planned: Sequence[BankSpec], store: BankStore | None) -> None:

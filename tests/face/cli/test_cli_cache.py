@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +13,9 @@ from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 from moepass.cli.main import app
+from moepass.runtime.captures.capture_store import SCHEMA
 
 TEXT = json.dumps({"text": "the cat sat on the mat"}) + "\n"
-# The command in a process of its own; at the end, what it compiled.
-PROCESS = """
-import atexit, json, sys
-from moepass.cli.main import main
-
-def tell():
-    from torch._dynamo.utils import counters
-    compiled = {"graphs": counters["stats"]["unique_graphs"], **counters["inductor"]}
-    print(json.dumps(compiled), file=sys.stderr)
-
-atexit.register(tell)
-sys.argv[0] = "moepass"
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +41,7 @@ def _score(checkpoint: Path) -> Any:
     return result
 
 
+@pytest.mark.usefixtures("known_tests")
 def test_a_second_score_compiles_nothing_and_a_damaged_file_is_reported(
     checkpoint: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,6 +73,33 @@ def test_a_second_score_compiles_nothing_and_a_damaged_file_is_reported(
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("model", "\x1b[2J\x07me", "?[2J?me"),
+        ("model", "[red]me[/blue]", "[red]me[/blue]"),
+        ("created", 1e300, "not used"),
+        ("created", -1e18, "not used"),
+    ],
+)
+def test_cache_lists_what_nobody_wrote_on_purpose(folder: Path, field: str, value: object, shown: str) -> None:
+    header = {
+        "key": "a" * 64,
+        "digest": "",
+        "model": "",
+        "created": 1.0,
+        "versions": {},
+        "schema": SCHEMA,
+        field: value,
+    }
+    folder.mkdir(mode=0o700)
+    (folder / "a.capture").write_text(json.dumps(header) + "\n")
+    result = _run("cache", "--list")
+    assert result.exit_code == 0, result.output
+    assert shown in result.stdout
+    assert "\x1b" not in result.stdout
+
+
 def test_cache_refuses_what_it_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = _run("cache", "--list", "--clear")
     assert (both.exit_code, "exclude each other" in both.stderr) == (2, True)
@@ -100,25 +112,3 @@ def test_cache_refuses_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("MOEPASS_CACHE_DIR", "")
     off = _run("cache")
     assert (off.exit_code, "MOEPASS_CACHE_DIR is empty" in off.stderr) == (1, True)
-
-
-def _process(checkpoint: Path, caches: Path) -> tuple[str, dict[str, int]]:
-    words = [sys.executable, "-c", PROCESS, "score", str(checkpoint), "--labels", "yes,no,maybe good", "--threads", "1"]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches)}
-    del environment["MOEPASS_CACHE_DIR"]
-    result = subprocess.run(words, input=TEXT, capture_output=True, text=True, timeout=280, env=environment)
-    assert result.returncode == 0, result.stderr
-    *notes, compiled = result.stderr.splitlines()
-    assert notes == []
-    return result.stdout, json.loads(compiled)
-
-
-@pytest.mark.slow
-def test_a_second_process_compiles_nothing_with_inductor(checkpoint: Path, tmp_path: Path) -> None:
-    first, compiled = _process(checkpoint, tmp_path)
-    assert compiled["graphs"] == 1
-    assert compiled["fxgraph_cache_miss"] > 0
-    assert len(list((tmp_path / "moepass").iterdir())) == 1
-    second, compiled = _process(checkpoint, tmp_path)
-    assert compiled == {"graphs": 0}
-    assert second == first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
 from moepass.runtime.captures import capture_store
-from moepass.runtime.captures.capture_store import CaptureStore
+from moepass.runtime.captures.capture_store import CaptureStore, find_store
 
 KEY = "a" * 64
 VERSIONS = {"torch": "2.13.0"}
@@ -73,6 +74,10 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def _dated(path: Path, created: str) -> None:
+    path.write_bytes(re.sub(rb'"created":[^,]*', b'"created":' + created.encode(), path.read_bytes()))
+
+
 def _folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -89,7 +94,9 @@ def _folder(path: Path) -> None:
         (lambda path: path.write_bytes(b"\x80\x04."), KEY, "damaged"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"capture/1", b"capture/9")), KEY, "capture/9"),
         (_of_another_key, "b" * 64, "was stored for aaaaaaaaaaaa"),
-        (_linked, KEY, "cannot be read"),
+        (_linked, KEY, "it is a link"),
+        (lambda path: _dated(path, "1e300"), KEY, "its date is 1e+300"),
+        (lambda path: _dated(path, "-1e18"), KEY, "its date is -1e+18"),
         (_pipe, KEY, "no ordinary file"),
         (_folder, KEY, "no ordinary file"),
     ],
@@ -134,6 +141,46 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path, caplog: pytest
     (tmp_path / "file").write_bytes(b"")
     assert not _save(CaptureStore(tmp_path / "file" / "captures"))
     assert "not stored" in caplog.text
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CaptureStore(tmp_path / "file")
+    store.folder.write_bytes(b"")
+    assert not _save(store)
+    assert list(store.load(KEY)) == []
+    assert [record.getMessage().count("it is a file, not a folder") for record in caplog.records] == [1, 1]
+    with refused(InputError, path=store.folder):
+        store.entries()
+
+
+def test_clear_leaves_a_folder_whatever_its_name(store: CaptureStore) -> None:
+    _save(store)
+    (store.folder / "mine.capture").mkdir()
+    assert len(store.clear()) == 1
+    assert [path.name for path in store.folder.iterdir()] == ["mine.capture"]
+
+
+def test_a_home_folder_is_expanded_without_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MOEPASS_CACHE_DIR", "~/captures")
+    found = find_store()
+    assert found is not None
+    assert found.folder == tmp_path / "captures"
+
+
+def test_what_killed_writers_left_is_removed_and_what_is_being_written_counts(
+    store: CaptureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(store)
+    nbytes = store.entries()[0].nbytes
+    left, written = (store.folder / f".{name}.part" for name in ("left", "written"))
+    left.write_bytes(b"half")
+    os.utime(left, (1, 1))
+    written.write_bytes(b"x" * 2 * nbytes)
+    os.utime(next(store.folder.glob("*.capture")), (2, 2))
+    monkeypatch.setattr(capture_store, "_MOST_BYTES_IN_ALL", 3 * nbytes + nbytes // 2)
+    _save(store, name="new", key="b" * 64)
+    assert {path.name[:8] for path in store.folder.iterdir()} == {".written", "b" * 8}
 
 
 def test_a_write_that_fails_leaves_nothing(store: CaptureStore, monkeypatch: pytest.MonkeyPatch) -> None:

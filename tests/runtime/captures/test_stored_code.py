@@ -1,11 +1,10 @@
-"""A stored graph is not used where the code of a model is other code, be it under the same names."""
+"""A stored graph is not used where a source of the model was edited, by hand and under the same version."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,77 +63,3 @@ def test_code_that_was_edited_while_the_process_ran_is_not_stored(
     StoredModule(Doubled(), EAGER, "doubled", store)(torch.ones(4))
     assert store.entries() == []
     assert "test_stored_code.py, which was changed since this process began" in caplog.text
-
-
-SCRIPT = """import os
-from torch import nn
-
-SCALE = int(os.environ.get("SCALE_OF_TEST", "2"))
-
-
-def scaled(rows):
-    return rows * SCALE
-
-
-class Model(nn.Module):
-    def forward(self, rows):
-        return scaled(rows)
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
-    """Makes the model of a module `script`, as a process would that began after it was written."""
-    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: time.time() + 1)
-
-    def make(text: str = SCRIPT, name: str = "first.py") -> nn.Module:
-        source = tmp_path / name
-        if not source.exists() or source.read_text() != text:
-            source.write_text(text)
-        spec = importlib.util.spec_from_file_location("script", source)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "script", module)
-        spec.loader.exec_module(module)
-        made: nn.Module = module.Model()
-        return made
-
-    return make
-
-
-@pytest.fixture
-def stored_script(script: Callable[..., nn.Module], store: CaptureStore) -> CaptureStore:
-    result = StoredModule(script(), EAGER, "edited", store)(torch.ones(4))
-    assert torch.equal(result, torch.full((4,), 2.0))
-    assert not compiles(store, script())
-    return store
-
-
-def test_classes_of_one_name_in_two_files_are_told_apart(
-    stored_script: CaptureStore, script: Callable[..., nn.Module]
-) -> None:
-    """As two scripts have them, whose module is called `__main__`."""
-    assert not compiles(stored_script, script())
-    assert compiles(stored_script, script(SCRIPT.replace("* SCALE", "* SCALE * 2"), "second.py"))
-
-
-def test_a_number_in_a_module_is_compared(
-    stored_script: CaptureStore, script: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SCALE_OF_TEST", "3")
-    assert compiles(stored_script, script())
-
-
-def test_a_function_that_was_replaced_is_compared(
-    stored_script: CaptureStore, script: Callable[..., nn.Module]
-) -> None:
-    model = script()
-    sys.modules["script"].scaled = lambda rows: rows * 7  # type: ignore[attr-defined]
-    assert compiles(stored_script, model)
-
-
-def test_a_method_that_was_replaced_is_compared(stored_script: CaptureStore, script: Callable[..., nn.Module]) -> None:
-    model = script()
-    type(model).forward = lambda self, rows: rows * 7
-    assert compiles(stored_script, model)
