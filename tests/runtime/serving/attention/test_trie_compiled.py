@@ -71,6 +71,7 @@ class Runs:
         return found
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_one_graph_serves_all_steps_and_gives_what_the_model_gives(family: str, streaming: bool) -> None:

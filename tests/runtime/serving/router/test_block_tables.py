@@ -30,7 +30,7 @@ def expected(known: dict[int, set[int]], blocks: tuple[int, ...], ranks: list[in
     return sum(1 << rank for rank, length in lengths.items() if length == most), most
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_tables_find_what_sets_find(data: st.DataObject) -> None:
     tables = BlockTables()
