@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from moepass.models.errors import InputError
@@ -50,7 +52,7 @@ class BlockMemory:
         # Zeros, not what the memory held before: a masked weight of 0 times NaN would be NaN.
         self.keys, self.values = (
             [
-                torch.zeros(self.count, BLOCK_TOKENS, one.kv_heads, dim, dtype=one.dtype, device=device)
+                _zeros((self.count, BLOCK_TOKENS, one.kv_heads, dim), one.dtype, torch.device(device))
                 for one, dim in ((one, one.key_dim if is_key else one.value_dim) for one in self.layers)
             ]
             for is_key in (True, False)
@@ -83,3 +85,10 @@ class BlockMemory:
 def block_bytes(layers: Sequence[KeyValueShape]) -> int:
     """Bytes of one block in all `layers`."""
     return BLOCK_TOKENS * sum(layer.token_bytes for layer in layers)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the pages are taken when they are first written to, so that an empty cache takes no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
