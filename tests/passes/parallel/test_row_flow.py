@@ -469,6 +469,7 @@ def test_programs_that_treat_every_row_alone_are_taken_and_right(form: str, name
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @MANY
 @ROWS_ALONE
 def test_many_programs_that_treat_every_row_alone_are_taken_and_right(form: str, names: list[str]) -> None:
