@@ -1,4 +1,7 @@
-"""One rank of a server, as a process: `python -m moepass.cli.serve_rank ENDPOINT RANK ATTEMPT`, options on stdin."""
+"""One rank of a server, as a process: `python -m moepass.cli.serve_rank ENDPOINT RANK ATTEMPT SERVER`.
+
+Its options come on standard input. SERVER is the process number of the server, without which a rank ends.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import msgspec
 
 def main() -> int:
     """Serve until the server says that it ends, or is gone. Returns the exit status."""
-    endpoint, rank, attempt = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    endpoint, rank, attempt, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     # Ctrl-C reaches all processes of a terminal; the server decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,7 +33,7 @@ def main() -> int:
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOptions)
     try:
         engine = _engine(options, rank, attempt)
-        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, _Parent())
+        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, _Server(server))
         try:
             run_rank(engine, mailbox)
         finally:
@@ -41,11 +44,11 @@ def main() -> int:
     return 0
 
 
-class _Parent:
-    """The server that started this process."""
+class _Server:
+    """The server that started this process, which may be gone before this is made."""
 
-    def __init__(self) -> None:
-        self._number = os.getppid()
+    def __init__(self, number: int) -> None:
+        self._number = number
 
     def is_gone(self) -> bool:
         return os.getppid() != self._number
@@ -92,6 +95,7 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
         hardware=options.hardware,
         cache_bytes=options.cache_bytes,
         step_tokens=options.step_tokens,
+        sharers=options.ranks if options.device == "cpu" else 1,
     )
     key = bytes.fromhex(options.key)
     return load_engine(resolve_model(options.model), asked, compile_module if options.compiled else None, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import sys
@@ -25,6 +26,9 @@ from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK, Frontend, FrontendLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand
+
+# After the server has answered what is open, its ranks have so long to end by themselves.
+RANKS_END_SECONDS = 5.0
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +62,7 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
     given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex()))
 
     def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
-        program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt))
+        program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
         return RankCommand(program, given)
 
     frontend = Frontend(
@@ -88,7 +92,7 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         server.should_exit = True
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
-        await frontend.close(options.drain_seconds)
+        await frontend.close(min(RANKS_END_SECONDS, options.drain_seconds))
 
 
 def _make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:

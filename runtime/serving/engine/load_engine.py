@@ -67,6 +67,7 @@ class EngineOptions:
     home            where experts rest; None: on the device, as transformers loads them
     cache_bytes     for prefix blocks: 0 switches the cache off, None is a part of the memory that is free
     step_tokens     a step is full from so many tokens on; None: as the plan says
+    sharers         processes that share the memory of this device, this one included
     """
 
     home: HomeOptions | None
@@ -77,6 +78,7 @@ class EngineOptions:
     hardware: str | None = None
     cache_bytes: int | None = None
     step_tokens: int | None = None
+    sharers: int = 1
 
 
 def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | None, key: bytes) -> ModelEngine:
@@ -98,7 +100,7 @@ def make_engine(
     survey = survey_attention(model)
     refusal = survey.refusal or probe_trie(model, survey)
     table = FlopsTable(from_config(model.config))
-    free = _free_bytes(options.device)
+    free = _free_bytes(options.device) // options.sharers
     shapes = survey.shapes if refusal is None else ()
     blocks = _block_count(shapes, options, free)
     runner: StatesRunner

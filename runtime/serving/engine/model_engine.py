@@ -139,7 +139,10 @@ class ModelEngine:
         chosen: list[Request] = []
         seen: set[bytes] = set()
         tokens = flops = 0
+        known, self._hashes = self._hashes, {}
         for request in waiting:
+            if request.id in known:
+                self._hashes[request.id] = known[request.id]
             new_tokens, new_flops = self._additional(request, seen)
             if chosen and tokens + new_tokens > self._most_tokens:
                 break
@@ -153,9 +156,11 @@ class ModelEngine:
     def step(self, requests: Sequence[Request]) -> StepResult:
         """Compute `requests`. Where memory does not suffice, in several steps."""
         began, exposed = time.perf_counter(), self._counters.exposed_seconds()
-        parts = self._in_parts(requests)
-        for request in requests:
-            self._hashes.pop(request.id, None)
+        try:
+            parts = self._in_parts(requests)
+        finally:
+            for request in requests:
+                self._hashes.pop(request.id, None)
         return StepResult(
             answers=tuple(answer for part in parts for answer in part.answers),
             stored=tuple(block for part in parts for block in part.stored),
@@ -207,7 +212,7 @@ class ModelEngine:
         # Outside of the except block: the error's frames hold the tensors of the step that failed.
         if not isinstance(why, StepTooLargeError):
             largest = max(sum(len(piece.tokens) for piece in request.pieces) for request in requests)
-            self._most_tokens = max(largest, self._most_tokens // 2)
+            self._most_tokens = min(self._most_tokens, max(largest, self._most_tokens // 2))
             logger.warning("memory does not suffice for a step; steps have %d tokens at most now", self._most_tokens)
         del why
         if len(requests) > 1:
@@ -223,12 +228,16 @@ class ModelEngine:
             reason = f"its {tokens} tokens need more memory than the device has left"
             return [StepResult((), (), (), 0, 0, 0, 0.0, 0.0, ((request.id, reason),))]
         done: list[list[StepResult]] = []
-        for part in cut:
-            done.append(self._in_parts([part.of(request, request.id)]))
+        for number, part in enumerate(cut):
+            # A name of its own: what is remembered of a request by its name is of other pieces.
+            half = part.of(request, f"{request.id}/{number}")
+            done.append(self._in_parts([half]))
+            self._hashes.pop(half.id, None)
         steps = [step for found in done for step in found]
         if any(step.refused for step in steps):
-            first = next(refusal for step in steps for refusal in step.refused)
-            return [dataclasses.replace(step, answers=(), refused=(first,) * (step is steps[0])) for step in steps]
+            reason = next(reason for step in steps for _, reason in step.refused)
+            refused = ((request.id, reason),)
+            return [dataclasses.replace(step, answers=(), refused=refused * (step is steps[0])) for step in steps]
         answers = [answer for found in done for step in found for answer in step.answers]
         whole = merged_answer(request, list(zip(cut, answers, strict=True)))
         return [dataclasses.replace(step, answers=(whole,) if step is steps[0] else ()) for step in steps]

@@ -31,9 +31,9 @@ class ModelHead:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.backbone: nn.Module = model.base_model
         self.kind: HeadKind = _kind(model)
-        self._model = model
+        self._model, self._name = model, _backbone_name(model) if self.kind != "states" else ""
+        self.backbone: nn.Module = model.get_submodule(self._name)
         states = torch.zeros(2, _state_width(model), dtype=model.dtype, device=model.device)
         self.width: int = self(states).shape[-1]
 
@@ -48,11 +48,10 @@ class ModelHead:
         return self._logits(states)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        name = self._model.base_model_prefix
         # The model with another backbone; the model itself stays as it is, for threads that run it.
         probe = copy.copy(self._model)
         given = _StandInBackbone(self.backbone, states[:, None])
-        probe.__dict__["_modules"] = {**self._model._modules, name: given}
+        probe.__dict__["_modules"] = {**self._model._modules, self._name: given}
         inputs = torch.ones((len(states), 1), dtype=torch.int64, device=states.device)
         try:
             logits: torch.Tensor = probe(input_ids=inputs, use_cache=False).logits
@@ -68,25 +67,33 @@ class ModelHead:
 
 
 def _kind(model: PreTrainedModel) -> HeadKind:
-    if model.base_model is model:
-        return "states"
-    if model._modules.get(model.base_model_prefix) is not model.base_model:
-        raise InputError(
-            f"{type(model).__name__} has no backbone of its own called {model.base_model_prefix!r}; such models cannot "
-            "be served",
-            name="model",
-            value=type(model).__name__,
-        )
+    name = type(model).__name__
     if model.get_output_embeddings() is not None:
         return "tokens"
-    if type(model).__name__.endswith("ForSequenceClassification"):
+    if name.endswith("ForSequenceClassification"):
         return "classes"
+    if model.base_model is model:
+        return "states"
     known = ("ForCausalLM", "ForSequenceClassification", "Model")
     raise InputError(
-        f"{type(model).__name__} has a head that is not served; classes that end in {one_of(known)} are",
+        f"{name} has a head that is not served; classes that end in {one_of(known)} are",
+        name="model",
+        value=name,
+        expected=known,
+    )
+
+
+def _backbone_name(model: PreTrainedModel) -> str:
+    """The name of the part that gives states. A few classes announce one that they do not have (Llama 4)."""
+    names = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
+    if model.base_model_prefix in names:
+        return str(model.base_model_prefix)
+    if len(names) == 1:
+        return names[0]
+    raise InputError(
+        f"{type(model).__name__} has no backbone of its own; such models cannot be served",
         name="model",
         value=type(model).__name__,
-        expected=known,
     )
 
 

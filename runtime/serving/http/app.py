@@ -174,6 +174,12 @@ class _Guard:
             if "answered" in state:  # too late for another answer
                 raise
             await response_of(error)(scope, receive, send_timed)
+        except asyncio.CancelledError:
+            # The server ends, and has waited for what is open as long as it was told to.
+            if "answered" in state:
+                raise
+            refusal = error_response(503, "the server has ended before this was answered", headers={"Retry-After": "1"})
+            await refusal(scope, receive, send_timed)
 
 
 def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:

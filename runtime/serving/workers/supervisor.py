@@ -39,15 +39,15 @@ class Supervisor:
 
     Args:
         command: the command of a rank, and of which attempt to run it, from 0 on; messages carry both.
-        on_lost: called with a rank whose process has ended, before it is started again.
-        ends_together: a rank that ends takes all others with it.
+        on_lost: called with the ranks whose processes have ended, before they are started again.
+        ends_together: a rank that ends takes all others with it; they are started again together, as one attempt.
     """
 
     def __init__(
         self,
         ranks: int,
         command: Callable[[int, int], RankCommand],
-        on_lost: Callable[[int], None],
+        on_lost: Callable[[Sequence[int]], None],
         *,
         ends_together: bool = False,
     ) -> None:
@@ -79,7 +79,9 @@ class Supervisor:
     async def start(self) -> None:
         """Start all ranks and wait until they are ready. Raises RankStartError."""
         self._failure = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._keep(rank)) for rank in self._ready]
+        ranks = list(self._ready)
+        groups = [ranks] if self._ends_together else [[rank] for rank in ranks]
+        self._tasks = [asyncio.create_task(self._keep(group)) for group in groups]
         everyone = asyncio.create_task(self._everyone_ready())
         await asyncio.wait((everyone, self._failure), return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
@@ -99,43 +101,50 @@ class Supervisor:
             await _end(process)
 
     async def _everyone_ready(self) -> None:
-        for event in self._ready.values():
-            await event.wait()
+        # One that was ready may be lost while another one is waited for.
+        while not all(event.is_set() for event in self._ready.values()):
+            for event in self._ready.values():
+                await event.wait()
 
-    async def _keep(self, rank: int) -> None:
-        """Run the rank again and again, until the supervisor closes."""
+    async def _keep(self, ranks: Sequence[int]) -> None:
+        """Run these ranks again and again, until the supervisor closes. Where one ends, all of them do."""
         loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE_SECONDS
         was_ready = False
         while True:
-            command = self._command(rank, self._attempts[rank])
-            process = await asyncio.create_subprocess_exec(*command.arguments, stdin=asyncio.subprocess.PIPE)
-            self._processes[rank] = process
-            assert process.stdin is not None
-            with contextlib.suppress(ConnectionError):  # it has ended already, which the next line sees
-                process.stdin.write(command.options)
-                await process.stdin.drain()
-                process.stdin.close()
             begun = loop.time()
-            status = await process.wait()
+            waits = {asyncio.ensure_future((await self._started(rank)).wait()): rank for rank in ranks}
+            ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if self._is_closing:
                 return
-            was_ready = was_ready or self._ready[rank].is_set()
+            first = next(iter(ended))
+            rank, status = waits[first], first.result()
+            for process in (self._processes[rank] for rank in ranks):
+                await _end(process)
+            was_ready = was_ready or all(self._ready[rank].is_set() for rank in ranks)
             if not was_ready:
                 self._fail(rank, status)
                 return
             logger.error("rank %d ended with status %d; it is started again", rank, status)
-            self._ready[rank].clear()
-            self._attempts[rank] += 1
-            self._on_lost(rank)
-            if self._ends_together:
-                for other, running in self._processes.items():
-                    if other != rank and running.returncode is None:
-                        running.kill()
+            for one in ranks:
+                self._ready[one].clear()
+                self._attempts[one] += 1
+            self._on_lost(ranks)
             if loop.time() - begun > _STEADY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             await asyncio.sleep(pause)
             pause = min(2 * pause, MOST_PAUSE_SECONDS)
+
+    async def _started(self, rank: int) -> asyncio.subprocess.Process:
+        command = self._command(rank, self._attempts[rank])
+        process = await asyncio.create_subprocess_exec(*command.arguments, stdin=asyncio.subprocess.PIPE)
+        self._processes[rank] = process
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it has ended already, which its status tells
+            process.stdin.write(command.options)
+            await process.stdin.drain()
+            process.stdin.close()
+        return process
 
     def _fail(self, rank: int, status: int) -> None:
         assert self._failure is not None

@@ -2,7 +2,8 @@
 
     python sum_rank.py ENDPOINT RANK ATTEMPT [OPTION]...
 
-Options: `--step-seconds S` makes steps take time; `--fails` ends before it is ready; `--error` fails every step.
+Options: `--step-seconds S` makes steps take time; `--fails` ends before it is ready; `--error` fails every step;
+`--start-seconds S` makes the start take time; `--dies-after S` ends the process so long after it was ready.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -80,12 +82,17 @@ def main() -> None:
     parser.add_argument("rank", type=int)
     parser.add_argument("attempt", type=int)
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--start-seconds", type=float, default=0.0)
+    parser.add_argument("--dies-after", type=float, default=0.0)
     parser.add_argument("--fails", action="store_true")
     parser.add_argument("--error", action="store_true")
     asked = parser.parse_args()
     assert sys.stdin.buffer.read() == b"options"
     if asked.fails:
         sys.exit(3)
+    time.sleep(asked.start_seconds)
+    if asked.dies_after:
+        threading.Timer(asked.dies_after, os._exit, (9,)).start()
     engine = SumEngine(asked.step_seconds, asked.error)
     mailbox = Mailbox(zmq.Context(), asked.endpoint, rank_name(asked.rank, asked.attempt), engine.check, Parent())
     try:

@@ -109,7 +109,7 @@ def _check(case: Case) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_any_trie_gives_what_one_dense_mask_gives(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -49,7 +49,7 @@ def _counts(step: StepBatch, parts: TrieParts, past: VisiblePast) -> tuple[np.nd
     return among, behind
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=50).map(tuple), min_size=1, max_size=8, unique=True),
     st.integers(0, 3),

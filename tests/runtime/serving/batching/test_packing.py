@@ -63,7 +63,7 @@ def cases(draw: Any) -> Case:
     return Case(requests, cache, packed, naive_step(requests, cache), stream_sequences(packed, contents))
 
 
-many = settings(max_examples=100)
+many = settings(max_examples=50)
 
 
 @many

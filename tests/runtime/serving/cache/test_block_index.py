@@ -329,4 +329,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestIndexMachine.settings = settings(max_examples=40, stateful_step_count=30)

@@ -78,7 +78,7 @@ def named(all_pieces: Sequence[tuple[TokenPiece, ...]]) -> list[Request]:
 
 
 @pytest.mark.parametrize("form", ["trie", "rows"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(asked=st.lists(pieces(), min_size=1, max_size=4).map(named))
 def test_answers_are_those_of_every_sequence_alone(form: str, asked: list[Request]) -> None:
     result = engine(form).step(asked)
@@ -86,7 +86,7 @@ def test_answers_are_those_of_every_sequence_alone(form: str, asked: list[Reques
     assert result.unshared_flops >= result.flops == sum(answer.usage.flops for answer in result.answers)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     steps=st.lists(st.lists(pieces(), min_size=1, max_size=3).map(named), min_size=2, max_size=5),
     blocks=st.integers(1, 9),
@@ -122,11 +122,14 @@ def request(number: str, tokens: int, questions: int = 0) -> Request:
     return Request(number, (prompt, *others))
 
 
-@pytest.mark.parametrize("form", ["trie", "rows"])
-def test_a_step_that_is_too_large_runs_in_parts(form: str) -> None:
+@pytest.mark.parametrize(("form", "blocks"), [("trie", 0), ("trie", 9), ("rows", 0)])
+def test_a_step_that_is_too_large_runs_in_parts(form: str, blocks: int) -> None:
     asked = [request("a", 20, 8), request("b", 30), request("c", 10, 2)]
-    result = engine(form, most_tokens=30).step(asked)
+    served = engine(form, most_tokens=30, blocks=blocks)
+    assert served.choose(asked) == asked[:1]
+    result = served.step(asked)
     assert result.retries > 0
+    assert not served._hashes
     check_answers(PLAIN, asked, sorted(result.answers, key=lambda answer: answer.id), 2e-5)
 
 
@@ -153,7 +156,7 @@ def test_where_memory_ends_the_step_is_split_and_later_ones_are_smaller() -> Non
     assert [number for number, _ in result.refused] == ["long"]
     assert "50 tokens" in result.refused[0][1]
     check_answers(PLAIN, [one for one in asked if one.id != "long"], result.answers, 2e-5)
-    assert served.choose(asked) == asked[:2]
+    assert served.choose(asked) == asked[:1]
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
@@ -166,6 +169,17 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     served._runner = Broken()
     with pytest.raises(RuntimeError, match="damaged"):
         served.step([request("a", 3)])
+
+
+def test_nothing_is_remembered_of_requests_that_do_not_wait_any_more() -> None:
+    served = engine("trie", saturation_flops=1)
+    for number in range(20):
+        served.choose([request(str(number), 5)])
+    assert len(served._hashes) == 1
+    failing = Scarce(served._runner, 0)
+    served._runner = failing
+    served.step([request("failed", 5)])
+    assert "failed" not in served._hashes
 
 
 def test_a_step_is_filled_to_the_threshold_and_shared_blocks_count_once() -> None:

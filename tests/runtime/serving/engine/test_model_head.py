@@ -13,6 +13,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -40,6 +42,9 @@ def qwen(kind: type[PreTrainedModel], **changes: Any) -> PreTrainedModel:
 
 
 MODELS = {
+    "no backbone of the name that it announces": lambda: Llama4ForCausalLM(
+        Llama4TextConfig(**{**SIZES, "intermediate_size_mlp": 16}, num_local_experts=2, pad_token_id=0)
+    ),
     "plain": lambda: qwen(Qwen3MoeForCausalLM),
     "capped": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=3.0, query_pre_attn_scalar=8)),
     "scaled": lambda: GraniteMoeForCausalLM(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,9 @@ from served import Served
 
 from moepass.models.errors import OptionError
 from moepass.runtime.serving.http.listen import open_socket, server_of
+from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.backend import Backend, BackendStatus
+from moepass.runtime.serving.requests.request import Request
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
@@ -101,3 +107,34 @@ def test_sigterm_answers_what_is_there_and_exits_0(checkpoint: Path) -> None:
             assert answer.result().status_code == 200
         assert process.stdout.readline() == "ended\n"
         assert process.wait(30) == 0
+
+
+class _Patient:
+    """Answers nothing; otherwise what another backend is."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.asked = threading.Event()
+
+    async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
+        self.asked.set()
+        await asyncio.sleep(timeout_seconds)
+        raise AssertionError("the call was not cancelled")
+
+    def status(self) -> BackendStatus:
+        return self.backend.status()
+
+
+def test_what_is_open_when_the_time_to_drain_is_over_is_an_error_of_the_usual_shape(chat: Served) -> None:
+    backend = _Patient(chat.backend)
+    server = server_of(dataclasses.replace(chat.service, backend=backend), drain_seconds=1)
+    with open_socket("127.0.0.1", 0) as opened, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        running = pool.submit(server.run, [opened])
+        url = f"http://127.0.0.1:{opened.getsockname()[1]}/v1/completions"
+        answer = pool.submit(httpx.post, url, json={"prompt": "a", "max_tokens": 1}, timeout=30)
+        assert backend.asked.wait(30)
+        server.should_exit = True
+        response = answer.result()
+        running.result(30)
+    assert response.status_code == 503
+    assert "ended" in response.json()["error"]["message"]

@@ -247,7 +247,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 def test_the_router_is_what_the_oracle_computes() -> None:
-    run_state_machine_as_test(RouterMachine, settings=settings(max_examples=80, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(RouterMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 import sum_rank
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
@@ -24,6 +24,7 @@ from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
+from moepass.runtime.serving.workers.messages import StepDone, encode
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 
 KEY = bytes(range(32))
@@ -134,6 +135,79 @@ def test_ranks_that_need_each_other_end_together(tmp_path: Path) -> None:
             assert is_right(asked, await frontend.answer(asked, timeout_seconds=TIMEOUT))
 
     run(work())
+
+
+def test_ranks_that_end_together_stay_one_group_however_often_they_end(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ends_together=True) as frontend:
+            asked = [asyncio.create_task(frontend.answer(request(n, 3), timeout_seconds=TIMEOUT)) for n in range(4)]
+            for rank in (0, 1):
+                before = frontend._supervisor.attempts[rank]
+                os.kill(frontend._supervisor.processes[rank], signal.SIGKILL)
+                while frontend._supervisor.attempts[rank] == before:
+                    await asyncio.sleep(0.01)
+                assert len(set(frontend._supervisor.attempts.values())) == 1
+                while rank not in frontend._supervisor.processes:
+                    await asyncio.sleep(0.01)
+            await asyncio.gather(*asked, return_exceptions=True)
+            while len(frontend._facts) < 2:
+                await asyncio.sleep(0.05)
+            assert is_right(request(3, 3), await frontend.answer(request(3, 3), timeout_seconds=TIMEOUT))
+
+    run(work())
+
+
+def test_a_rank_that_is_lost_while_others_start_has_its_place(tmp_path: Path) -> None:
+    def options(rank: int, attempt: int) -> tuple[str, ...]:
+        if rank == 1:
+            return ("--start-seconds", "1.5")
+        return ("--dies-after", "0.2") if attempt == 0 else ("--start-seconds", "1")
+
+    async def work() -> None:
+        async with serving(tmp_path, options=options) as frontend:
+            assert frontend._supervisor.attempts[0] == 1
+            assert frontend._router is not None
+            assert frontend._router.loads == (0, 0)
+            asked = [request(number, 3) for number in range(30)]
+            answers = await asyncio.gather(*(frontend.answer(one, timeout_seconds=TIMEOUT) for one in asked))
+            assert all(map(is_right, asked, answers))
+
+    run(work())
+
+
+def test_a_message_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1) as frontend:
+            frontend._heard(0, encode(StepDone(StepResult((), (), (), 0, 0, 0, 0.0, 0.0), 0)))
+            heard = frontend._heard
+            broken = iter([True])
+
+            def once_broken(rank: int, content: bytes) -> None:
+                if next(broken, False):
+                    raise RuntimeError("a mistake")
+                heard(rank, content)
+
+            frontend._heard = once_broken  # type: ignore[method-assign]
+            assert await frontend.answer(request(1), timeout_seconds=TIMEOUT)
+
+    run(work())
+
+
+def test_a_server_that_ends_while_ranks_start_does_not_wait_for_them(tmp_path: Path) -> None:
+    run(_closed_while_starting(tmp_path))
+
+
+async def _closed_while_starting(folder: Path) -> None:
+    starting = asyncio.create_task(_never_ready(folder))
+    await asyncio.sleep(2)
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.wait_for(starting, 8)  # closing is given 10 seconds, and needs none
+
+
+async def _never_ready(folder: Path) -> None:
+    async with serving(folder, options=lambda rank, attempt: ("--start-seconds", "100")):
+        pass
 
 
 def test_what_a_rank_refuses_is_an_error_of_the_request(tmp_path: Path) -> None:
