@@ -85,7 +85,7 @@ def _kind(model: PreTrainedModel) -> HeadKind:
 
 def _backbone_name(model: PreTrainedModel) -> str:
     """The name of the part that gives states. A few classes announce one that they do not have (Llama 4)."""
-    names = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
+    names: list[str] = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
     if model.base_model_prefix in names:
         return str(model.base_model_prefix)
     if len(names) == 1:
