@@ -334,6 +334,7 @@ class LongActivation(AllReduceExperts):
         return grouped_gemm(gate * up, self.down_proj.transpose(1, 2), ends)
 
 
+@pytest.mark.slow
 def test_a_long_activation_function_is_copied_without_recursion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_reduce", LongActivation)
     result = _eliminated(capture(StackConfig(layers=1), "all_reduce", 1, 2, 12, moe_alone=True))

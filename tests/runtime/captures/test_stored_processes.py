@@ -46,6 +46,7 @@ def _files(caches: Path) -> set[Path]:
     return {path for path in caches.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_second_process_runs_what_the_first_one_stored(checkpoint: Path, tmp_path: Path) -> None:
     first, log = _score(MODULE, checkpoint, tmp_path)
     assert STORED not in log

@@ -29,6 +29,7 @@ def test_depthwise_convolutions_keep_their_layout(no_grad: None) -> None:
     assert relative_difference(torch.compile(model, backend="asyncep")(**inputs).logits, expected) <= 1e-5
 
 
+@pytest.mark.slow
 def test_two_inputs_whose_sizes_turn_out_equal(no_grad: None) -> None:
     """Ids and mask each bring symbols of their own, which the model then finds equal."""
     model = tiny_model("qwen3_moe", num_hidden_layers=2)

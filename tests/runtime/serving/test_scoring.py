@@ -118,6 +118,7 @@ def test_logits_at_chosen_places_are_the_models_own(family: str) -> None:
     assert module.head_apart == (family != "granitemoe")
 
 
+@pytest.mark.slow
 def test_streamed_and_compiled_gives_the_same_with_one_compilation(scorer: Scorer, checkpoint: Path) -> None:
     model = load_model(checkpoint)
     moepass.offload_experts(model)

@@ -142,13 +142,13 @@ def test_ranks_that_end_together_stay_one_group_however_often_they_end(tmp_path:
         async with serving(tmp_path, ends_together=True) as frontend:
             asked = [asyncio.create_task(frontend.answer(request(n, 3), timeout_seconds=TIMEOUT)) for n in range(4)]
             for rank in (0, 1):
+                while rank not in frontend._supervisor.processes:
+                    await asyncio.sleep(0.01)
                 before = frontend._supervisor.attempts[rank]
                 os.kill(frontend._supervisor.processes[rank], signal.SIGKILL)
                 while frontend._supervisor.attempts[rank] == before:
                     await asyncio.sleep(0.01)
                 assert len(set(frontend._supervisor.attempts.values())) == 1
-                while rank not in frontend._supervisor.processes:
-                    await asyncio.sleep(0.01)
             await asyncio.gather(*asked, return_exceptions=True)
             while len(frontend._facts) < 2:
                 await asyncio.sleep(0.05)
