@@ -165,7 +165,7 @@ def _is_prefetched(path: str, implementation: str, lower: str, dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("implementation", "lower", "dtype", "lengths"),
     [
-        (NAME, "eager", torch.float32, [12, 12]),
+        (NAME, "eager", torch.float32, [12, 12, 12]),
         pytest.param(NAME, "eager", torch.float32, [12, 12, 9, 10], marks=pytest.mark.slow),
         # A model that was not made for moepass: the sum over ranks leaves the graph.
         pytest.param("all_reduce", "eager", torch.float32, [12, 12, 12], marks=pytest.mark.slow),
