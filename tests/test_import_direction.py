@@ -83,7 +83,8 @@ ROOMS = {
         "serving/router": _BATCHING,
         "serving/workers": ("serving/engine", "serving/router", *_BATCHING, "ranks", "system"),
         "serving/questions": _BATCHING,
-        "serving/http": ("serving/questions", *_BATCHING),
+        "serving/routes": ("serving/questions", *_BATCHING),
+        "serving/http": ("serving/routes", "serving/questions", *_BATCHING),
     },
     "moepass": {
         "explaining": (),

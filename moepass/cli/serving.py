@@ -19,11 +19,11 @@ from moepass.models.sizes.families import from_config
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.http.listen import open_socket, server_of
-from moepass.runtime.serving.http.service import ServerSettings, Service
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
+from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK, Frontend, FrontendLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand
 

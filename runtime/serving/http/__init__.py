@@ -1,4 +1,4 @@
-"""The HTTP API: one file per family of routes; the only room that knows FastAPI.
+"""The HTTP server: the application with all routes, the routes about the server itself, the socket.
 
-May import serving/questions, serving/batching, serving/requests.
+May import serving/routes, serving/questions, serving/batching, serving/requests.
 """

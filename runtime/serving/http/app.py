@@ -19,19 +19,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moepass import __version__
 from moepass.models.limits import MOST_BODY_BYTES
-from moepass.runtime.serving.http import (
+from moepass.runtime.serving.http import server_routes
+from moepass.runtime.serving.routes import (
     chat,
     completions,
     decisions,
     rerank,
     scores,
-    server_routes,
     systemone,
     token_routes,
     vectors,
 )
-from moepass.runtime.serving.http.errors import ErrorReply, HttpError, add_handlers, error_response, response_of
-from moepass.runtime.serving.http.service import Call, Route, Service, new_id, reply
+from moepass.runtime.serving.routes.errors import ErrorReply, HttpError, add_handlers, error_response, response_of
+from moepass.runtime.serving.routes.service import Call, Route, Service, new_id, reply
 
 ROUTES: tuple[Route, ...] = tuple(
     route

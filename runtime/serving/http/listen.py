@@ -9,7 +9,7 @@ import uvicorn
 
 from moepass.models.errors import OptionError
 from moepass.runtime.serving.http.app import create_app
-from moepass.runtime.serving.http.service import Service
+from moepass.runtime.serving.routes.service import Service
 
 _WAITING_CONNECTIONS = 2048
 

@@ -11,10 +11,10 @@ from fastapi.responses import Response
 
 from moepass import __version__
 from moepass.models.errors import InputError
-from moepass.runtime.serving.http import chat, completions, decisions, rerank, scores, systemone, vectors
-from moepass.runtime.serving.http.errors import ErrorReply, error_response
-from moepass.runtime.serving.http.service import Call, EmptyReply, Route
 from moepass.runtime.serving.requests.backend import ServingState
+from moepass.runtime.serving.routes import chat, completions, decisions, rerank, scores, systemone, vectors
+from moepass.runtime.serving.routes.errors import ErrorReply, error_response
+from moepass.runtime.serving.routes.service import Call, EmptyReply, Route
 
 
 class ModelCard(msgspec.Struct):

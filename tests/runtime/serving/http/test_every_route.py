@@ -18,15 +18,15 @@ from served import CHAT_TEMPLATE, Served, served
 from moepass import __version__
 from moepass.models.errors import CheckpointError, OptionError
 from moepass.models.limits import MOST_BODY_BYTES, MOST_ITEMS, MOST_REQUEST_TOKENS
-from moepass.runtime.serving.http import scores, service
 from moepass.runtime.serving.http.app import OPEN_PATHS, ROUTES
-from moepass.runtime.serving.http.service import ServerSettings
 from moepass.runtime.serving.requests.backend import (
     AnswerTimeoutError,
     NotServingError,
     QueueFullError,
     SequenceTooLongError,
 )
+from moepass.runtime.serving.routes import scores, service
+from moepass.runtime.serving.routes.service import ServerSettings
 
 POSTS = sorted({route.path for route in ROUTES if route.method == "POST" and route.bodies})
 DECISION = {
@@ -73,13 +73,15 @@ def test_openais_client_knows_a_full_queue(
         client.decisions.create(**DECISION)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("secret of /root"), CheckpointError("no /root/x", path="/root/x")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("secret of /srv/private"), CheckpointError("no /srv/private/x", path="/srv/private/x")]
+)
 def test_an_error_that_nobody_expected_leaks_nothing(
     chat: Served, backend_error: Callable[[Exception], None], error: Exception
 ) -> None:
     backend_error(error)
     message = chat.refused("/v1/decisions", DECISION, 500)["message"]
-    assert "/root" not in message
+    assert "/srv/private" not in message
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ from pathlib import Path
 from reference_backend import ReferenceBackend
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer
 from moepass.runtime.serving.http.listen import open_socket, server_of
-from moepass.runtime.serving.http.service import ServerSettings, Service
+from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.questions.prompts import PromptWriter
 
 class Slow(ReferenceBackend):

@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.http.decisions import TokenUsage
-from moepass.runtime.serving.http.scores import Inputs, check_answer, check_items, prompt_list
-from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id
 from moepass.runtime.serving.questions.labels import LabelReads, ask_labels, encode_labels
 from moepass.runtime.serving.questions.relevance import class_probabilities
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.answer import Floats
 from moepass.runtime.serving.requests.request import Tokens
+from moepass.runtime.serving.routes.decisions import TokenUsage
+from moepass.runtime.serving.routes.scores import Inputs, check_answer, check_items, prompt_list
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id
 
 
 class VectorBody(msgspec.Struct):

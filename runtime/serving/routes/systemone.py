@@ -8,12 +8,12 @@ import msgspec
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
-from moepass.runtime.serving.http.decisions import JsonText, ask_tree
-from moepass.runtime.serving.http.inputs import json_text
-from moepass.runtime.serving.http.service import Call, Priority, Route, Salt
 from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
 from moepass.runtime.serving.questions.confidence import confidence, expected_level
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
+from moepass.runtime.serving.routes.decisions import JsonText, ask_tree
+from moepass.runtime.serving.routes.inputs import json_text
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt
 
 
 class NoulQuestion(msgspec.Struct, tag_field="type", tag="noul"):

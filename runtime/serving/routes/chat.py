@@ -9,7 +9,9 @@ import msgspec
 from fastapi.responses import Response
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.http.completions import (
+from moepass.runtime.serving.questions.request_tree import RequestTree
+from moepass.runtime.serving.questions.token_texts import TokenTexts
+from moepass.runtime.serving.routes.completions import (
     CompletionUsage,
     StreamOptions,
     TopCount,
@@ -19,10 +21,8 @@ from moepass.runtime.serving.http.completions import (
     event_stream,
     usage_of,
 )
-from moepass.runtime.serving.http.inputs import Content, content_text
-from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id, reply
-from moepass.runtime.serving.questions.request_tree import RequestTree
-from moepass.runtime.serving.questions.token_texts import TokenTexts
+from moepass.runtime.serving.routes.inputs import Content, content_text
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id, reply
 
 
 class ChatMessage(msgspec.Struct):

@@ -17,12 +17,12 @@ from msgspec import Meta
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_ANSWER_NUMBERS, MOST_ITEMS, MOST_LABELS, check_limit
-from moepass.runtime.serving.http.decisions import TokenUsage
-from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id
 from moepass.runtime.serving.questions.labels import score_labels
 from moepass.runtime.serving.questions.relevance import PairTree
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.request import Tokens
+from moepass.runtime.serving.routes.decisions import TokenUsage
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id
 
 TextOrTokens = str | list[int]
 # A text, or a list of texts, of token ids, or of lists of token ids.

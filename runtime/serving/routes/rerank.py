@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.http.scores import check_items, pair_scores
-from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id
+from moepass.runtime.serving.routes.scores import check_items, pair_scores
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id
 
 
 class RerankDocument(msgspec.Struct):

@@ -15,12 +15,12 @@ from msgspec import Meta
 
 from moepass.models.errors import InputError, OptionError
 from moepass.models.limits import MOST_BODIES_BYTES, MOST_REQUEST_TOKENS, MOST_WAIT_SECONDS, check_limit, decode_json
-from moepass.runtime.serving.http.errors import HttpError
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.requests.answer import Answer, Usage
 from moepass.runtime.serving.requests.backend import Backend, QueueFullError
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.routes.errors import HttpError
 
 _Kind = TypeVar("_Kind")
 _Given = ParamSpec("_Given")

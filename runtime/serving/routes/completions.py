@@ -17,12 +17,12 @@ from msgspec import Meta
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_TOP_TOKENS
-from moepass.runtime.serving.http.errors import DecodingError
-from moepass.runtime.serving.http.scores import Inputs, check_answer, prompt_list
-from moepass.runtime.serving.http.service import Call, Priority, Route, Salt, new_id, reply
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
+from moepass.runtime.serving.routes.errors import DecodingError
+from moepass.runtime.serving.routes.scores import Inputs, check_answer, prompt_list
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id, reply
 
 # JSON has no infinity; OpenAI writes this for a token that is next to impossible.
 LEAST_LOG_PROBABILITY = -9999.0

@@ -8,12 +8,12 @@ import msgspec
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_REQUEST_TOKENS, check_limit
-from moepass.runtime.serving.http.chat import ChatMessage
-from moepass.runtime.serving.http.inputs import content_text
-from moepass.runtime.serving.http.scores import check_token_ids
-from moepass.runtime.serving.http.service import Call, Route
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
+from moepass.runtime.serving.routes.chat import ChatMessage
+from moepass.runtime.serving.routes.inputs import content_text
+from moepass.runtime.serving.routes.scores import check_token_ids
+from moepass.runtime.serving.routes.service import Call, Route
 
 
 class TokenizeBody(msgspec.Struct):

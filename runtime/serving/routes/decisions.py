@@ -12,12 +12,12 @@ from msgspec import Meta
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
-from moepass.runtime.serving.http.inputs import Content, InputItem, content_text, input_text, json_text
-from moepass.runtime.serving.http.service import Call, Priority, Route, Salt
 from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
 from moepass.runtime.serving.questions.confidence import confidence, expected_level
 from moepass.runtime.serving.questions.request_tree import TreeAnswer
 from moepass.runtime.serving.questions.wordings import SGLANG, SGLANG_VERSION, SYSTEMONE, Option, Question
+from moepass.runtime.serving.routes.inputs import Content, InputItem, content_text, input_text, json_text
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt
 
 JsonText = str | dict[str, Any] | list[Any]
 
