@@ -361,7 +361,8 @@ def calibrate(
 
 
 app.command(
-    epilog="Examples:\n\n**moepass serve demo**\n\n**moepass serve ./checkpoint --ranks 2 --home peer --port 8080**"
+    epilog="Examples:\n\n**moepass serve demo**\n\n**moepass serve ./checkpoint --ranks 2 --home peer --port 8080**",
+    context_settings={"auto_envvar_prefix": "MOEPASS"},
 )(serve)
 
 

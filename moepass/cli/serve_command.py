@@ -31,22 +31,17 @@ def serve(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or **demo**.", envvar="MOEPASS_MODEL")
     ],
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen at.", envvar="MOEPASS_HOST")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="N", help="0: any that is free.", envvar="MOEPASS_PORT")
-    ] = 8000,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: any that is free.")] = 8000,
     ranks: Annotated[
         int,
-        typer.Option(min=1, max=MOST_RANKS, metavar="N", help="Processes that compute.", envvar="MOEPASS_RANKS"),
+        typer.Option(min=1, max=MOST_RANKS, metavar="N", help="Processes that compute."),
     ] = 1,
     home: Annotated[
         str,
         typer.Option(
             metavar=f"[{'|'.join(HOMES)}]",
             help="Where experts rest; **device** streams none.",
-            envvar="MOEPASS_HOME",
         ),
     ] = "host",
     name: Annotated[
@@ -54,42 +49,35 @@ def serve(
         typer.Option(
             metavar="NAME",
             help="What clients call the model; more than one may be given.",
-            envvar="MOEPASS_NAME",
             show_default="the last part of MODEL",
         ),
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="Clients must send it.", envvar="MOEPASS_API_KEY", show_default="none"),
+        typer.Option(metavar="KEY", help="Clients must send it.", show_default="none"),
     ] = None,
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Where ranks compute: cpu or cuda.", envvar="MOEPASS_DEVICE")
-    ] = "cpu",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where ranks compute: cpu or cuda.")] = "cpu",
     dtype: Annotated[
         _ServedDtype | None,
-        typer.Option(help="Of the weights.", envvar="MOEPASS_DTYPE", show_default="that of the checkpoint"),
+        typer.Option(help="Of the weights.", show_default="that of the checkpoint"),
     ] = None,
     memory_budget: Annotated[
         str | None,
         typer.Option(
             metavar="BYTES",
             help="Of each rank's device, such as 6GB: the planner decides which layers stay.",
-            envvar="MOEPASS_MEMORY_BUDGET",
             show_default="experts of no layer stay",
         ),
     ] = None,
     slots: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Slots that experts stream through.", envvar="MOEPASS_SLOTS", show_default="2"
-        ),
+        typer.Option(min=1, metavar="N", help="Slots that experts stream through.", show_default="2"),
     ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="A preset or a profile of the machine.",
-            envvar="MOEPASS_HARDWARE",
             show_default="what `moepass calibrate` has stored",
         ),
     ] = None,
@@ -98,7 +86,6 @@ def serve(
         typer.Option(
             metavar="BYTES",
             help="Memory of each rank for prefixes that come again; **off** keeps none.",
-            envvar="MOEPASS_KV_CACHE",
             show_default="a tenth of what is free",
         ),
     ] = None,
@@ -109,13 +96,12 @@ def serve(
             max=MOST_TOKENS,
             metavar="N",
             help="A step is full from so many tokens on.",
-            envvar="MOEPASS_STEP_TOKENS",
             show_default="the plan's saturation threshold",
         ),
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(min=0.001, metavar="SECONDS", help="A request is given up after it.", envvar="MOEPASS_TIMEOUT"),
+        typer.Option(min=0.001, metavar="SECONDS", help="A request is given up after it."),
     ] = 60.0,
     queue_seconds: Annotated[
         float,
@@ -123,24 +109,21 @@ def serve(
             min=0.001,
             metavar="SECONDS",
             help="Work that may wait; beyond it requests are refused with 429.",
-            envvar="MOEPASS_QUEUE_SECONDS",
         ),
     ] = 30.0,
     queue_bytes: Annotated[
         str,
-        typer.Option(metavar="BYTES", help="Tokens of all open requests.", envvar="MOEPASS_QUEUE_BYTES"),
+        typer.Option(metavar="BYTES", help="Tokens of all open requests."),
     ] = "1GB",
     drain: Annotated[
         float,
-        typer.Option(
-            min=0, metavar="SECONDS", help="After SIGTERM, open requests have so long.", envvar="MOEPASS_DRAIN"
-        ),
+        typer.Option(min=0, metavar="SECONDS", help="After SIGTERM, open requests have so long."),
     ] = 30.0,
-    lower: Annotated[_Lower, typer.Option(help="How segments are compiled.", envvar="MOEPASS_LOWER")] = _Lower.inductor,
-    eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.", envvar="MOEPASS_EAGER")] = False,
+    lower: Annotated[_Lower, typer.Option(help="How segments are compiled.")] = _Lower.inductor,
+    eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
     link: Annotated[
         str,
-        typer.Option(metavar="LINK", help="real, or emulate:BYTES_PER_S.", envvar="MOEPASS_LINK"),
+        typer.Option(metavar="LINK", help="real, or emulate:BYTES_PER_S."),
     ] = "real",
     threads: Annotated[
         int | None,
@@ -149,7 +132,6 @@ def serve(
             max=MOST_THREADS,
             metavar="N",
             help="CPU threads of each rank.",
-            envvar="MOEPASS_THREADS",
             show_default="cores shared out evenly",
         ),
     ] = None,

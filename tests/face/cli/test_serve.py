@@ -99,6 +99,15 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], words: str) -> 
     assert words in line
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("MOEPASS_PORT", "70000"), ("MOEPASS_MEMORY_BUDGET", "plenty"), ("MOEPASS_HOME", "elsewhere")]
+)
+def test_every_option_has_a_twin_in_the_environment(name: str, value: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "demo"], env={name: value})
+    assert result.exit_code != 0
+    assert value in str(result.exception) + result.output
+
+
 @pytest.mark.slow
 def test_nothing_compiles_after_ready(tmp_path: Path) -> None:
     with serving("demo", "--step-tokens", "256", cache=tmp_path) as server:
