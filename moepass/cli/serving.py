@@ -1,14 +1,20 @@
-"""`moepass serve`: the server in one event loop, its ranks as processes."""
+"""A model that is served: over HTTP by `moepass serve`, or to this process alone, for `moepass batch`.
+
+Either way the routes are those of one application in one event loop, and the ranks are processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+import httpx
 import msgspec
 from rich.console import Console
 
@@ -18,6 +24,7 @@ from moepass.models.homes import home_named
 from moepass.models.sizes.families import from_config
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.http.app import create_app
 from moepass.runtime.serving.http.listen import open_socket, server_of
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
@@ -44,22 +51,28 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: float
 
 
-def run_server(options: ServeOptions, rank_options: RankOptions) -> None:
-    """Serve until a signal ends it. Raises OptionError for an address that cannot be had, and RankStartError."""
+def run_server(
+    options: ServeOptions, rank_options: RankOptions, visit: Callable[[str], Awaitable[None]] | None = None
+) -> None:
+    """Serve until a signal ends it, or `visit`, which is called with the server's URL when it is ready, has returned.
+
+    Raises OptionError for an address that cannot be had, and RankStartError.
+    """
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        meeting = msgspec.structs.replace(rank_options, meeting=folder)
-        asyncio.run(_serve(options, meeting, f"ipc://{folder}/ranks", listening))
+        asyncio.run(_serve(options, rank_options, folder, listening, visit))
 
 
-async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str, listening: socket.socket) -> None:
-    console = Console(stderr=True)
+def make_service(
+    rank_options: RankOptions, meeting: str, settings: ServerSettings, limits: FrontendLimits
+) -> tuple[Frontend, Service]:
+    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder."""
     folder = resolve_model(rank_options.model)
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
     key = secrets.token_bytes(32)
-    given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex()))
+    given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting))
 
     def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
         program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
@@ -68,30 +81,66 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
     frontend = Frontend(
         rank_options.ranks,
         command,
-        endpoint=endpoint,
+        endpoint=f"ipc://{meeting}/ranks",
         formula=FlopsTable(from_config(config)),
         make_router=_make_router,
         key=key,
-        limits=FrontendLimits(options.queue_seconds, options.queue_bytes),
+        limits=limits,
         ends_together=home_named(rank_options.home).is_spread,
     )
+    return frontend, Service(frontend, writer, settings)
+
+
+@contextlib.asynccontextmanager
+async def in_process(rank_options: RankOptions, settings: ServerSettings) -> AsyncIterator[httpx.AsyncBaseTransport]:
+    """Start the ranks, and give what takes a client's requests to the application without a socket.
+
+    Nothing is refused because the queue is full: who holds this bounds what is open. Raises RankStartError.
+    """
+    with tempfile.TemporaryDirectory(prefix="moepass-") as folder:
+        frontend, service = make_service(rank_options, folder, settings, FrontendLimits())
+        try:
+            await frontend.start()
+            yield httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
+        finally:
+            await frontend.close(0.0)
+
+
+async def _serve(
+    options: ServeOptions,
+    rank_options: RankOptions,
+    meeting: str,
+    listening: socket.socket,
+    visit: Callable[[str], Awaitable[None]] | None,
+) -> None:
+    console = Console(stderr=True)
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds)
-    server = server_of(Service(frontend, writer, settings), drain_seconds=options.drain_seconds)
-    address = listening.getsockname()
-    console.print(f"moepass serves {options.names[0]} at http://{options.host}:{address[1]}; starting", highlight=False)
+    limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
+    frontend, service = make_service(rank_options, meeting, settings, limits)
+    server = server_of(service, drain_seconds=options.drain_seconds)
+    url = f"http://{options.host}:{listening.getsockname()[1]}"
+    console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
     serving = asyncio.create_task(server.serve([listening]))
     starting = asyncio.create_task(frontend.start())
+    tasks: list[asyncio.Future[None]] = [serving, starting]
     try:
         await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
             console.print("ready", highlight=False)
-            await serving
+            if visit is not None:
+                tasks.append(visiting := asyncio.ensure_future(visit(url)))
+                await asyncio.wait((serving, visiting), return_when=asyncio.FIRST_COMPLETED)
+                if visiting.done():
+                    visiting.result()
+            else:
+                await serving
             console.print("ending: what is open is answered", highlight=False)
     finally:
         server.should_exit = True
-        starting.cancel()
-        await asyncio.gather(serving, starting, return_exceptions=True)
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await frontend.close(min(RANKS_END_SECONDS, options.drain_seconds))
 
 
