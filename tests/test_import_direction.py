@@ -88,7 +88,8 @@ ROOMS = {
     },
     "moepass": {
         "explaining": (),
-        "cli": ("explaining", ""),
+        "clients": (),
+        "cli": ("clients", "explaining", ""),
         "": ("explaining",),
     },
 }

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from moepass import __version__
 from moepass.cli.arguments import parse_labels, set_threads
+from moepass.cli.client_commands import batch
 from moepass.cli.input_lines import read_lines
 from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar, with_progress
 from moepass.cli.scoring import answer, make_scorer
@@ -364,6 +365,13 @@ app.command(
     epilog="Examples:\n\n**moepass serve demo**\n\n**moepass serve ./checkpoint --ranks 2 --home peer --port 8080**",
     context_settings={"auto_envvar_prefix": "MOEPASS"},
 )(serve)
+
+
+app.command(
+    epilog="Examples:\n\n**moepass batch demo -i requests.jsonl -o answers.jsonl**\n\n"
+    "**moepass batch --url http://127.0.0.1:8000 -i requests.jsonl -o answers.jsonl**",
+    context_settings={"auto_envvar_prefix": "MOEPASS"},
+)(batch)
 
 
 @app.command()
