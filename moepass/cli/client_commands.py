@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
+import resource
 import signal
 import typing
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
+from moepass.cli.arguments import parse_labels, parse_range
 from moepass.cli.progress import progress_bar
 from moepass.cli.serve_command import rank_options_of, serve, served_names
 from moepass.cli.streams import check_compiler_cache
+from moepass.clients.workloads import PRESETS, ROUTES, WorkloadShape
 from moepass.models.errors import OptionError
-from moepass.models.limits import check_wait
+from moepass.models.limits import MOST_LINES, check_wait
 
 if TYPE_CHECKING:
     from moepass.cli.rank_options import RankOptions
     from moepass.clients.batch_run import Batch, BatchCounts
+    from moepass.clients.bench_report import BenchReport
 
 # Options of `serve` that say how ranks compute.
 _RANK_OPTIONS = tuple(inspect.signature(rank_options_of).parameters)[1:]
@@ -132,6 +138,129 @@ def batch(
         raise typer.Exit(1)
 
 
+def bench(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server, such as http://127.0.0.1:8000.")],
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Lengths and sharing of {', '.join(PRESETS)}.", show_default="none"),
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Requests as lines of a batch, instead of made ones.")
+    ] = None,
+    route: Annotated[str, typer.Option(metavar=f"[{'|'.join(ROUTES)}]", help="What to ask.")] = "decisions",
+    requests: Annotated[
+        int | None, typer.Option(min=1, max=MOST_LINES, metavar="N", help="Requests to send.", show_default="256")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, metavar="N", help="Requests/s, at random times, however slow answers are.", show_default="none"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1 << 16, metavar="N", help="Without --rate: requests that are open at once.")
+    ] = 32,
+    prefixes: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Prefixes that requests share; 0: each has its own.", show_default="0"),
+    ] = None,
+    prefix_length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N[-M]", help="Of prefixes: tokens, or words where the route takes text.", show_default="0"
+        ),
+    ] = None,
+    own_length: Annotated[
+        str | None, typer.Option(metavar="N[-M]", help="Of what follows the prefix.", show_default="64")
+    ] = None,
+    items: Annotated[
+        int, typer.Option(min=1, max=4096, metavar="N", help="Questions, prompts, items or documents of a request.")
+    ] = 1,
+    labels: Annotated[str, typer.Option(metavar="A,B,...", help="The choices of decisions.")] = "yes,no",
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed makes the same requests.")] = 0,
+    goodput: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="MS", help="Count requests that were answered within it.", show_default="none"),
+    ] = None,
+    warmup: Annotated[
+        int, typer.Option(min=0, max=MOST_LINES, metavar="N", help="Requests before, which are not counted.")
+    ] = 8,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What to ask for.", show_default="what the server has")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="What the server asks for.")] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="SECONDS", help="A request not answered by then is an error.")
+    ] = 600.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Measure a server with a workload: latency, requests and tokens per second, goodput, hit rate, FLOPs.
+
+    Works with any server that has the route in OpenAI's, SGLang's (score) or Cohere's (rerank) shape. What it does not
+    tell is not guessed.
+
+    Exit status: 0 when every request was answered or refused because the queue was full, 1 otherwise.
+    """
+    check_wait("timeout", timeout)
+    if file is not None and workload is not None:
+        raise OptionError("--file has requests of its own; leave --workload out", name="workload")
+    if workload is not None and workload not in PRESETS:
+        raise OptionError.wrong("workload", workload, f"one of {', '.join(PRESETS)}")
+    start = PRESETS[workload] if workload is not None else WorkloadShape()
+    given: dict[str, Any] = {
+        "requests": requests,
+        "prefixes": prefixes,
+        "prefix_length": None if prefix_length is None else parse_range("prefix_length", prefix_length),
+        "own_length": None if own_length is None else parse_range("own_length", own_length),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    chosen = tuple(parse_labels(labels) or ())
+    shape = dataclasses.replace(start, route=route, items=items, labels=chosen, seed=seed, **given)
+    made = f"{workload or 'made'}, {route}"
+
+    from moepass.clients.bench_report import table_of
+    from moepass.clients.bench_run import BenchOptions, measure
+    from moepass.clients.server_address import parse_server_url
+
+    options = BenchOptions(
+        url=parse_server_url(url),
+        name=made if file is None else file,
+        shape=shape,
+        file=file,
+        rate=rate,
+        concurrency=concurrency,
+        goodput_ms=goodput,
+        warmup=warmup,
+        model=model,
+        api_key=api_key,
+        timeout_seconds=timeout,
+    )
+    _allow_many_files()
+    reports: list[BenchReport] = []
+    with progress_bar("warming up", shape.requests, rate="requests") as (bar, task):
+
+        async def run() -> None:
+            reports.append(await measure(options, lambda: bar.update(task, advance=1, description="measuring")))
+
+        if stopped := asyncio.run(_until_stopped(run())):
+            raise typer.Exit(128 + stopped)
+    (report,) = reports
+    if json:
+        typer.echo(msgspec.json.encode(report))
+    else:
+        from rich.console import Console
+
+        Console().print(table_of(report), highlight=False)
+    if report.errors:
+        raise typer.Exit(1)
+
+
+def _allow_many_files() -> None:
+    """As many connections may be open as the system lets this process have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _refuse_rank_options(context: typer.Context) -> None:
     for given in (*_RANK_OPTIONS, "name"):
         source = context.get_parameter_source(given)
@@ -151,7 +280,7 @@ async def _ask_server(
 ) -> None:
     from moepass.clients.server_address import make_client
 
-    async with make_client(address, api_key, timeout_seconds=timeout, connections=in_flight) as client:
+    async with make_client(address, api_key, timeout_seconds=timeout) as client:
         await asked.run(client, most_open=in_flight, patience_seconds=patience, on_answer=show)
 
 
@@ -172,7 +301,7 @@ async def _ask_model(
 
     async with contextlib.AsyncExitStack() as opened:
         transport = await opened.enter_async_context(in_process(ranks, ServerSettings(names, None, timeout)))
-        client = make_client("http://moepass", None, timeout_seconds=None, connections=None, transport=transport)
+        client = make_client("http://moepass", None, timeout_seconds=None, transport=transport)
         await opened.enter_async_context(client)
         await asked.run(client, most_open=in_flight, patience_seconds=patience, on_answer=show)
 

@@ -1,4 +1,4 @@
-"""The command line: `moepass score`, `serve`, `explain`, `calibrate`, `demo` and `cache`.
+"""The command line: `moepass demo`, `explain`, `calibrate`, `score`, `serve`, `batch`, `bench` and `cache`.
 
 Nothing heavy is imported before a command runs: `moepass --help` must not wait for torch.
 """
@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from moepass import __version__
 from moepass.cli.arguments import parse_labels, set_threads
-from moepass.cli.client_commands import batch
+from moepass.cli.client_commands import batch, bench
 from moepass.cli.input_lines import read_lines
 from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar, with_progress
 from moepass.cli.scoring import answer, make_scorer
@@ -37,6 +37,7 @@ from moepass.models.limits import (
 )
 
 _LONGEST_ERROR = 1000
+_ORDER = ("demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache")
 
 
 class _Lowering(str, enum.Enum):
@@ -63,7 +64,13 @@ class _Dtype(str, enum.Enum):
 
 
 class _Commands(TyperGroup):
-    """Errors that moepass raises on purpose end as one line, without a traceback; all others keep theirs."""
+    """Errors that moepass raises on purpose end as one line, without a traceback; all others keep theirs.
+
+    Commands are listed in the order in which a newcomer needs them.
+    """
+
+    def list_commands(self, context: Any) -> list[str]:
+        return sorted(super().list_commands(context), key=_ORDER.index)
 
     def main(self, *arguments: Any, **keywords: Any) -> Any:
         try:
@@ -372,6 +379,12 @@ app.command(
     "**moepass batch --url http://127.0.0.1:8000 -i requests.jsonl -o answers.jsonl**",
     context_settings={"auto_envvar_prefix": "MOEPASS"},
 )(batch)
+
+
+app.command(
+    epilog="Examples:\n\n**moepass bench http://127.0.0.1:8000 --workload shared-profiles --goodput 500**\n\n"
+    "**moepass bench http://127.0.0.1:8000 --route completions --rate 20 --prefixes 4 --prefix-length 512**",
+)(bench)
 
 
 @app.command()
