@@ -89,7 +89,8 @@ ROOMS = {
     "moepass": {
         "explaining": (),
         "clients": (),
-        "cli": ("clients", "explaining", ""),
+        "demo": ("explaining", ""),
+        "cli": ("clients", "demo", "explaining", ""),
         "": ("explaining",),
     },
 }

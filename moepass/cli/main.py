@@ -22,6 +22,7 @@ from moepass.cli.scoring import answer, make_scorer
 from moepass.cli.serve_command import serve
 from moepass.cli.streams import (
     READER_LEFT,
+    STOPPED,
     check_compiler_cache,
     check_output,
     check_standard_output,
@@ -395,14 +396,21 @@ def demo(
     lower: _Lower = _Lowering.inductor,
     threads: _Threads = None,
 ) -> None:
-    """Compile the embedded model, stream its experts, and compare every prediction with plain PyTorch."""
+    """Compile the embedded model, stream its experts, compare every prediction with plain PyTorch, then serve it.
+
+    The server is started at a free port, asked one decision over HTTP, and ended.
+    """
     check_standard_output()
     set_threads(threads)
     check_compiler_cache()
-    from moepass.cli.demo import run_demo
+    from moepass.cli.serving import serve_once
+    from moepass.demo.comparison import run_demo
+    from moepass.demo.decision import ask_decision
 
     if not run_demo(texts, lower.value):
         raise typer.Exit(1)
+    if not serve_once("demo", threads, ask_decision):
+        raise typer.Exit(STOPPED)
 
 
 @app.command(epilog="Examples:\n\n**moepass cache --list**\n\n**moepass cache --clear**")

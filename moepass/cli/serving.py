@@ -63,6 +63,44 @@ def run_server(
         asyncio.run(_serve(options, rank_options, folder, listening, visit))
 
 
+def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:
+    """Serve `model` at any free port, uncompiled, which starts soonest, until `visit` has returned.
+
+    False where a signal ended it before. Raises as `run_server`, and what `visit` raises.
+    """
+    done = False
+
+    async def visit_and_note(url: str) -> None:
+        nonlocal done
+        await visit(url)
+        done = True
+
+    options = ServeOptions(
+        host="127.0.0.1",
+        port=0,
+        names=(model,),
+        api_key=None,
+        timeout_seconds=60.0,
+        queue_seconds=30.0,
+        queue_bytes=1 << 30,
+        drain_seconds=1.0,
+    )
+    ranks = RankOptions(
+        model=model,
+        ranks=1,
+        home="host",
+        device="cpu",
+        lower="eager",
+        compiled=False,
+        link="real",
+        key="",
+        meeting="",
+        threads=threads,
+    )
+    run_server(options, ranks, visit_and_note)
+    return done
+
+
 def make_service(
     rank_options: RankOptions, meeting: str, settings: ServerSettings, limits: FrontendLimits
 ) -> tuple[Frontend, Service]:

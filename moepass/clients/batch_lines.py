@@ -37,7 +37,7 @@ class BatchRequest(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class BadLine(msgspec.Struct, frozen=True):
+class BadBatchLine(msgspec.Struct, frozen=True):
     """A line that cannot be sent, and why. `custom_id` is None where it has none that could be read."""
 
     number: int
@@ -83,7 +83,7 @@ class _Line(msgspec.Struct):
     body: msgspec.Raw
 
 
-def read_batch(source: BinaryIO) -> Iterator[BatchRequest | BadLine]:
+def read_batch(source: BinaryIO) -> Iterator[BatchRequest | BadBatchLine]:
     """The lines of `source`, one at a time; blank ones are skipped."""
     number = 0
     while raw := source.readline(MOST_BATCH_LINE_BYTES):
@@ -91,7 +91,7 @@ def read_batch(source: BinaryIO) -> Iterator[BatchRequest | BadLine]:
         if len(raw) == MOST_BATCH_LINE_BYTES and not raw.endswith(b"\n"):
             while (rest := source.readline(1 << 20)) and not rest.endswith(b"\n"):
                 pass
-            yield BadLine(number, None, f"it is longer than {MOST_BATCH_LINE_BYTES} bytes, the limit")
+            yield BadBatchLine(number, None, f"it is longer than {MOST_BATCH_LINE_BYTES} bytes, the limit")
             continue
         if number == 1:
             raw = raw.removeprefix(_BYTE_ORDER_MARK)
@@ -99,13 +99,13 @@ def read_batch(source: BinaryIO) -> Iterator[BatchRequest | BadLine]:
             yield _parsed(number, raw)
 
 
-def answer_to(line: BatchRequest | BadLine, found: BatchResponse | BatchError) -> BatchAnswer:
+def answer_to(line: BatchRequest | BadBatchLine, found: BatchResponse | BatchError) -> BatchAnswer:
     """The answer to `line`."""
     response, error = (found, None) if isinstance(found, BatchResponse) else (None, found)
     return BatchAnswer(f"{ID_START}{line.number}", line.custom_id, response, error)
 
 
-def answer_to_bad_line(line: BadLine) -> BatchAnswer:
+def answer_to_bad_line(line: BadBatchLine) -> BatchAnswer:
     return answer_to(line, BatchError("invalid_line", f"line {line.number}: {line.problem}"))
 
 
@@ -114,21 +114,23 @@ def encode_answer(answer: BatchAnswer) -> bytes:
     return msgspec.json.encode(answer) + b"\n"
 
 
-def _parsed(number: int, raw: bytes) -> BatchRequest | BadLine:
+def _parsed(number: int, raw: bytes) -> BatchRequest | BadBatchLine:
     custom_id: str | None = None
     try:
         custom_id = decode_json(raw, _Named).custom_id
         line: _Line = decode_json(raw, _Line)
     except TooLargeError as error:
-        return BadLine(number, custom_id, str(error))
+        return BadBatchLine(number, custom_id, str(error))
     except InputError as error:
-        return BadLine(number, custom_id, f"{error}; it must have custom_id, method (POST), url and body")
+        return BadBatchLine(number, custom_id, f"{error}; it must have custom_id, method (POST), url and body")
     if not _ROUTE.fullmatch(line.url):
         shown = line.url[:_SHOWN_CHARACTERS]
-        return BadLine(number, custom_id, f"url is {shown!r}; it must be the path of a route, such as /v1/decisions")
+        return BadBatchLine(
+            number, custom_id, f"url is {shown!r}; it must be the path of a route, such as /v1/decisions"
+        )
     body = bytes(line.body)
     if not body.startswith(b"{"):
-        return BadLine(number, custom_id, "body is no JSON object")
+        return BadBatchLine(number, custom_id, "body is no JSON object")
     if len(body) > MOST_BODY_BYTES:
-        return BadLine(number, custom_id, f"body has {len(body)} bytes; the limit is {MOST_BODY_BYTES}")
+        return BadBatchLine(number, custom_id, f"body has {len(body)} bytes; the limit is {MOST_BODY_BYTES}")
     return BatchRequest(number, custom_id, line.url, body)

@@ -21,7 +21,7 @@ import httpx
 
 from moepass.clients.batch_index import BatchIndex
 from moepass.clients.batch_lines import (
-    BadLine,
+    BadBatchLine,
     BatchAnswer,
     BatchError,
     BatchRequest,
@@ -130,12 +130,12 @@ class Batch:
             self._output.save()
 
     async def _work(
-        self, lines: Iterator[BatchRequest | BadLine], asker: _Asker, write: Callable[[BatchAnswer], None]
+        self, lines: Iterator[BatchRequest | BadBatchLine], asker: _Asker, write: Callable[[BatchAnswer], None]
     ) -> None:
         for line in lines:  # each worker takes the next one
             if self._index.is_answered(line.custom_id, line.number):
                 await asyncio.sleep(0)  # a signal must be heard meanwhile
-            elif isinstance(line, BadLine):
+            elif isinstance(line, BadBatchLine):
                 write(answer_to_bad_line(line))
                 await asyncio.sleep(0)
             else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from moepass.clients.load import Outcome
+from moepass.clients.load import RequestOutcome
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,7 +73,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_of(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestOutcome],
     *,
     url: str,
     workload: str,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import msgspec
 
-from moepass.clients.batch_lines import BadLine, read_batch
+from moepass.clients.batch_lines import BadBatchLine, read_batch
 from moepass.clients.bench_report import BenchReport, report_of
 from moepass.clients.load import closed_loop, open_loop
 from moepass.clients.server_address import make_client, reason_of
@@ -105,7 +105,7 @@ def _requests_of_file(file: str) -> Iterator[BenchRequest]:
     try:
         with open(file, "rb") as source:
             for line in read_batch(source):
-                if isinstance(line, BadLine):
+                if isinstance(line, BadBatchLine):
                     raise InputError(f"line {line.number} of {file!r}: {line.problem}", name="file", path=file)
                 yield BenchRequest(line.route, line.body)
     except OSError as error:

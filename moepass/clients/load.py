@@ -21,7 +21,7 @@ _ONE_LINE = 200
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """What became of a request; times are seconds since the start.
 
     due             when it should have been sent
@@ -79,10 +79,10 @@ async def closed_loop(
     requests: Sequence[BenchRequest],
     concurrency: int,
     on_done: Callable[[], None] = lambda: None,
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Send each request when one of `concurrency` others has been answered."""
     start, left = time.perf_counter(), iter(requests)
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestOutcome] = []
 
     async def work() -> None:
         for request in left:
@@ -98,10 +98,10 @@ async def open_loop(
     requests: Sequence[BenchRequest],
     arrivals: Sequence[float],
     on_done: Callable[[], None] = lambda: None,
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Send each request when it is due, however many are open."""
     start = time.perf_counter()
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestOutcome] = []
 
     async def work(request: BenchRequest, due: float) -> None:
         await asyncio.sleep(start + due - time.perf_counter())
@@ -122,19 +122,19 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _send(client: httpx.AsyncClient, request: BenchRequest, start: float, due: float) -> Outcome:
+async def _send(client: httpx.AsyncClient, request: BenchRequest, start: float, due: float) -> RequestOutcome:
     sent = time.perf_counter() - start
     try:
         response = await client.post(request.route, content=request.body)
     except httpx.HTTPError as error:
         problem = f"{type(error).__name__}: {error}"[:_ONE_LINE]
-        return Outcome(due, sent, time.perf_counter() - start, 0, problem)
+        return RequestOutcome(due, sent, time.perf_counter() - start, 0, problem)
     done = time.perf_counter() - start
     if response.status_code != 200:
-        return Outcome(due, sent, done, response.status_code, reason_of(response)[:_ONE_LINE])
+        return RequestOutcome(due, sent, done, response.status_code, reason_of(response)[:_ONE_LINE])
     usage = _decoded(response.content, _Told).usage or _ReportedUsage()
     problem = _refusal(response.content) if request.route.endswith("/decisions") else ""
-    return Outcome(due, sent, done, 200, problem, usage.input, usage.cached)
+    return RequestOutcome(due, sent, done, 200, problem, usage.input, usage.cached)
 
 
 def _refusal(content: bytes) -> str:

@@ -23,7 +23,7 @@ def parse_server_url(text: str) -> str:
     return str(url).rstrip("/").removesuffix("/v1")
 
 
-class Connections(httpx.AsyncBaseTransport):
+class HttpConnections(httpx.AsyncBaseTransport):
     """A connection for each request that is open, kept for later ones.
 
     httpx's own pool looks at all of its connections for each request: with 64 that is two thirds of a client's time.
@@ -70,7 +70,7 @@ def make_client(
         base_url=url,
         headers=headers,
         timeout=httpx.Timeout(timeout_seconds, connect=_CONNECT_SECONDS, pool=None),
-        transport=transport or Connections(),
+        transport=transport or HttpConnections(),
         trust_env=False,
     )
 

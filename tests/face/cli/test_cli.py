@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from moepass.cli.arguments import parse_labels
 from moepass.cli.main import app
+from moepass.demo.comparison import run_demo
 from moepass.explaining.capture_model import capture_plans, explain_model
 from moepass.models.byte_counts import parse_bytes
 from moepass.passes.ir.plan import Plan
@@ -388,8 +389,8 @@ def test_demo_refuses_more_texts_than_there_are() -> None:
     _assert_one_line(_run("demo", "--texts", "999999"), "texts is 999999, but only")
 
 
-def test_demo_compares_every_prediction() -> None:
-    result = _run("demo", "--texts", "40", "--lower", "eager")
-    assert result.exit_code == 0, result.output
-    assert "equal: 0 of 40 predictions differ" in result.stdout
-    assert "asyncep (eager), streamed" in result.stdout
+def test_demo_compares_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(40, "eager")
+    shown = capsys.readouterr().out
+    assert "equal: 0 of 40 predictions differ" in shown
+    assert "asyncep (eager), streamed" in shown

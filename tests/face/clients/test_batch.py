@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from moepass.cli.main import app
 from moepass.clients import batch_lines
-from moepass.clients.batch_lines import BadLine, read_batch
+from moepass.clients.batch_lines import BadBatchLine, read_batch
 from moepass.clients.batch_run import Batch, ServerGoneError
 from moepass.clients.open_requests import OpenRequests
 from moepass.models.errors import InputError, OptionError
@@ -118,7 +118,7 @@ def test_a_line_beyond_the_limit_does_not_hide_the_next(
     source.write_text(line("long", text="x" * 5000) + line("short"))
     with source.open("rb") as opened:
         bad, good = read_batch(opened)
-    assert isinstance(bad, BadLine)
+    assert isinstance(bad, BadBatchLine)
     assert "limit" in bad.problem
     assert (good.number, good.custom_id) == (2, "short")
 

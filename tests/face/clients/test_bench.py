@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from moepass.cli.main import app
 from moepass.clients.bench_report import BenchReport, report_of, table_of
-from moepass.clients.load import Outcome, closed_loop, open_loop
+from moepass.clients.load import RequestOutcome, closed_loop, open_loop
 from moepass.clients.server_address import make_client, parse_server_url, retry_after
 from moepass.clients.workloads import (
     PRESETS,
@@ -206,7 +206,7 @@ def test_what_a_server_says_is_understood(answer: Any, status: int, problem: str
             raise answer
         return httpx.Response(status, json=answer)
 
-    async def ask() -> list[Outcome]:
+    async def ask() -> list[RequestOutcome]:
         async with client_of(answered) as client:
             return await closed_loop(client, REQUESTS[:1], 1)
 
@@ -218,7 +218,7 @@ def test_what_a_server_says_is_understood(answer: Any, status: int, problem: str
 # ---- Report ----------------------------------------------------------------------------------------------------------
 
 
-def _report(outcomes: list[Outcome], **further: Any) -> BenchReport:
+def _report(outcomes: list[RequestOutcome], **further: Any) -> BenchReport:
     given: dict[str, Any] = {
         "url": "u", "workload": "w", "goodput_ms": None, "is_open_loop": True,
         "metrics_before": "", "metrics_after": "",
@@ -227,8 +227,12 @@ def _report(outcomes: list[Outcome], **further: Any) -> BenchReport:
 
 
 def test_a_report_counts_what_happened() -> None:
-    answered = [Outcome(n / 10, n / 10 + 0.001, n / 10 + 0.01 * (n + 1), 200, "", 100, 25) for n in range(10)]
-    others = [Outcome(0.5, 0.5, 0.6, 429, "429: full"), Outcome(0.5, 0.5, 2.0, 0, "ReadError: "), *answered]
+    answered = [RequestOutcome(n / 10, n / 10 + 0.001, n / 10 + 0.01 * (n + 1), 200, "", 100, 25) for n in range(10)]
+    others = [
+        RequestOutcome(0.5, 0.5, 0.6, 429, "429: full"),
+        RequestOutcome(0.5, 0.5, 2.0, 0, "ReadError: "),
+        *answered,
+    ]
     before = 'a{x="1"} 5\nmoepass_flops_total{rank="0"} 10\nmoepass_flops_total{rank="1"} 1e3\n'
     after = "moepass_flops_total 2.01e3\nmoepass_unshared_flops_total 4000\n"
     report = _report(others, goodput_ms=50.5, metrics_before=before, metrics_after=after)
@@ -251,11 +255,11 @@ def test_a_report_counts_what_happened() -> None:
 
 
 def test_what_a_server_does_not_tell_is_not_guessed() -> None:
-    report = _report([Outcome(0, 0, 1, 200), Outcome(0, 0, 1, 200, "", 5)], is_open_loop=False)
+    report = _report([RequestOutcome(0, 0, 1, 200), RequestOutcome(0, 0, 1, 200, "", 5)], is_open_loop=False)
     assert (report.input_tokens, report.hit_rate, report.flops, report.send_lag) == (None, None, None, None)
     cells = [str(cell) for column in table_of(report).columns for cell in column.cells]
     assert cells.count("not told by this server") == 3
-    nothing = _report([Outcome(0, 0, 1, 500, "500: x")])
+    nothing = _report([RequestOutcome(0, 0, 1, 500, "500: x")])
     assert nothing.latency is None
     assert table_of(nothing).row_count
 
