@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -123,4 +125,37 @@ def test_nothing_compiles_after_ready(tmp_path: Path) -> None:
             assert response.status_code == 200, response.text
         metrics = server.client.get("/metrics").text
         assert re.search(r"^compilations_after_ready 0\.0$", metrics, re.M), metrics
+        assert server.end() == 0
+
+
+def snippets(page: str, start: str) -> list[str]:
+    """The code blocks of a page that begin with `start`."""
+    text = (Path(__file__).resolve().parents[3] / page).read_text(encoding="utf-8")
+    return [block for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S) if block.startswith(start)]
+
+
+def rounded(value: Any) -> Any:
+    """As numbers stand in a page."""
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+@pytest.mark.slow
+def test_what_pages_show_of_the_server_is_true(tmp_path: Path) -> None:
+    with serving("demo", "--eager", cache=tmp_path) as server:
+
+        def run(*program: str) -> str:
+            here = [re.sub(r"(http://)?(127\.0\.0\.1|localhost):8000", server.url, part) for part in program]
+            return subprocess.run(here, capture_output=True, text=True, timeout=60, check=True).stdout
+
+        for page in ("README.md", "docs/serving.md"):
+            (asked,), (answer,) = snippets(page, "curl "), snippets(page, '{"model": "demo"')
+            assert rounded(json.loads(run("bash", "-c", f"set -e; {asked}"))) == rounded(json.loads(answer)), page
+        (asked,), (answer,) = snippets("README.md", "import openai"), snippets("README.md", "German 0.")
+        assert run(sys.executable, "-c", asked) == answer
+        (asked,) = snippets("docs/api.md", "import openai")
+        assert run(sys.executable, "-c", asked).startswith("German 0.9")
         assert server.end() == 0

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from moepass.cli.main import app
 from moepass.clients.bench_report import BenchReport, report_of, table_of
 from moepass.clients.load import RequestOutcome, closed_loop, open_loop
-from moepass.clients.server_address import make_client, parse_server_url, retry_after
+from moepass.clients.server_address import HttpConnections, make_client, parse_server_url, retry_after
 from moepass.clients.workloads import (
     PRESETS,
     ROUTES,
@@ -121,6 +121,17 @@ def test_presets_can_be_made(name: str) -> None:
     assert low <= len(msgspec.json.decode(first.body)["input"].split()) <= high
 
 
+def test_the_page_has_the_presets() -> None:
+    def shown(low: int, high: int) -> str:
+        return "" if not high else f"{low}" if low == high else f"{low}-{high}"
+
+    page = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    for name, shape in PRESETS.items():
+        cells = (str(shape.requests), str(shape.prefixes or ""), shown(*shape.prefix_length), shown(*shape.own_length))
+        row = "".join(f" {cell} |" if cell else " |" for cell in cells)
+        assert f"| `{name}` |{row}\n" in page
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -213,6 +224,19 @@ def test_what_a_server_says_is_understood(answer: Any, status: int, problem: str
     (outcome,) = asyncio.run(ask())
     assert (outcome.status, outcome.problem) == (status, problem)
     assert (outcome.input_tokens, outcome.cached_tokens) == tokens
+
+
+def test_connections_are_kept_and_none_is_shared() -> None:
+    async def ask(url: str) -> int:
+        transport = HttpConnections()
+        async with make_client(url, "key", timeout_seconds=5, transport=transport) as client:
+            await closed_loop(client, REQUESTS, 4)
+            return len(transport._free)
+
+    with stub_server(seconds=0.005) as stub:
+        assert asyncio.run(ask(stub.url)) == 4
+        assert stub.most_open == 4
+        assert len(stub.asked) == len(REQUESTS)
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------
