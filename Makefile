@@ -69,6 +69,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/hybrid.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/memory_budget.py
+	$(BIN)/python benchmarks/company.py
 	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/routing.py
 
