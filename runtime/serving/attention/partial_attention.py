@@ -2,7 +2,7 @@
 
 Queries are [b, heads, n, key_dim], keys [b, kv_heads, m, key_dim], values [b, kv_heads, m, value_dim]; heads of queries
 are a multiple of those of keys (GQA). Views with any strides will do. A result is `(output, log_sum_exp)`: the
-attention over these keys alone, [b, heads, n, value_dim] in the dtype of the values or in fp32, and the logarithm of the
+attention over these keys alone, [b, heads, n, value_dim] in the dtype of the values or fp32, and the logarithm of the
 sum that it was divided by, [b, heads, n] in fp32; -inf where a query sees none of the keys, and its output is 0.
 """
 
