@@ -39,6 +39,8 @@ from moepass.models.limits import decode_json
 # A full queue, a proxy whose server is away, a server that starts or drains or has lost a rank: later it may answer.
 FULL_STATUS = 429
 TEMPORARY_STATUSES = frozenset({FULL_STATUS, 502, 503})
+# Every line would be answered with it.
+KEY_STATUSES = frozenset({401, 403})
 _MOST_PAUSE_SECONDS = 60.0
 # Bytes of the bodies of open requests; half of what a server takes of all its clients.
 _MOST_OPEN_BYTES = 256 << 20
@@ -46,6 +48,10 @@ _MOST_OPEN_BYTES = 256 << 20
 
 class ServerGoneError(MoepassError, RuntimeError):
     """No request was answered for `expected` seconds."""
+
+
+class KeyRefusedError(MoepassError, RuntimeError):
+    """The server asks for another API key."""
 
 
 @dataclasses.dataclass
@@ -104,8 +110,8 @@ class Batch:
     ) -> None:
         """Ask for all that is left. When this is cancelled, the output is as good as ever.
 
-        Raises ServerGoneError where nothing is answered for `patience_seconds`, InputError where the output cannot be
-        written.
+        Raises ServerGoneError where nothing is answered for `patience_seconds`, KeyRefusedError where the server asks
+        for another key, and InputError where the output cannot be written.
         """
         asker = _Asker(client, OpenRequests(most_open, _MOST_OPEN_BYTES), patience_seconds)
         self._source.seek(0)
@@ -207,6 +213,12 @@ class _Asker:
         except httpx.TransportError as error:
             self._refusal = f"no connection ({type(error).__name__}: {error})"
             return BatchError("no_connection", str(error) or type(error).__name__), 1.0
+        if response.status_code in KEY_STATUSES:
+            raise KeyRefusedError(
+                f"the server refuses the key: {reason_of(response)}; give the right --api-key",
+                name="api_key",
+                expected="the server's key",
+            )
         if response.status_code not in TEMPORARY_STATUSES:
             return _parsed(response), None
         self._refusal = reason_of(response)

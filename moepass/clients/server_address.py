@@ -79,7 +79,7 @@ def reason_of(response: httpx.Response) -> str:
     """What an answer that is an error says, in a line."""
     try:
         found = response.json()
-        error = found.get("error", found) if isinstance(found, dict) else found
+        error = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
         text = str(error.get("message", error) if isinstance(error, dict) else error)
     except (json.JSONDecodeError, UnicodeDecodeError):
         text = response.text

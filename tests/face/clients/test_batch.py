@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from moepass.cli.main import app
 from moepass.clients import batch_lines
 from moepass.clients.batch_lines import BadBatchLine, read_batch
-from moepass.clients.batch_run import Batch, ServerGoneError
+from moepass.clients.batch_run import Batch, KeyRefusedError, ServerGoneError
 from moepass.clients.open_requests import OpenRequests
 from moepass.models.errors import InputError, OptionError
 
@@ -269,6 +269,15 @@ def test_where_nothing_answers_any_more_the_rest_is_left(files: tuple[Path, Path
     assert [answer["custom_id"] for answer in answered(target)] == list("abc")
     run(Batch(str(source), str(target)), echoed)
     assert sorted(answer["custom_id"] for answer in answered(target)) == list("abcdef")
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_wrong_key_ends_it_before_every_line_is_an_error(files: tuple[Path, Path], status: int) -> None:
+    source, target = files
+    write_batch(source, list("abcdef"))
+    with pytest.raises(KeyRefusedError, match=f"{status}: who are you; give the right --api-key"):
+        run(Batch(str(source), str(target)), lambda request: httpx.Response(status, json={"detail": "who are you"}))
+    assert answered(target) == []
 
 
 def test_no_more_requests_are_open_than_may_be() -> None:

@@ -207,7 +207,7 @@ def test_a_closed_loop_has_so_many_open() -> None:
         ([1], 200, "", (None, None)),
         ({"answers": [{"type": "choice"}, {"type": "refusal", "reason": "no"}]}, 200, "refusal: no", (None, None)),
         ({"error": {"message": "full"}}, 429, "429: full", (None, None)),
-        ({"detail": "lost"}, 404, "404: {'detail': 'lost'}", (None, None)),
+        ({"detail": "lost"}, 404, "404: lost", (None, None)),
         (httpx.ReadError("gone"), 0, "ReadError: gone", (None, None)),
     ],
 )
