@@ -428,6 +428,6 @@ def cache(
         raise OptionError("--list and --clear exclude each other; give one")
     check_standard_output()
     check_compiler_cache()
-    from moepass.cli.cache import clear_cache, list_cache
+    from moepass.stored_models import clear_cache, list_cache
 
     (clear_cache if clear else list_cache)()
