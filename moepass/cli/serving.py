@@ -24,7 +24,8 @@ from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.routes.service import ServerSettings, Service
-from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand
 
 # After the server has answered what is open, its ranks have so long to end by themselves.
@@ -74,6 +75,8 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         key=key,
         limits=FrontendLimits(options.queue_seconds, options.queue_bytes),
         ends_together=home_named(rank_options.home).is_spread,
+        # Early enough for requests to run once more.
+        hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, options.timeout_seconds / 2)),
     )
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds)
     server = server_of(Service(frontend, writer, settings), drain_seconds=options.drain_seconds)

@@ -8,6 +8,7 @@ Pseudo-code
     after every event:  let the router decide a round; send what it assigned
     a rank's message:   ready, started, done, failed: tell the router; answer what is complete
     a rank is lost:     the router has its requests run once more, or they fail
+    again and again:    a rank that hangs is ended, and so it is lost
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.messages import (
+    Alive,
     Cancel,
     Drain,
     RankReady,
@@ -50,6 +52,7 @@ from moepass.runtime.serving.workers.messages import (
     decode_from_rank,
     encode,
 )
+from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
 from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
@@ -57,6 +60,8 @@ from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 STEPS_AT_A_RANK = 2
 # Of the last full step in what a rank is taken to reach. [Empirical] A step that was disturbed is forgotten in ten.
 RATE_WEIGHT = 0.2
+
+HANGS = HangLimits()
 
 logger = logging.getLogger("moepass")
 
@@ -82,6 +87,7 @@ class ServingCounters:
     given_up: int = 0
     rerun: int = 0
     ranks_lost: int = 0
+    ranks_hung: int = 0
     steps: int = 0
     split_steps: int = 0
     tokens: int = 0
@@ -103,6 +109,7 @@ class Frontend:
         make_router: makes the router when the facts of all engines are known.
         key: of the hashes of blocks; the ranks' engines have the same.
         ends_together: ranks hold parts of one model and cannot go on without each other.
+        hangs: when a rank counts as hung.
     """
 
     def __init__(
@@ -116,6 +123,7 @@ class Frontend:
         key: bytes,
         limits: FrontendLimits,
         ends_together: bool = False,
+        hangs: HangLimits = HANGS,
     ) -> None:
         self._ranks, self._endpoint, self._key, self._limits = ranks, endpoint, key, limits
         self._formula, self._make_router = formula, make_router
@@ -134,7 +142,8 @@ class Frontend:
         self._open_bytes = 0
         self._is_routing = False
         self._compilations: dict[int, int] = {}
-        self._receiver: asyncio.Task[None] | None = None
+        self._watch = RankWatch(hangs)
+        self._tasks: list[asyncio.Task[None]] = []
         self.counters = ServingCounters()
 
     # ---- Life
@@ -144,7 +153,7 @@ class Frontend:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(self._endpoint)
-        self._receiver = asyncio.create_task(self._receive())
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._end_hung_ranks())]
         await self._supervisor.start()
         facts = [self._facts[rank] for rank in sorted(self._facts)]
         self._router = self._make_router(self._ranks, self._formula, facts)
@@ -162,8 +171,8 @@ class Frontend:
             self._fail(number, NotServingError("the server ends", value="draining"))
         # A rank that still starts hears nothing.
         await self._supervisor.close(0.0 if was_starting else max(1.0, end - time.monotonic()))
-        if self._receiver is not None:
-            self._receiver.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._context.destroy(linger=0)
 
     # ---- Backend
@@ -277,6 +286,7 @@ class Frontend:
         by_rank: dict[int, list[Request]] = {}
         for assignment in found.assignments:
             self._assigned[str(assignment.number)] = assignment
+            self._watch.given(assignment.rank, str(assignment.number), assignment.flops)
             work = self._waiting[assignment.request_id].work_of(assignment)
             by_rank.setdefault(assignment.rank, []).append(work)
         for rank, requests in by_rank.items():
@@ -303,7 +313,11 @@ class Frontend:
 
     def _heard(self, rank: int, content: bytes) -> None:
         message = decode_from_rank(content)
+        self._watch.heard(rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None)
+        if isinstance(message, Alive):
+            return
         if isinstance(message, RankReady):
+            self._watch.begin(rank, time.monotonic())
             self._facts[rank] = self._last_facts = message.facts
             self._supervisor.ready(rank)
             if self._router is not None:
@@ -311,6 +325,7 @@ class Frontend:
         elif self._router is None:
             return
         elif isinstance(message, Started):
+            self._watch.started(rank, message.ids)
             for number in message.ids:
                 self._router.started(int(number))
         elif isinstance(message, StepDone):
@@ -318,6 +333,15 @@ class Frontend:
         elif isinstance(message, RequestFailed):
             self._request_failed(self._router, message)
         self._route_soon()
+
+    async def _end_hung_ranks(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for rank, reason in self._watch.hung(time.monotonic(), self._facts).items():
+                logger.error("rank %d hangs: %s; it is ended", rank, reason)
+                self._watch.forget(rank)
+                self.counters.ranks_hung += 1
+                self._supervisor.kill(rank)
 
     def _step_done(self, router: RankRouter, rank: int, message: StepDone) -> None:
         result = message.result
@@ -368,6 +392,7 @@ class Frontend:
     def _lost(self, ranks: Sequence[int]) -> None:
         """These ranks are gone, all of them before anything is routed again."""
         for rank in ranks:
+            self._watch.forget(rank)
             self._facts.pop(rank, None)
             self._compilations.pop(rank, None)
             self.counters.ranks_lost += 1

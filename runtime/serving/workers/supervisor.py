@@ -76,6 +76,13 @@ class Supervisor:
     def ready(self, rank: int) -> None:
         self._ready[rank].set()
 
+    def kill(self, rank: int) -> None:
+        """End a rank that will not end by itself; then it is lost as any other that ends."""
+        process = self._processes.get(rank)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
     async def start(self) -> None:
         """Start all ranks and wait until they are ready. Raises RankStartError."""
         self._failure = asyncio.get_running_loop().create_future()
