@@ -19,6 +19,8 @@ def main() -> int:
     endpoint, rank, attempt, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     # Ctrl-C reaches all processes of a terminal; the server decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # So does the end of a service, whose processes are told all at once; children of this one must not inherit it.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")

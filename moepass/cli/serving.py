@@ -8,14 +8,19 @@ import secrets
 import socket
 import sys
 import tempfile
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 
 from moepass.cli.rank_options import RankOptions
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
+from moepass.models.errors import InputError, one_of
 from moepass.models.homes import home_named
-from moepass.models.sizes.families import from_config
+from moepass.models.sizes.architecture import Architecture
+from moepass.models.sizes.families import FAMILIES, from_config
+from moepass.runtime.offload.offload import check_device
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.http.listen import open_socket, server_of
@@ -27,6 +32,10 @@ from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend, FrontendLimits
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand
+from moepass.runtime.transfer.link import parse_link
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # After the server has answered what is open, its ranks have so long to end by themselves.
 RANKS_END_SECONDS = 5.0
@@ -47,18 +56,51 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_server(options: ServeOptions, rank_options: RankOptions) -> None:
     """Serve until a signal ends it. Raises OptionError for an address that cannot be had, and RankStartError."""
+    _check(rank_options)
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
         meeting = msgspec.structs.replace(rank_options, meeting=folder)
         asyncio.run(_serve(options, meeting, f"ipc://{folder}/ranks", listening))
 
 
+def _check(options: RankOptions) -> None:
+    """What a rank would refuse, before one starts. Raises OptionError and InputError."""
+    check_device(options.device)
+    parse_link(options.link)
+    if options.hardware is not None:
+        load_hardware(options.hardware)
+
+
+def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
+    """Raises InputError for a model that is not served."""
+    family = str(config.get_text_config().model_type)
+    if family not in FAMILIES:
+        raise InputError(
+            f"{name} cannot be served: its model_type {family!r} is no mixture-of-experts family whose FLOPs "
+            f"are known here ({one_of(FAMILIES)}), and without FLOPs no request can be admitted. A dense model has no "
+            "experts to stream; other servers run it",
+            name="model_type",
+            value=family,
+            expected=tuple(FAMILIES),
+        )
+    return from_config(config)
+
+
 async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str, listening: socket.socket) -> None:
     console = Console(stderr=True)
     folder = resolve_model(rank_options.model)
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
+    architecture = _architecture(config, rank_options.model)
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
+    writer.check()
+    highest = max(writer.tokenizer.get_vocab().values(), default=0)
+    if highest >= architecture.vocab:
+        console.print(
+            f"moepass: warning: the tokenizer has tokens up to {highest}, the model up to {architecture.vocab - 1}; "
+            "texts that need the others are refused",
+            highlight=False,
+        )
     key = secrets.token_bytes(32)
     given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex()))
 
@@ -70,7 +112,7 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         rank_options.ranks,
         command,
         endpoint=endpoint,
-        formula=FlopsTable(from_config(config)),
+        formula=FlopsTable(architecture),
         make_router=_make_router,
         key=key,
         limits=FrontendLimits(options.queue_seconds, options.queue_bytes),
@@ -78,7 +120,7 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         # Early enough for requests to run once more.
         hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, options.timeout_seconds / 2)),
     )
-    settings = ServerSettings(options.names, options.api_key, options.timeout_seconds)
+    settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
     server = server_of(Service(frontend, writer, settings), drain_seconds=options.drain_seconds)
     address = listening.getsockname()
     console.print(f"moepass serves {options.names[0]} at http://{options.host}:{address[1]}; starting", highlight=False)

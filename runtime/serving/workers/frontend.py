@@ -83,6 +83,7 @@ class ServingCounters:
     requests: int = 0
     answered: int = 0
     refused: int = 0
+    refused_full: int = 0
     failed: int = 0
     given_up: int = 0
     rerun: int = 0
@@ -135,6 +136,7 @@ class Frontend:
         self._facts: dict[int, EngineFacts] = {}
         self._last_facts: EngineFacts | None = None
         self._router: RankRouter | None = None
+        self._shares_prefixes = True
         self._state: ServingState = "starting"
         self._waiting: dict[str, WaitingRequest] = {}
         self._assigned: dict[str, Assignment] = {}
@@ -156,6 +158,7 @@ class Frontend:
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._end_hung_ranks())]
         await self._supervisor.start()
         facts = [self._facts[rank] for rank in sorted(self._facts)]
+        self._shares_prefixes = all(one.form == "trie" for one in facts)
         self._router = self._make_router(self._ranks, self._formula, facts)
         self._state = "ready"
 
@@ -177,14 +180,33 @@ class Frontend:
 
     # ---- Backend
 
-    async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
+    def check_room(self) -> None:
+        """As `Backend.check_room`. What comes is taken whole, however large, while less than the limits waits: so an
+        idle server refuses nothing that its ranks can compute, and more than the limits waits by one call at most."""
+        router = self._serving_router()
+        seconds = router.waiting_flops / sum(facts.flops_per_second for facts in self._facts.values())
+        for name, value, limit in (
+            ("seconds of work", seconds, self._limits.waiting_seconds),
+            ("bytes", self._open_bytes, self._limits.open_bytes),
+        ):
+            if value >= limit:
+                self.counters.refused_full += 1
+                raise QueueFullError(
+                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
+                    retry_after_seconds=max(1.0, math.ceil(seconds)),
+                    name=name,
+                    value=value,
+                    expected=limit,
+                )
+
+    async def answer(
+        self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
+    ) -> Answer:
         """As `Backend.answer`. Of two that wait, the one with the lower `priority` runs first."""
-        router = self._router
-        if self._state != "ready" or router is None or not self._facts:
-            state = self.status().state
-            raise NotServingError(f"no request is taken now: {state}", value=state)
+        router = self._serving_router()
+        if not is_admitted:
+            self.check_room()
         size = sum(piece.tokens.nbytes for piece in request.pieces)
-        self._check_room(router, size)
         number = str(next(self._numbers))
         now = time.monotonic()
         routable, prompt_pieces = routable_request(
@@ -193,6 +215,7 @@ class Frontend:
             priority=-priority,
             deadline=now + timeout_seconds,
             arrived=now,
+            shares_prefixes=self._shares_prefixes,
         )
         router.submit(routable)
         self.counters.requests += 1
@@ -235,22 +258,13 @@ class Frontend:
 
     # ---- Requests
 
-    def _check_room(self, router: RankRouter, size: int) -> None:
-        """Raises QueueFullError. One request is taken however large it is, if nothing waits."""
-        rate = sum(facts.flops_per_second for facts in self._facts.values())
-        seconds = router.waiting_flops / rate
-        for name, value, limit in (
-            ("seconds of work", seconds, self._limits.waiting_seconds),
-            ("bytes", self._open_bytes, self._limits.open_bytes - size if self._open_bytes else math.inf),
-        ):
-            if value >= limit:
-                raise QueueFullError(
-                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
-                    retry_after_seconds=max(1.0, math.ceil(seconds)),
-                    name=name,
-                    value=value,
-                    expected=limit,
-                )
+    def _serving_router(self) -> RankRouter:
+        """Raises NotServingError where nothing is answered now."""
+        router = self._router
+        if self._state != "ready" or router is None or not self._facts:
+            state = self.status().state
+            raise NotServingError(f"no request is taken now: {state}", value=state)
+        return router
 
     def _fail(self, number: str, error: Exception) -> None:
         waiting = self._waiting.pop(number, None)

@@ -310,6 +310,28 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(limits: FrontendLimits
     run(work())
 
 
+@pytest.mark.parametrize("limits", [FrontendLimits(waiting_seconds=0.05), FrontendLimits(open_bytes=2000)])
+def test_an_idle_server_takes_a_call_whole_however_large(limits: FrontendLimits, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1, options=slow, limits=limits) as frontend:
+            one = request(0, 400)
+            assert is_right(one, await frontend.answer(one, timeout_seconds=TIMEOUT))
+            frontend.check_room()
+            many = [request(number, 30) for number in range(20)]
+            asked = [
+                asyncio.create_task(frontend.answer(part, timeout_seconds=TIMEOUT, is_admitted=True)) for part in many
+            ]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError):
+                frontend.check_room()
+            with pytest.raises(QueueFullError):
+                await frontend.answer(one, timeout_seconds=TIMEOUT)
+            assert all(map(is_right, many, await asyncio.gather(*asked)))
+            assert frontend.counters.refused_full == 2
+
+    run(work())
+
+
 def test_a_server_that_ends_answers_what_is_open_and_takes_nothing_more(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, options=slow) as frontend:
