@@ -27,6 +27,7 @@ def main() -> int:
 
     import zmq
 
+    from moepass.cli.progress import keep_what_is_there
     from moepass.cli.rank_options import RankOptions
     from moepass.models.errors import MoepassError
     from moepass.runtime.serving.workers.frontend import rank_name
@@ -35,6 +36,7 @@ def main() -> int:
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOptions)
     try:
         engine = _engine(options, rank, attempt)
+        keep_what_is_there()
         mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, _Server(server))
         try:
             run_rank(engine, mailbox)

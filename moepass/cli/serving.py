@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
+from moepass.cli.progress import keep_what_is_there
 from moepass.cli.rank_options import RankOptions
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
@@ -130,6 +131,7 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            keep_what_is_there()
             console.print("ready", highlight=False)
             await serving
             console.print("ending: what is open is answered", highlight=False)
