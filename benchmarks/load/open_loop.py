@@ -1,4 +1,4 @@
-"""Asks a server, as a process of its own, and prints what came back as one JSON object.
+"""Asks a server, as a process of its own; prints a line when it begins, and what came back as one JSON object.
 
     python benchmarks/load/open_loop.py PORT SECONDS closed CLIENTS
     python benchmarks/load/open_loop.py PORT SECONDS open REQUESTS_PER_S
@@ -20,7 +20,7 @@ import time
 from served import Connection, posted
 
 PROMPTS, PROMPT_TOKENS = 4, 400
-BODIES = 64
+BODIES = 1024
 # How long those that were asked last may be answered.
 DRAIN_SECONDS = 60.0
 
@@ -28,11 +28,9 @@ DRAIN_SECONDS = 60.0
 class Load:
     def __init__(self, port: int, seconds: float) -> None:
         self.port, self.seconds = port, seconds
-        choose = random.Random(0)
-        prompts = [[choose.randrange(5, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(BODIES)]
-        self.random = choose
-        # Tokens are changed in every request, so that no cache has them.
-        self.prompts = prompts
+        self.random = random.Random(0)
+        # Made before, so that as little as can be is done between two requests.
+        self.requests = [self.request() for _ in range(BODIES)]
         self.free: list[Connection] = []
         self.seconds_by_status: dict[int, list[float]] = collections.defaultdict(list)
         self.late: list[float] = []
@@ -41,8 +39,7 @@ class Load:
         self.end = 0.0
 
     def request(self) -> bytes:
-        first = [self.random.randrange(5, 2000) for _ in range(16)]
-        prompts = [first[place : place + 4] + self.random.choice(self.prompts)[4:] for place in range(PROMPTS)]
+        prompts = [[self.random.randrange(5, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
         return posted("/v1/completions", {"prompt": prompts, "max_tokens": 1})
 
     async def ask(self, data: bytes) -> None:
@@ -62,22 +59,20 @@ class Load:
     async def closed(self, clients: int) -> None:
         async def client() -> None:
             while time.monotonic() < self.end:
-                await self.ask(self.request())
+                await self.ask(self.random.choice(self.requests))
 
         await asyncio.gather(*(client() for _ in range(clients)))
 
     async def open(self, rate: float) -> None:
         tasks: set[asyncio.Task[None]] = set()
         due = time.monotonic()
-        data = self.request()
         while due < self.end:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             self.late.append(time.monotonic() - due)
-            task = asyncio.create_task(self.ask(data))
+            task = asyncio.create_task(self.ask(self.random.choice(self.requests)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             due += self.random.expovariate(rate)
-            data = self.request()
         if tasks:
             _, pending = await asyncio.wait(tasks, timeout=DRAIN_SECONDS)
             self.errors["no answer"] += len(pending)
@@ -85,15 +80,19 @@ class Load:
                 task.cancel()
 
     async def run(self, kind: str, number: float) -> None:
+        gc.freeze()
+        print("begins", flush=True)
         self.end = time.monotonic() + self.seconds
         await (self.closed(int(number)) if kind == "closed" else self.open(number))
         for connection in self.free:
             connection.close()
         found = {
+            "seconds": self.seconds,
             "answered_per_s": self.answered_in_time / self.seconds,
             "seconds_by_status": self.seconds_by_status,
             "late": self.late,
             "errors": self.errors,
+            "cores": time.process_time() / self.seconds,
         }
         print(json.dumps(found))
 
