@@ -58,6 +58,7 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
+    writer.check()
     key = secrets.token_bytes(32)
     given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex()))
 

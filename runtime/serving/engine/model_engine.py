@@ -32,6 +32,7 @@ from moepass.runtime.serving.engine.out_of_memory import is_out_of_memory
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.engine.step_reads import StepReads
 from moepass.runtime.serving.engine.token_scores import score_tokens
+from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import halves, merged_answer
 
@@ -173,6 +174,14 @@ class ModelEngine:
             refused=tuple(refusal for part in parts for refusal in part.refused),
             retries=len(parts) - 1,
         )
+
+    def answer_now(self, request: Request) -> Answer:
+        """The answer to one request, in a step of its own. Raises InputError where it has none."""
+        self.check(request)
+        result = self.step([request])
+        for _, reason in result.refused:
+            raise InputError(f"request {request.id} cannot be computed: {reason}", name="request")
+        return result.answers[0]
 
     # ---- What a request adds to a step
 
