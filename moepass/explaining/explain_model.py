@@ -238,7 +238,7 @@ def _without_numbers(
         sources=_sources(found, machine),
         compiler=compiler,
         # A server counts in true FLOPs, so that it serves no model whose sizes are not known.
-        serving=ServingPart(None, found.unknown),
+        serving=ServingPart(None, found.unknown.partition(";")[0]),
     )
 
 

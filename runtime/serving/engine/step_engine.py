@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 
-
 StepForm = Literal["trie", "rows"]
 
 
