@@ -140,6 +140,7 @@ class ModelEngine:
         chosen: list[Request] = []
         seen: set[bytes] = set()
         tokens = flops = 0
+        # Requests that wait are seen by every choice until they are chosen: their hashes are computed once.
         known, self._hashes = self._hashes, {}
         for request in waiting:
             if request.id in known:

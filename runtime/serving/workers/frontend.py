@@ -102,6 +102,7 @@ class Frontend:
         formula: what tokens cost.
         make_router: makes the router when the facts of all engines are known.
         key: of the hashes of blocks; the ranks' engines have the same.
+        limits: how much may wait before requests are refused.
         ends_together: ranks hold parts of one model and cannot go on without each other.
     """
 

@@ -16,7 +16,7 @@ import pytest
 import sum_rank
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
+from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
@@ -24,7 +24,6 @@ from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
-from moepass.runtime.serving.workers.messages import StepDone, encode
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 
 KEY = bytes(range(32))
@@ -178,7 +177,6 @@ def test_a_rank_that_is_lost_while_others_start_has_its_place(tmp_path: Path) ->
 def test_a_message_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1) as frontend:
-            frontend._heard(0, encode(StepDone(StepResult((), (), (), 0, 0, 0, 0.0, 0.0), 0)))
             heard = frontend._heard
             broken = iter([True])
 
