@@ -33,7 +33,7 @@ def main() -> int:
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOptions)
     try:
         engine = _engine(options, rank, attempt)
-        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, _Server(server))
+        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, _Server(server), engine.look)
         try:
             run_rank(engine, mailbox)
         finally:

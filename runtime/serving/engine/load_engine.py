@@ -114,7 +114,10 @@ def make_engine(
         runner = PaddedRows(compiled(RowsBackbone(head.backbone)), options.device, ROWS_TOKENS)
     facts = _facts(model, head, table, survey, refusal, options, free)
     counters = EngineCounters(_exposed_seconds(model), lambda: frames_compiled()[0])
-    engine = ModelEngine(head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters)
+    size = block_bytes(shapes) if blocks else 0
+    engine = ModelEngine(
+        head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters, block_bytes=size
+    )
     if store is not None:
         store.tells_of_uncompiled_calls = compile_module is not None
     warm_up(engine, _full_step_tokens(model, options))

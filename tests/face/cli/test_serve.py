@@ -148,5 +148,5 @@ def test_nothing_compiles_after_ready(tmp_path: Path) -> None:
             response = server.client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text
         metrics = server.client.get("/metrics").text
-        assert re.search(r"^compilations_after_ready 0\.0$", metrics, re.M), metrics
+        assert re.search(r"^moepass_compilations_after_ready 0\.0$", metrics, re.M), metrics
         assert server.end() == 0
