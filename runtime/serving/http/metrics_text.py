@@ -1,7 +1,7 @@
 """What /metrics says, in the text format of Prometheus.
 
-Names are vLLM's (0.32, `vllm/v1/metrics/loggers.py`) where the meaning is the same, so that its dashboards and the
-routers that read them work. All others begin with `moepass_`.
+Names are those of vLLM 0.32 where the meaning is the same, so that its dashboards and the routers that read them work.
+All others begin with `moepass_`.
 """
 
 from __future__ import annotations
