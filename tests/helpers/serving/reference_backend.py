@@ -1,4 +1,4 @@
-"""A backend that computes every path of a request alone, with plain transformers: what all others are compared with."""
+"""A backend that computes every path of a request alone, with plain transformers."""
 
 from __future__ import annotations
 
@@ -62,6 +62,9 @@ class ReferenceBackend:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        return self._computed(request)
+
+    def _computed(self, request: Request) -> Answer:
         parents = {piece.parent for piece in request.pieces}
         found: dict[int, PieceAnswer] = {}
         for leaf in (number for number in range(len(request.pieces)) if number not in parents):
