@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moepass import __version__
 from moepass.models.limits import MOST_BODY_BYTES
 from moepass.runtime.serving.http import looking, server_routes
+from moepass.runtime.serving.http.tracing import TracingMiddleware, configured_tracer
 from moepass.runtime.serving.routes import (
     chat,
     completions,
@@ -57,7 +59,7 @@ _CLIENT_GONE = 499
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application that answers with `service`."""
+    """The application that answers with `service`; it is traced where the process or its environment asks for that."""
     app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None)
     for route in ROUTES:
         app.add_api_route(
@@ -70,6 +72,9 @@ def create_app(service: Service) -> FastAPI:
         )
     add_handlers(app)
     app.add_middleware(_Guard, api_key=service.settings.api_key)
+    tracer = configured_tracer(os.environ)
+    if tracer is not None:
+        app.add_middleware(TracingMiddleware, tracer=tracer)
     describe = app.openapi
     _, schemas = _schemas()
 
@@ -195,10 +200,11 @@ class _Guard:
 def _parts_of(call: Call) -> str:
     """What a call waited for, in milliseconds: the backend, and of that the queue and the computation."""
     parts = [f", backend;dur={1000 * call.backend_seconds:.1f}"]
-    if call.times:
+    found = [answered.times for answered in call.answered if answered.times is not None]
+    if found:
         # Requests of one call run side by side.
-        queue = max(times.queue_seconds for times in call.times)
-        compute = max(times.compute_seconds for times in call.times)
+        queue = max(times.queue_seconds for times in found)
+        compute = max(times.compute_seconds for times in found)
         parts.append(f", queue;dur={1000 * queue:.1f}, compute;dur={1000 * compute:.1f}")
     return "".join(parts)
 
