@@ -36,23 +36,29 @@ from moepass.runtime.serving.requests.backend import (
     ServingState,
 )
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
+from moepass.runtime.serving.workers.looks import Looks
 from moepass.runtime.serving.workers.messages import (
     Alive,
     Cancel,
     Drain,
+    Look,
     RankReady,
     RequestFailed,
     Run,
+    Seen,
     Started,
     StepDone,
     ToRank,
     decode_from_rank,
     encode,
 )
+from moepass.runtime.serving.workers.rank_views import rank_views
 from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
+from moepass.runtime.serving.workers.request_times import RequestTimes
 from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
@@ -92,6 +98,7 @@ class ServingCounters:
     steps: int = 0
     split_steps: int = 0
     tokens: int = 0
+    request_tokens: int = 0
     cached_tokens: int = 0
     flops: int = 0
     unshared_flops: int = 0
@@ -147,6 +154,8 @@ class Frontend:
         self._compilations: dict[int, int] = {}
         self._watch = RankWatch(hangs)
         self._tasks: list[asyncio.Task[None]] = []
+        self._looks = Looks(lambda rank: self._send(rank, Look()))
+        self._times = RequestTimes()
         self.counters = ServingCounters()
 
     # ---- Life
@@ -220,12 +229,13 @@ class Frontend:
         )
         router.submit(routable)
         self.counters.requests += 1
-        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future())
+        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future(), now)
         self._waiting[number] = waiting
         self._open_bytes += size
         self._route_soon()
         try:
-            return await asyncio.wait_for(waiting.future, timeout_seconds)
+            answer = await asyncio.wait_for(waiting.future, timeout_seconds)
+            return self._times.answered(waiting, answer, time.monotonic())
         except asyncio.TimeoutError:
             raise AnswerTimeoutError(
                 f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
@@ -242,10 +252,8 @@ class Frontend:
         if state == "ready" and not self._facts:
             state = "no rank"
         facts = next(iter(self._facts.values()), None) or self._last_facts
-        loads = self._router.loads if self._router is not None else ()
         metrics = {name: float(value) for name, value in dataclasses.asdict(self.counters).items()}
         metrics["compilations_after_ready"] = float(sum(self._compilations.values()))
-        metrics |= {f"load_flops_rank_{rank}": float(load) for rank, load in enumerate(loads)}
         return BackendStatus(
             state=state,
             max_sequence_tokens=facts.max_sequence_tokens if facts else 0,
@@ -256,6 +264,14 @@ class Frontend:
             details=dict(facts.notes) if facts else {},
             metrics=metrics,
         )
+
+    async def view(self) -> BackendView:
+        """As `Backend.view`."""
+        seen = await self._looks.ask(list(self._facts))
+        running = sum(waiting.began is not None for waiting in self._waiting.values())
+        attempts, assigned = self._supervisor.attempts, self._assigned.values()
+        ranks = rank_views(self._ranks, self._router, self._facts, attempts, assigned, seen)
+        return BackendView(ranks, len(self._waiting) - running, running, self._times.histograms)
 
     # ---- Requests
 
@@ -343,6 +359,10 @@ class Frontend:
             self._watch.started(rank, message.ids)
             for number in message.ids:
                 self._router.started(int(number))
+                self._began(number)
+        elif isinstance(message, Seen):
+            self._looks.heard(rank, message.engine)
+            return
         elif isinstance(message, StepDone):
             self._step_done(self._router, rank, message)
         elif isinstance(message, RequestFailed):
@@ -358,6 +378,12 @@ class Frontend:
                 self.counters.ranks_hung += 1
                 self._supervisor.kill(rank)
 
+    def _began(self, number: str) -> None:
+        assignment = self._assigned.get(number)
+        waiting = self._waiting.get(assignment.request_id) if assignment is not None else None
+        if waiting is not None and waiting.began is None:
+            waiting.began = time.monotonic()
+
     def _step_done(self, router: RankRouter, rank: int, message: StepDone) -> None:
         result = message.result
         for block in result.stored:
@@ -371,6 +397,7 @@ class Frontend:
                 continue  # withdrawn, or answered by another rank meanwhile
             waiting = self._waiting[assignment.request_id]
             waiting.add(assignment, answer)
+            self.counters.request_tokens += answer.usage.tokens
             self.counters.cached_tokens += answer.usage.cached_tokens
             if not remaining:
                 del self._waiting[assignment.request_id]
@@ -387,6 +414,7 @@ class Frontend:
         counters.steps += 1
         counters.split_steps += result.retries
         counters.tokens += result.tokens
+        self._times.stepped(result.tokens)
         counters.flops += result.flops
         counters.unshared_flops += result.unshared_flops
         counters.step_seconds += result.seconds
@@ -409,6 +437,7 @@ class Frontend:
         for rank in ranks:
             self._watch.forget(rank)
             self._facts.pop(rank, None)
+            self._looks.lost(rank)
             self._compilations.pop(rank, None)
             self.counters.ranks_lost += 1
             self._assigned = {

@@ -20,6 +20,7 @@ from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
@@ -106,8 +107,23 @@ def test_every_request_gets_its_own_answer(tmp_path: Path) -> None:
             assert frontend._router is not None
             assert frontend._router.loads == (0, 0)
             assert frontend._open_bytes == 0
+            check_view(await frontend.view(), answers)
 
     run(work())
+
+
+def check_view(view: BackendView, answers: list[Answer]) -> None:
+    """Of two ranks that have answered all there was."""
+    assert [(rank.state, rank.load_flops, rank.open_requests) for rank in view.ranks] == [("ready", 0, 0)] * 2
+    assert {rank.most_load_flops for rank in view.ranks} == {2 * sum_rank.STEP_TOKENS}
+    assert (view.running, view.waiting) == (0, 0)
+    seconds = view.histograms["e2e_request_latency_seconds"]
+    assert seconds.cumulative[-1] == len(answers)
+    times = [answer.times for answer in answers if answer.times is not None]
+    assert len(times) == len(answers)
+    assert min(min(one.queue_seconds, one.compute_seconds) for one in times) >= 0
+    assert seconds.sum == pytest.approx(sum(one.queue_seconds + one.compute_seconds for one in times))
+    assert view.histograms["request_prompt_tokens"].sum == sum(answer.usage.tokens for answer in answers)
 
 
 def test_killed_ranks_lose_no_request_and_come_back(tmp_path: Path) -> None:
