@@ -10,6 +10,7 @@ import typer
 
 from moepass.cli.rank_options import RankOptions
 from moepass.cli.streams import check_compiler_cache
+from moepass.cli.torchrun import checked_ranks, launched_process, run_launched_rank
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import OptionError
 from moepass.models.homes import HOMES, home_named
@@ -144,9 +145,10 @@ def serve(
     most_bytes = parse_bytes(queue_bytes)
     if most_bytes is None or most_bytes <= 0:
         raise OptionError.wrong("queue_bytes", queue_bytes, "bytes above 0, such as 1GB")
+    launched = launched_process()
     rank_options = rank_options_of(
         model,
-        ranks=ranks,
+        ranks=ranks if launched is None else checked_ranks(launched, ranks),
         home=home,
         device=device,
         dtype=dtype,
@@ -161,6 +163,8 @@ def serve(
         threads=threads,
     )
     check_compiler_cache()
+    if launched is not None and launched.rank > 0:
+        raise typer.Exit(run_launched_rank(launched))
 
     from moepass.cli.serving import ServeOptions, run_server
 
@@ -176,6 +180,7 @@ def serve(
             drain_seconds=drain,
         ),
         rank_options,
+        launched=launched,
     )
 
 

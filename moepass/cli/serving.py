@@ -13,12 +13,14 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import httpx
 import msgspec
 from rich.console import Console
 
 from moepass.cli.rank_options import RankOptions
+from moepass.cli.torchrun import LaunchedProcess, RankStart, tell_ranks
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.homes import home_named
 from moepass.models.sizes.families import from_config
@@ -32,7 +34,8 @@ from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK, Frontend, FrontendLimits
-from moepass.runtime.serving.workers.supervisor import RankCommand
+from moepass.runtime.serving.workers.launched_ranks import LaunchedRank
+from moepass.runtime.serving.workers.supervisor import RankCommand, RankLostError, RankStarter
 
 # After the server has answered what is open, its ranks have so long to end by themselves.
 RANKS_END_SECONDS = 5.0
@@ -52,41 +55,60 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_server(
-    options: ServeOptions, rank_options: RankOptions, visit: Callable[[str], Awaitable[None]] | None = None
+    options: ServeOptions,
+    rank_options: RankOptions,
+    visit: Callable[[str], Awaitable[None]] | None = None,
+    launched: LaunchedProcess | None = None,
 ) -> None:
     """Serve until a signal ends it, or `visit`, which is called with the server's URL when it is ready, has returned.
 
-    Raises OptionError for an address that cannot be had, and RankStartError.
+    Raises OptionError for an address that cannot be had, RankStartError, and RankLostError where a rank ends that was
+    `launched` with this process.
     """
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        asyncio.run(_serve(options, rank_options, folder, listening, visit))
+        asyncio.run(_serve(options, rank_options, folder, listening, visit, launched))
 
 
 def make_service(
-    rank_options: RankOptions, meeting: str, settings: ServerSettings, limits: FrontendLimits
+    rank_options: RankOptions,
+    meeting: str,
+    settings: ServerSettings,
+    limits: FrontendLimits,
+    launched: LaunchedProcess | None = None,
 ) -> tuple[Frontend, Service]:
-    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder."""
+    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder.
+
+    Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
+    """
     folder = resolve_model(rank_options.model)
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
     key = secrets.token_bytes(32)
-    given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting))
+    told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
+    given = msgspec.json.encode(told)
+    endpoint = f"ipc://{meeting}/ranks"
 
-    def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+    def command(rank: int, attempt: int, endpoint: str) -> RankStarter:
+        if launched is not None and rank != launched.rank:
+            return LaunchedRank(Path(meeting), rank)
         program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
         return RankCommand(program, given)
+
+    if launched is not None:
+        tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), told))
 
     frontend = Frontend(
         rank_options.ranks,
         command,
-        endpoint=f"ipc://{meeting}/ranks",
+        endpoint=endpoint,
         formula=FlopsTable(from_config(config)),
         make_router=_make_router,
         key=key,
         limits=limits,
         ends_together=home_named(rank_options.home).is_spread,
+        restarts=launched is None,
     )
     return frontend, Service(frontend, writer, settings)
 
@@ -112,11 +134,12 @@ async def _serve(
     meeting: str,
     listening: socket.socket,
     visit: Callable[[str], Awaitable[None]] | None,
+    launched: LaunchedProcess | None,
 ) -> None:
     console = Console(stderr=True)
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds)
     limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
-    frontend, service = make_service(rank_options, meeting, settings, limits)
+    frontend, service = make_service(rank_options, meeting, settings, limits, launched)
     server = server_of(service, drain_seconds=options.drain_seconds)
     url = f"http://{options.host}:{listening.getsockname()[1]}"
     console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
@@ -128,14 +151,16 @@ async def _serve(
         if starting.done():
             starting.result()
             console.print("ready", highlight=False)
+            tasks.append(asyncio.create_task(frontend.lost()))
             if visit is not None:
-                tasks.append(visiting := asyncio.ensure_future(visit(url)))
-                await asyncio.wait((serving, visiting), return_when=asyncio.FIRST_COMPLETED)
-                if visiting.done():
-                    visiting.result()
-            else:
-                await serving
+                tasks.append(asyncio.ensure_future(visit(url)))
+            await asyncio.wait((serving, *tasks[2:]), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (task for task in tasks[2:] if task.done()):
+                ended.result()
             console.print("ending: what is open is answered", highlight=False)
+    except RankLostError:
+        await frontend.close(0.0)  # the answers that are open will not come
+        raise
     finally:
         server.should_exit = True
         for task in tasks[1:]:

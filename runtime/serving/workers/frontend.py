@@ -50,7 +50,7 @@ from moepass.runtime.serving.workers.messages import (
     decode_from_rank,
     encode,
 )
-from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor
+from moepass.runtime.serving.workers.supervisor import RankStarter, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
 # A rank computes a step while the requests of the next one wait for it there, so that it never waits for the frontend.
@@ -103,12 +103,13 @@ class Frontend:
         make_router: makes the router when the facts of all engines are known.
         key: of the hashes of blocks; the ranks' engines have the same.
         ends_together: ranks hold parts of one model and cannot go on without each other.
+        restarts: ranks that end are started again; otherwise `lost` tells of them.
     """
 
     def __init__(
         self,
         ranks: int,
-        command: Callable[[int, int, str], RankCommand],
+        command: Callable[[int, int, str], RankStarter],
         *,
         endpoint: str,
         formula: FlopsFormula,
@@ -116,11 +117,16 @@ class Frontend:
         key: bytes,
         limits: FrontendLimits,
         ends_together: bool = False,
+        restarts: bool = True,
     ) -> None:
         self._ranks, self._endpoint, self._key, self._limits = ranks, endpoint, key, limits
         self._formula, self._make_router = formula, make_router
         self._supervisor = Supervisor(
-            ranks, lambda rank, attempt: command(rank, attempt, endpoint), self._lost, ends_together=ends_together
+            ranks,
+            lambda rank, attempt: command(rank, attempt, endpoint),
+            self._lost,
+            ends_together=ends_together,
+            restarts=restarts,
         )
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
@@ -149,6 +155,10 @@ class Frontend:
         facts = [self._facts[rank] for rank in sorted(self._facts)]
         self._router = self._make_router(self._ranks, self._formula, facts)
         self._state = "ready"
+
+    async def lost(self) -> None:
+        """Waits for a rank that ends and is not started again, once `start` is over. Raises RankLostError."""
+        await self._supervisor.lost()
 
     async def close(self, seconds: float) -> None:
         """Take nothing more, wait up to `seconds` for what is open, and end the ranks."""
