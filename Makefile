@@ -69,8 +69,9 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/hybrid.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/memory_budget.py
-	$(BIN)/python benchmarks/routing.py
+	$(BIN)/python benchmarks/company.py
 	$(BIN)/python benchmarks/published.py
+	$(BIN)/python benchmarks/routing.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

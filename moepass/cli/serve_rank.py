@@ -46,7 +46,7 @@ def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, 
 
     try:
         engine = _engine(options, rank, attempt)
-        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, watch)
+        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, watch, engine.look)
         try:
             run_rank(engine, mailbox)
         finally:
@@ -71,13 +71,15 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
     import torch
     from torch import nn
 
-    from moepass.models.checkpoint.checkpoint_folders import resolve_model
+    from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer, resolve_model
     from moepass.models.homes import home_named
     from moepass.models.sizes.architecture import DTYPES
     from moepass.runtime.homes.registry.home_options import Host
     from moepass.runtime.homes.registry.packers import options_of
     from moepass.runtime.offload.offload import check_device
     from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine
+    from moepass.runtime.serving.questions.known_answer import check_known_answer
+    from moepass.runtime.serving.questions.prompts import PromptWriter
     from moepass.stored_compile import StoredModule
 
     if options.threads is not None:
@@ -111,7 +113,15 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
         sharers=options.ranks if options.device == "cpu" else 1,
     )
     key = bytes.fromhex(options.key)
-    return load_engine(resolve_model(options.model), asked, compile_module if options.compiled else None, key)
+    folder = resolve_model(options.model)
+    engine = load_engine(folder, asked, compile_module if options.compiled else None, key)
+    prompt = load_prompt(folder)
+    if prompt.probe is not None:
+        facts = engine.facts
+        writer = PromptWriter(load_tokenizer(folder), prompt, facts.max_sequence_tokens)
+        check_known_answer(writer, engine.answer_now, facts.class_names)
+        engine.be_ready(facts.flops_per_second)
+    return engine
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def make_service(
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
+    writer.check()
     key = secrets.token_bytes(32)
     told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
     given = msgspec.json.encode(told)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moepass import __version__
 from moepass.models.limits import MOST_BODY_BYTES
-from moepass.runtime.serving.http import server_routes
+from moepass.runtime.serving.http import looking, server_routes
 from moepass.runtime.serving.routes import (
     chat,
     completions,
@@ -35,11 +35,22 @@ from moepass.runtime.serving.routes.service import Call, Route, Service, new_id,
 
 ROUTES: tuple[Route, ...] = tuple(
     route
-    for family in (decisions, systemone, scores, completions, chat, token_routes, vectors, rerank, server_routes)
+    for family in (
+        decisions,
+        systemone,
+        scores,
+        completions,
+        chat,
+        token_routes,
+        vectors,
+        rerank,
+        server_routes,
+        looking,
+    )
     for route in family.ROUTES
 )
-# What is answered without a key.
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+# What is answered without a key. The page is the same for everyone, and asks for the key that its own calls need.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Nobody is left to read it, but the log is.
 _CLIENT_GONE = 499
@@ -148,10 +159,9 @@ class _Guard:
                 headers = MutableHeaders(scope=message)
                 total = (time.monotonic() - started) * 1000
                 call: Call | None = state.get("call")
-                backend = 0.0 if call is None else call.backend_seconds * 1000
                 headers["x-request-id"] = state["id"]
                 headers["openai-processing-ms"] = str(round(total))
-                headers["server-timing"] = f"total;dur={total:.1f}, backend;dur={backend:.1f}"
+                headers["server-timing"] = f"total;dur={total:.1f}{'' if call is None else _parts_of(call)}"
             await send(message)
 
         # Compared in constant time, so that nobody learns the key byte by byte.
@@ -180,6 +190,17 @@ class _Guard:
                 raise
             refusal = error_response(503, "the server has ended before this was answered", headers={"Retry-After": "1"})
             await refusal(scope, receive, send_timed)
+
+
+def _parts_of(call: Call) -> str:
+    """What a call waited for, in milliseconds: the backend, and of that the queue and the computation."""
+    parts = [f", backend;dur={1000 * call.backend_seconds:.1f}"]
+    if call.times:
+        # Requests of one call run side by side.
+        queue = max(times.queue_seconds for times in call.times)
+        compute = max(times.compute_seconds for times in call.times)
+        parts.append(f", queue;dur={1000 * queue:.1f}, compute;dur={1000 * compute:.1f}")
+    return "".join(parts)
 
 
 def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:

@@ -17,7 +17,7 @@ from moepass.models.errors import InputError, OptionError
 from moepass.models.limits import MOST_BODIES_BYTES, MOST_REQUEST_TOKENS, MOST_WAIT_SECONDS, check_limit, decode_json
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
-from moepass.runtime.serving.requests.answer import Answer, Usage
+from moepass.runtime.serving.requests.answer import Answer, AnswerTimes, Usage
 from moepass.runtime.serving.requests.backend import Backend, QueueFullError
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.routes.errors import HttpError
@@ -93,6 +93,7 @@ class Call:
     id: str
     backend_seconds: float = 0.0
     usages: list[Usage] = dataclasses.field(default_factory=list)
+    times: list[AnswerTimes] = dataclasses.field(default_factory=list)
 
     @property
     def writer(self) -> PromptWriter:
@@ -157,6 +158,8 @@ class Call:
         finally:
             self.backend_seconds = max(self.backend_seconds, time.monotonic() - started)
         self.usages.append(answer.usage)
+        if answer.times is not None:
+            self.times.append(answer.times)
         return answer
 
     async def answer_tree(self, tree: RequestTree, salt: str | None = None, priority: int = 0) -> TreeAnswer:

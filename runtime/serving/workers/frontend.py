@@ -35,21 +35,27 @@ from moepass.runtime.serving.requests.backend import (
     ServingState,
 )
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
+from moepass.runtime.serving.workers.looks import Looks
 from moepass.runtime.serving.workers.messages import (
     Cancel,
     Drain,
+    Look,
     RankReady,
     RequestFailed,
     Run,
+    Seen,
     Started,
     StepDone,
     ToRank,
     decode_from_rank,
     encode,
 )
+from moepass.runtime.serving.workers.rank_views import rank_views
+from moepass.runtime.serving.workers.request_times import RequestTimes
 from moepass.runtime.serving.workers.supervisor import RankStarter, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
@@ -76,6 +82,7 @@ class ServingCounters:
     """Sums since the start, over all ranks."""
 
     requests: int = 0
+    turned_away: int = 0
     answered: int = 0
     refused: int = 0
     failed: int = 0
@@ -85,6 +92,7 @@ class ServingCounters:
     steps: int = 0
     split_steps: int = 0
     tokens: int = 0
+    request_tokens: int = 0
     cached_tokens: int = 0
     flops: int = 0
     unshared_flops: int = 0
@@ -102,6 +110,7 @@ class Frontend:
         formula: what tokens cost.
         make_router: makes the router when the facts of all engines are known.
         key: of the hashes of blocks; the ranks' engines have the same.
+        limits: how much may wait before requests are refused.
         ends_together: ranks hold parts of one model and cannot go on without each other.
         restarts: ranks that end are started again; otherwise `lost` tells of them.
     """
@@ -140,6 +149,8 @@ class Frontend:
         self._open_bytes = 0
         self._is_routing = False
         self._compilations: dict[int, int] = {}
+        self._looks = Looks(lambda rank: self._send(rank, Look()))
+        self._times = RequestTimes()
         self._receiver: asyncio.Task[None] | None = None
         self.counters = ServingCounters()
 
@@ -197,12 +208,13 @@ class Frontend:
         )
         router.submit(routable)
         self.counters.requests += 1
-        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future())
+        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future(), now)
         self._waiting[number] = waiting
         self._open_bytes += size
         self._route_soon()
         try:
-            return await asyncio.wait_for(waiting.future, timeout_seconds)
+            answer = await asyncio.wait_for(waiting.future, timeout_seconds)
+            return self._times.answered(waiting, answer, time.monotonic())
         except asyncio.TimeoutError:
             raise AnswerTimeoutError(
                 f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
@@ -219,10 +231,8 @@ class Frontend:
         if state == "ready" and not self._facts:
             state = "no rank"
         facts = next(iter(self._facts.values()), None) or self._last_facts
-        loads = self._router.loads if self._router is not None else ()
         metrics = {name: float(value) for name, value in dataclasses.asdict(self.counters).items()}
         metrics["compilations_after_ready"] = float(sum(self._compilations.values()))
-        metrics |= {f"load_flops_rank_{rank}": float(load) for rank, load in enumerate(loads)}
         return BackendStatus(
             state=state,
             max_sequence_tokens=facts.max_sequence_tokens if facts else 0,
@@ -233,6 +243,14 @@ class Frontend:
             details=dict(facts.notes) if facts else {},
             metrics=metrics,
         )
+
+    async def view(self) -> BackendView:
+        """As `Backend.view`."""
+        seen = await self._looks.ask(list(self._facts))
+        running = sum(waiting.began is not None for waiting in self._waiting.values())
+        attempts, assigned = self._supervisor.attempts, self._assigned.values()
+        ranks = rank_views(self._ranks, self._router, self._facts, attempts, assigned, seen)
+        return BackendView(ranks, len(self._waiting) - running, running, self._times.histograms)
 
     # ---- Requests
 
@@ -245,6 +263,7 @@ class Frontend:
             ("bytes", self._open_bytes, self._limits.open_bytes - size if self._open_bytes else math.inf),
         ):
             if value >= limit:
+                self.counters.turned_away += 1
                 raise QueueFullError(
                     f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
                     retry_after_seconds=max(1.0, math.ceil(seconds)),
@@ -323,11 +342,21 @@ class Frontend:
         elif isinstance(message, Started):
             for number in message.ids:
                 self._router.started(int(number))
+                self._began(number)
+        elif isinstance(message, Seen):
+            self._looks.heard(rank, message.engine)
+            return
         elif isinstance(message, StepDone):
             self._step_done(self._router, rank, message)
         elif isinstance(message, RequestFailed):
             self._request_failed(self._router, message)
         self._route_soon()
+
+    def _began(self, number: str) -> None:
+        assignment = self._assigned.get(number)
+        waiting = self._waiting.get(assignment.request_id) if assignment is not None else None
+        if waiting is not None and waiting.began is None:
+            waiting.began = time.monotonic()
 
     def _step_done(self, router: RankRouter, rank: int, message: StepDone) -> None:
         result = message.result
@@ -342,6 +371,7 @@ class Frontend:
                 continue  # withdrawn, or answered by another rank meanwhile
             waiting = self._waiting[assignment.request_id]
             waiting.add(assignment, answer)
+            self.counters.request_tokens += answer.usage.tokens
             self.counters.cached_tokens += answer.usage.cached_tokens
             if not remaining:
                 del self._waiting[assignment.request_id]
@@ -358,6 +388,7 @@ class Frontend:
         counters.steps += 1
         counters.split_steps += result.retries
         counters.tokens += result.tokens
+        self._times.stepped(result.tokens)
         counters.flops += result.flops
         counters.unshared_flops += result.unshared_flops
         counters.step_seconds += result.seconds
@@ -379,6 +410,7 @@ class Frontend:
         """These ranks are gone, all of them before anything is routed again."""
         for rank in ranks:
             self._facts.pop(rank, None)
+            self._looks.lost(rank)
             self._compilations.pop(rank, None)
             self.counters.ranks_lost += 1
             self._assigned = {

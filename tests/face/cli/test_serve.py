@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,31 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], words: str) -> 
     assert words in line
 
 
+@pytest.fixture
+def copied_demo(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(resolve_model("demo"), tmp_path / "copied"))
+
+
+def test_a_wrong_template_is_an_error_before_any_rank_starts(copied_demo: Path) -> None:
+    (copied_demo / "chat_template.jinja").write_text("{{ messages[0].role }}:")
+    done = CliRunner().invoke(app, ["serve", str(copied_demo), "--port", "0"])
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert "leaves out the text" in line
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_its_probe_is_not_served(copied_demo: Path, tmp_path: Path) -> None:
+    prompt = copied_demo / "prompt.json"
+    prompt.write_text(prompt.read_text().replace('"expected": "German"', '"expected": "Dutch"'))
+    program = [sys.executable, "-m", "moepass.cli", "serve", str(copied_demo), "--eager", "--port", "0"]
+    environment = {**os.environ, "MOEPASS_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=START_SECONDS)
+    assert done.returncode == 1
+    assert "rank 0: the model fails the probe of its prompt.json: it answers 'German'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -122,5 +148,5 @@ def test_nothing_compiles_after_ready(tmp_path: Path) -> None:
             response = server.client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text
         metrics = server.client.get("/metrics").text
-        assert re.search(r"^compilations_after_ready 0\.0$", metrics, re.M), metrics
+        assert re.search(r"^moepass_compilations_after_ready 0\.0$", metrics, re.M), metrics
         assert server.end() == 0

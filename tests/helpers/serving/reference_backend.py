@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, ScoredTokens, Usage
 from moepass.runtime.serving.requests.backend import BackendStatus
 from moepass.runtime.serving.requests.request import Request, TokenPiece
+from moepass.runtime.serving.requests.view import BackendView
 
 
 class ReferenceBackend:
     """Answers with `model`: a causal one, or one that classifies sequences.
 
     `requests` are those that it was asked; `error` is raised instead of an answer; `gate`, where there is one, is
-    waited for before each answer. `cancelled` counts the requests that were given up meanwhile.
+    waited for before each answer. `cancelled` counts the requests that were given up meanwhile. `seen` is what
+    those see who look at it.
     """
 
     def __init__(self, model: PreTrainedModel, class_names: tuple[str, ...] = ()) -> None:
@@ -30,6 +32,7 @@ class ReferenceBackend:
         self.gate: asyncio.Event | None = None
         self.cancelled = 0
         self.state = "ready"
+        self.seen = BackendView()
 
     def status(self) -> BackendStatus:
         config = self.model.config
@@ -42,8 +45,11 @@ class ReferenceBackend:
             vector="class scores" if is_classifier else "embedding",
             class_names=self.class_names,
             details={"attention": "eager"},
-            metrics={"moepass_requests_total": float(len(self.requests))},
+            metrics={"requests": float(len(self.requests))},
         )
+
+    async def view(self) -> BackendView:
+        return self.seen
 
     async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
         self.requests.append(request)

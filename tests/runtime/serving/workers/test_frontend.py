@@ -16,15 +16,15 @@ import pytest
 import sum_rank
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
+from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
-from moepass.runtime.serving.workers.messages import StepDone, encode
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 
 KEY = bytes(range(32))
@@ -104,8 +104,23 @@ def test_every_request_gets_its_own_answer(tmp_path: Path) -> None:
             assert frontend._router is not None
             assert frontend._router.loads == (0, 0)
             assert frontend._open_bytes == 0
+            check_view(await frontend.view(), answers)
 
     run(work())
+
+
+def check_view(view: BackendView, answers: list[Answer]) -> None:
+    """Of two ranks that have answered all there was."""
+    assert [(rank.state, rank.load_flops, rank.open_requests) for rank in view.ranks] == [("ready", 0, 0)] * 2
+    assert {rank.most_load_flops for rank in view.ranks} == {2 * sum_rank.STEP_TOKENS}
+    assert (view.running, view.waiting) == (0, 0)
+    seconds = view.histograms["e2e_request_latency_seconds"]
+    assert seconds.cumulative[-1] == len(answers)
+    times = [answer.times for answer in answers if answer.times is not None]
+    assert len(times) == len(answers)
+    assert min(min(one.queue_seconds, one.compute_seconds) for one in times) >= 0
+    assert seconds.sum == pytest.approx(sum(one.queue_seconds + one.compute_seconds for one in times))
+    assert view.histograms["request_prompt_tokens"].sum == sum(answer.usage.tokens for answer in answers)
 
 
 def test_killed_ranks_lose_no_request_and_come_back(tmp_path: Path) -> None:
@@ -178,7 +193,6 @@ def test_a_rank_that_is_lost_while_others_start_has_its_place(tmp_path: Path) ->
 def test_a_message_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1) as frontend:
-            frontend._heard(0, encode(StepDone(StepResult((), (), (), 0, 0, 0, 0.0, 0.0), 0)))
             heard = frontend._heard
             broken = iter([True])
 
