@@ -89,6 +89,7 @@ ROOMS = {
     "moepass": {
         "explaining": (),
         "cli": ("explaining", ""),
+        "ray_serve": ("cli", ""),
         "": ("explaining",),
     },
 }

@@ -70,6 +70,15 @@ def run_server(
         asyncio.run(_serve(options, rank_options, folder, listening, visit, launched))
 
 
+def make_writer(folder: Path) -> PromptWriter:
+    """The prompts of the checkpoint in `folder`. Raises CheckpointError."""
+    config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
+    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+    writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
+    writer.check()
+    return writer
+
+
 def make_service(
     rank_options: RankOptions,
     meeting: str,
@@ -82,11 +91,9 @@ def make_service(
     Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
     """
     folder = resolve_model(rank_options.model)
-    config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
-    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
-    writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
-    writer.check()
-    key = secrets.token_bytes(32)
+    config = load_config(folder)
+    writer = make_writer(folder)
+    key = bytes.fromhex(rank_options.key) or secrets.token_bytes(32)
     told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
     given = msgspec.json.encode(told)
     endpoint = f"ipc://{meeting}/ranks"

@@ -252,6 +252,16 @@ class Frontend:
         ranks = rank_views(self._ranks, self._router, self._facts, attempts, assigned, seen)
         return BackendView(ranks, len(self._waiting) - running, running, self._times.histograms)
 
+    def engine_facts(self) -> tuple[EngineFacts, ...]:
+        """Of the ranks that are ready."""
+        return tuple(self._facts.values())
+
+    def held_blocks(self, most: int) -> list[bytes]:
+        """Hashes of up to `most` blocks that some rank holds, each after those before it."""
+        committed = self._router.tables.committed if self._router is not None else {}
+        # A block is stored after, and evicted before, those that come before it; the table is in the order of storing.
+        return [block for block in itertools.islice(committed, most) if isinstance(block, bytes)]
+
     # ---- Requests
 
     def _check_room(self, router: RankRouter, size: int) -> None:
