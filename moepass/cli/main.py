@@ -38,24 +38,24 @@ from moepass.models.limits import (
 _LONGEST_ERROR = 1000
 
 
-class _Lowering(str, enum.Enum):
+class _Lowering(enum.StrEnum):
     inductor = "inductor"
     eager = "eager"
 
 
-class _DeviceKind(str, enum.Enum):
+class _DeviceKind(enum.StrEnum):
     cpu = "cpu"
     cuda = "cuda"
 
 
-class _Format(str, enum.Enum):
+class _Format(enum.StrEnum):
     text = "text"
     json = "json"
     html = "html"
     trace = "trace"
 
 
-class _Dtype(str, enum.Enum):
+class _Dtype(enum.StrEnum):
     bf16 = "bf16"
     fp8 = "fp8"
     fp32 = "fp32"

@@ -17,13 +17,13 @@ from moepass.models.homes import HOMES, home_named
 from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS
 
 
-class _ServedDtype(str, enum.Enum):
+class _ServedDtype(enum.StrEnum):
     bf16 = "bf16"
     fp16 = "fp16"
     fp32 = "fp32"
 
 
-class _Lower(str, enum.Enum):
+class _Lower(enum.StrEnum):
     inductor = "inductor"
     eager = "eager"
 

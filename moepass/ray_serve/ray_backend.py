@@ -58,7 +58,7 @@ class RayBackend:
         self._open_bytes += size
         try:
             return await asyncio.wait_for(self._answer(request, priority, timeout_seconds), timeout_seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise AnswerTimeoutError(
                 f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
             ) from None
@@ -136,7 +136,7 @@ class RayBackend:
     async def _view_of(self, name: str) -> BackendView:
         try:
             text = await asyncio.wait_for(self._call("view", routing=name), _VIEW_SECONDS)
-        except (asyncio.TimeoutError, RayActorError):
+        except (TimeoutError, RayActorError):
             return BackendView()
         return msgspec.json.decode(text, type=BackendView)
 

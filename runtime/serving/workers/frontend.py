@@ -215,7 +215,7 @@ class Frontend:
         try:
             answer = await asyncio.wait_for(waiting.future, timeout_seconds)
             return self._times.answered(waiting, answer, time.monotonic())
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise AnswerTimeoutError(
                 f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
             ) from None
