@@ -24,6 +24,8 @@ from moepass.runtime.serving.workers.frontend import FrontendLimits
 
 # The router gives a replica no more than it computes in two steps, by FLOPs; Ray's own limits count requests.
 _MOST_REQUESTS = 100_000
+# A line for each request would cost more than the request.
+_LOGGING = {"enable_access_log": False}
 # Between two reports of what a replica holds. Until then it is taken to hold what it has answered.
 _TOLD_SECONDS = 1.0
 
@@ -61,6 +63,7 @@ def application(given: Mapping[str, Any]) -> Any:
         ray_actor_options=options.actor_resources,
         graceful_shutdown_timeout_s=options.drain,
         request_router_config=router,
+        logging_config=_LOGGING,
     )
     settings = {
         "model_names": options.names,
@@ -74,6 +77,7 @@ def application(given: Mapping[str, Any]) -> Any:
         name="Frontend",
         max_ongoing_requests=_MOST_REQUESTS,
         num_replicas=options.frontends,
+        logging_config=_LOGGING,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=options.drain,
     )
