@@ -17,7 +17,7 @@ from moepass.cli.serving import make_writer
 from moepass.models.checkpoint.checkpoint_folders import resolve_model
 from moepass.ray_serve.ray_backend import RayBackend
 from moepass.ray_serve.ray_options import parse_options
-from moepass.ray_serve.replica import Replica
+from moepass.ray_serve.replica import TOLD_SECONDS, Replica
 from moepass.runtime.serving.http.app import create_app
 from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.workers.frontend import FrontendLimits
@@ -26,8 +26,6 @@ from moepass.runtime.serving.workers.frontend import FrontendLimits
 _MOST_REQUESTS = 100_000
 # A line for each request would cost more than the request.
 _LOGGING = {"enable_access_log": False}
-# Between two reports of what a replica holds. Until then it is taken to hold what it has answered.
-_TOLD_SECONDS = 1.0
 
 
 class HttpFrontend:
@@ -53,7 +51,7 @@ def application(given: Mapping[str, Any]) -> Any:
     router = RequestRouterConfig(
         request_router_class="moepass.ray_serve.request_router.PrefixRequestRouter",
         request_router_kwargs={"model": options.model, "name": name},
-        request_routing_stats_period_s=_TOLD_SECONDS,
+        request_routing_stats_period_s=TOLD_SECONDS,
     )
     replicas = serve.deployment(
         Replica,
