@@ -17,15 +17,15 @@ from moepass.cli.serving import make_writer
 from moepass.models.checkpoint.checkpoint_folders import resolve_model
 from moepass.ray_serve.ray_backend import RayBackend
 from moepass.ray_serve.ray_options import parse_options
-from moepass.ray_serve.replica import Replica
+from moepass.ray_serve.replica import TOLD_SECONDS, Replica
 from moepass.runtime.serving.http.app import create_app
 from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.workers.frontend import FrontendLimits
 
 # The router gives a replica no more than it computes in two steps, by FLOPs; Ray's own limits count requests.
 _MOST_REQUESTS = 100_000
-# Between two reports of what a replica holds. Until then it is taken to hold what it has answered.
-_TOLD_SECONDS = 1.0
+# A line for each request would cost more than the request.
+_LOGGING = {"enable_access_log": False}
 
 
 class HttpFrontend:
@@ -51,7 +51,7 @@ def application(given: Mapping[str, Any]) -> Any:
     router = RequestRouterConfig(
         request_router_class="moepass.ray_serve.request_router.PrefixRequestRouter",
         request_router_kwargs={"model": options.model, "name": name},
-        request_routing_stats_period_s=_TOLD_SECONDS,
+        request_routing_stats_period_s=TOLD_SECONDS,
     )
     replicas = serve.deployment(
         Replica,
@@ -61,6 +61,7 @@ def application(given: Mapping[str, Any]) -> Any:
         ray_actor_options=options.actor_resources,
         graceful_shutdown_timeout_s=options.drain,
         request_router_config=router,
+        logging_config=_LOGGING,
     )
     settings = {
         "model_names": options.names,
@@ -74,6 +75,7 @@ def application(given: Mapping[str, Any]) -> Any:
         name="Frontend",
         max_ongoing_requests=_MOST_REQUESTS,
         num_replicas=options.frontends,
+        logging_config=_LOGGING,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=options.drain,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from ray.exceptions import RayActorError
 
-from moepass.ray_serve.replica import status_of
+from moepass.ray_serve.replica import TOLD_SECONDS, status_of
 from moepass.ray_serve.replica_routing import live_router
 from moepass.runtime.serving.batching.block_hashes import path_hashes
 from moepass.runtime.serving.requests.answer import Answer
@@ -123,6 +123,7 @@ class RayBackend:
             except NotServingError:
                 if attempt == ATTEMPTS:
                     raise
+                await asyncio.sleep(TOLD_SECONDS)  # by then its replica has said that it has no ranks
             except RayActorError as error:
                 if attempt == ATTEMPTS:
                     text = "the replicas that had the request were lost, twice"

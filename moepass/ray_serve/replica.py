@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import tempfile
 from typing import Any
 
@@ -15,7 +17,9 @@ from moepass.runtime.serving.routes.service import ServerSettings
 from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK, FrontendLimits
 from moepass.runtime.serving.workers.remote_answers import answer_asked
 
-# Of its cache, a replica tells so many blocks at most: 128 KiB each time.
+# A replica says how it is, and what it holds, so often.
+TOLD_SECONDS = 1.0
+# Of its cache, it tells so many blocks at most: 128 KiB each time.
 _MOST_TOLD_BLOCKS = 8192
 
 
@@ -27,7 +31,13 @@ class Replica:
         self._folder = tempfile.TemporaryDirectory(prefix="moepass-")
         # What waits, waits in the application before it.
         self._frontend, _ = make_service(options, self._folder.name, ServerSettings(("replica",)), FrontendLimits())
-        await self._frontend.start()
+        try:
+            await self._frontend.start()
+        except BaseException:
+            await self._frontend.close(0.0)
+            raise
+        self._facts = self._frontend.engine_facts()
+        self._reports = itertools.count()
 
     async def answer(self, asked: bytes, routing: object = None) -> bytes:
         """The answer to a request; `routing` is for the router."""
@@ -40,17 +50,18 @@ class Replica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers must know of it, once."""
-        facts = self._frontend.engine_facts()
         return {
-            "saturation_flops": STEPS_AT_A_RANK * sum(one.saturation_flops for one in facts),
-            "flops_per_second": sum(one.flops_per_second for one in facts),
+            "saturation_flops": STEPS_AT_A_RANK * sum(one.saturation_flops for one in self._facts),
+            "flops_per_second": sum(one.flops_per_second for one in self._facts),
             "status": status_text(self._frontend.status()),
         }
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What routers are told from time to time."""
+        status = self._frontend.status()
         held = b"".join(self._frontend.held_blocks(_MOST_TOLD_BLOCKS))
-        return {"blocks": held, "status": status_text(self._frontend.status())}
+        report = next(self._reports)
+        return {"report": report, "blocks": held, "state": status.state, "status": status_text(status)}
 
     async def __del__(self) -> None:  # Ray awaits it where the replica ends in order
         await self._frontend.close(RANKS_END_SECONDS)
@@ -61,5 +72,6 @@ def status_text(status: BackendStatus) -> str:
     return msgspec.json.encode(status).decode()
 
 
+@functools.lru_cache(maxsize=1024)  # of each replica, the last one is asked for with every request
 def status_of(text: str) -> BackendStatus:
     return msgspec.json.decode(text, type=BackendStatus)

@@ -36,10 +36,14 @@ def live_router(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaFacts:
-    """`saturation_flops` of load and it takes no more; `flops_per_second` are those of all its ranks together."""
+    """`saturation_flops` of load and it takes no more; `flops_per_second` are those of all its ranks together.
+
+    One that is not ready, because its ranks are lost, gets no requests.
+    """
 
     saturation_flops: int
     flops_per_second: float
+    is_ready: bool = True
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,12 +92,13 @@ class ReplicaRouting:
 
     def update(self, replicas: Mapping[str, ReplicaFacts]) -> None:
         """These replicas are there, and no others."""
-        for name in self._replicas.keys() - replicas.keys():
+        ready = {name for name, facts in replicas.items() if facts.is_ready}
+        for name in self._replicas.keys() - ready:
             self.lost(name)
         for name, facts in replicas.items():
-            if name in self._replicas:
-                continue
             router = self._router_for(facts)
+            if name in self._replicas or not facts.is_ready:
+                continue
             slot = next((slot for slot in range(MOST_REPLICAS) if slot not in self._names), None)
             if slot is None:
                 continue  # it gets no requests; parse_options allows no more of them

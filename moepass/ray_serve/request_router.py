@@ -29,7 +29,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no ty
 
     def initialize_state(self, *, model: str, name: str) -> None:
         self.routing = ReplicaRouting(FlopsTable(from_config(load_config(resolve_model(model)))), time.monotonic)
-        self._told: dict[str, bytes] = {}
+        self._reports: dict[str, int] = {}
         announce_router(name, self)
 
     @property
@@ -43,12 +43,12 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no ty
         by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self.routing.update({name: _facts(replica) for name, replica in by_name.items()})
         for name, replica in by_name.items():
-            told = replica.routing_stats.get("blocks")
-            if told is not None and told is not self._told.get(name):
-                self._told[name] = told
+            report, told = replica.routing_stats.get("report"), replica.routing_stats.get("blocks", b"")
+            if report is not None and report != self._reports.get(name):  # Ray brings the last one again and again
+                self._reports[name] = report
                 starts = range(0, len(told), HASH_BYTES)
                 self.routing.holds(name, frozenset(told[at : at + HASH_BYTES] for at in starts))
-        self._told = {name: told for name, told in self._told.items() if name in by_name}
+        self._reports = {name: report for name, report in self._reports.items() if name in by_name}
         super().update_replicas(replicas)
 
     async def choose_replicas(
@@ -81,4 +81,5 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no ty
 
 def _facts(replica: RunningReplica) -> ReplicaFacts:
     told = replica.replica_metadata
-    return ReplicaFacts(int(told["saturation_flops"]), float(told["flops_per_second"]))
+    is_ready = replica.routing_stats.get("state", "ready") == "ready"
+    return ReplicaFacts(int(told["saturation_flops"]), float(told["flops_per_second"]), is_ready)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from test_serve import serving
@@ -112,6 +114,11 @@ def probabilities(response: httpx.Response) -> list[float]:
     return [one["probability"] for answer in response.json()["answers"] for one in answer["probabilities"]]
 
 
+def prompts(count: int, tokens: int) -> list[list[int]]:
+    """That share nothing."""
+    return np.random.default_rng(0).integers(5, 500, (count, tokens)).tolist()
+
+
 @pytest.mark.slow
 def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
     pytest.importorskip("ray.serve", reason="Ray Serve is in the extra moepass[ray]")
@@ -130,6 +137,15 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
         assert too_long.status_code == 400, too_long.text
         body = {"model": "demo", "prompt": [[5, 6, 7], [5, 6], [5]], "max_tokens": 1, "logprobs": 1}
         assert len(client.post("/v1/completions", json=body).json()["choices"]) == 3
+
+        # A client that goes away frees its place at the replica.
+        long = {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 1, "prompt": prompts(150, 500)}
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=long, timeout=0.3)
+        end = time.monotonic() + SECONDS
+        while not re.search(r'finished_reason="abort"\} [1-9]', client.get("/metrics").text):
+            assert time.monotonic() < end
+            time.sleep(0.2)
 
         processes = psutil.Process().children(recursive=True)
         replicas = [one for one in processes if "ServeReplica:default:Replica" in "".join(one.cmdline())]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moepass.ray_serve.replica_routing import ReplicaFacts, ReplicaRouting
 from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
@@ -125,6 +128,21 @@ def test_a_lost_replica_forgets_its_requests_and_its_blocks() -> None:
     run(work)
 
 
+def test_a_replica_without_ranks_gets_nothing_until_it_is_ready_again() -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": dataclasses.replace(FACTS, is_ready=False)})
+        waiting = asyncio.create_task(routing.place("1", request(1)))
+        await asyncio.sleep(0)
+        assert routing.waiting_flops == 40
+        routing.update({"a": FACTS})
+        assert await waiting == "a"
+        routing.update({"a": dataclasses.replace(FACTS, is_ready=False), "b": FACTS})
+        assert await routing.place("2", request(1)) == "b"
+        assert routing.loads == {"b": 40}
+
+    run(work)
+
+
 def test_a_request_whose_end_nobody_tells_is_over_after_its_deadline() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS})
@@ -150,5 +168,47 @@ def test_questions_of_a_request_stay_together() -> None:
         many = RoutableRequest("", (), 10, tuple(RoutablePart(-1, 10) for _ in range(50)))
         assert await routing.place("1", many) in ("a", "b")
         assert sorted(routing.loads.values()) == [0, 510]
+
+    run(work)
+
+
+NAMES = "abc"
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["place", "over", "lost", "update", "holds", "later"]), st.integers(0, 20))))
+def test_after_any_events_every_request_is_placed_and_loads_return_to_zero(events: list[tuple[str, int]]) -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": FACTS})
+        tasks: dict[str, asyncio.Task[str]] = {}
+        for kind, number in events:
+            if kind == "place":
+                name = str(len(tasks))
+                asked = request(number % 4, 33 + 10 * number, deadline=clock.now + 30)
+                tasks[name] = asyncio.create_task(routing.place(name, asked))
+            elif kind == "over":
+                routing.over(str(number), is_answered=number % 2 == 0)
+            elif kind == "lost":
+                routing.lost(NAMES[number % 3])
+            elif kind == "holds":
+                routing.holds(NAMES[number % 3], frozenset(request(number % 4).blocks[: number % 3]))
+            elif kind == "update":
+                routing.update({name: FACTS for place, name in enumerate(NAMES) if number >> place & 1})
+            else:
+                clock.now += number
+                routing.route()
+            await asyncio.sleep(0)
+            assert all(load >= 0 for load in routing.loads.values())
+        # With replicas, every request that is neither over nor late gets one.
+        routing.update(dict.fromkeys(NAMES, FACTS))
+        for _ in range(len(tasks) + 1):
+            await asyncio.sleep(0)
+            for name, task in tasks.items():
+                if task.done():
+                    assert task.cancelled() or task.result() in NAMES
+                    routing.over(name, is_answered=True)
+        assert all(task.done() for task in tasks.values())
+        assert routing.loads == dict.fromkeys(NAMES, 0)
+        assert routing.waiting_flops == 0
 
     run(work)
