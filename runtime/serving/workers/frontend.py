@@ -322,6 +322,9 @@ class Frontend:
 
     def _heard(self, rank: int, content: bytes) -> None:
         message = decode_from_rank(content)
+        if isinstance(message, Seen):
+            self._looks.heard(rank, message.engine)
+            return
         if isinstance(message, RankReady):
             self._facts[rank] = self._last_facts = message.facts
             self._supervisor.ready(rank)
@@ -333,9 +336,6 @@ class Frontend:
             for number in message.ids:
                 self._router.started(int(number))
                 self._began(number)
-        elif isinstance(message, Seen):
-            self._looks.heard(rank, message.engine)
-            return
         elif isinstance(message, StepDone):
             self._step_done(self._router, rank, message)
         elif isinstance(message, RequestFailed):
