@@ -25,6 +25,7 @@ from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
+from moepass.runtime.serving.workers.messages import RankReady, Seen, encode
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 
 KEY = bytes(range(32))
