@@ -67,6 +67,12 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     is_refused: bool
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """From a rank, again and again: its process runs. `busy_seconds`: since when it computes what it computes."""
+
+    busy_seconds: float
+
+
 class Look(msgspec.Struct, frozen=True, tag=True):
     """To a rank: say what you are doing. It answers at once, while a step runs, too."""
 
@@ -78,7 +84,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = Run | Cancel | Drain | Look
-FromRank = RankReady | Started | StepDone | RequestFailed | Seen
+FromRank = RankReady | Started | StepDone | RequestFailed | Alive | Seen
 
 
 def _extension(value: Any) -> msgspec.msgpack.Ext:
@@ -130,6 +136,7 @@ def _refusing(data: bytes) -> Iterator[None]:
 
 
 __all__ = [
+    "Alive",
     "Cancel",
     "Drain",
     "FromRank",
