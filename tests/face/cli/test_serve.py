@@ -89,6 +89,7 @@ def test_decisions_of_the_demo(tmp_path: Path) -> None:
 def check_what_is_seen(server: Server) -> None:
     """After one decision, on two ranks."""
     assert "<title>moepass</title>" in server.client.get("/").text
+    assert server.client.get("/ready").json()["details"]["steps"].startswith("tries: ")
     state = server.client.get("/v1/state").json()
     assert [(rank["state"], rank["form"], rank["load_flops"]) for rank in state["ranks"]] == [("ready", "trie", 0)] * 2
     assert "German" in state["labels"]
