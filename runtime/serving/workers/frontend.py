@@ -371,6 +371,9 @@ class Frontend:
 
     def _heard(self, rank: int, content: bytes) -> None:
         message = decode_from_rank(content)
+        if isinstance(message, Seen):  # which says nothing of how long a step takes
+            self._looks.heard(rank, message.engine)
+            return
         self._watch.heard(rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None)
         if isinstance(message, Alive):
             return
@@ -387,9 +390,6 @@ class Frontend:
             for number in message.ids:
                 self._router.started(int(number))
                 self._began(number)
-        elif isinstance(message, Seen):
-            self._looks.heard(rank, message.engine)
-            return
         elif isinstance(message, StepDone):
             self._step_done(self._router, rank, message)
         elif isinstance(message, RequestFailed):
