@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stub_server import echo, stub_server
@@ -468,3 +469,12 @@ def test_a_model_of_this_process_goes_on_after_a_kill(files: tuple[Path, Path]) 
     found = answered(target)
     assert Counter(answer["custom_id"] for answer in found) == Counter(names)
     assert {answer["response"]["body"]["answers"][0]["type"] for answer in found} == {"choice"}
+
+
+def test_a_model_runs_with_the_options_of_serve() -> None:
+    found = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    ours, theirs = ({option.name: option for option in found[name].params} for name in ("batch", "serve"))
+    shared = {"ranks", "home", "device", "dtype", "memory_budget", "slots", "hardware", "kv_cache", "lower", "threads"}
+    assert shared <= set(ours)
+    for name in shared:
+        assert (ours[name].opts, ours[name].default) == (theirs[name].opts, theirs[name].default)
