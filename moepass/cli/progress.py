@@ -62,6 +62,16 @@ def note_refusals(compilations: Sequence[Compilation]) -> None:
             typer.echo(f"moepass: note: left unchanged: {refusal}", err=True)
 
 
+def keep_what_is_there() -> None:
+    """What exists now is never looked at again by the garbage collector.
+
+    For processes that have imported and loaded all that they need: each of its full collections walks through some
+    hundred thousand objects that stay, and takes 0.3 seconds in which nothing is answered.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """For work that makes millions of objects and little garbage, as imports and tracing do: an eighth of its time."""

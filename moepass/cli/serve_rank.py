@@ -19,12 +19,15 @@ def main() -> int:
     endpoint, rank, attempt, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     # Ctrl-C reaches all processes of a terminal; the server decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # So does the end of a service, whose processes are told all at once; children of this one must not inherit it.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
 
     import zmq
 
+    from moepass.cli.progress import keep_what_is_there
     from moepass.cli.rank_options import RankOptions
     from moepass.models.errors import MoepassError
     from moepass.runtime.serving.workers.frontend import rank_name
@@ -33,6 +36,7 @@ def main() -> int:
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOptions)
     try:
         engine = _engine(options, rank, attempt)
+        keep_what_is_there()
         mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, _Server(server))
         try:
             run_rank(engine, mailbox)

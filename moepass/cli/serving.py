@@ -13,15 +13,21 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
 from rich.console import Console
 
+from moepass.cli.progress import keep_what_is_there
 from moepass.cli.rank_options import RankOptions
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
+from moepass.models.errors import InputError, one_of
 from moepass.models.homes import home_named
-from moepass.models.sizes.families import from_config
+from moepass.models.sizes.architecture import Architecture
+from moepass.models.sizes.families import FAMILIES, from_config
+from moepass.runtime.offload.offload import check_device
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.http.app import create_app
@@ -31,8 +37,13 @@ from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.routes.service import ServerSettings, Service
-from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand
+from moepass.runtime.transfer.link import parse_link
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # After the server has answered what is open, its ranks have so long to end by themselves.
 RANKS_END_SECONDS = 5.0
@@ -101,14 +112,50 @@ def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable
     return done
 
 
+def _check(options: RankOptions) -> None:
+    """What a rank would refuse, before one starts. Raises OptionError and InputError."""
+    check_device(options.device)
+    parse_link(options.link)
+    if options.hardware is not None:
+        load_hardware(options.hardware)
+
+
+def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
+    """Raises InputError for a model that is not served."""
+    family = str(config.get_text_config().model_type)
+    if family not in FAMILIES:
+        raise InputError(
+            f"{name} cannot be served: its model_type {family!r} is no mixture-of-experts family whose FLOPs "
+            f"are known here ({one_of(FAMILIES)}), and without FLOPs no request can be admitted. A dense model has no "
+            "experts to stream; other servers run it",
+            name="model_type",
+            value=family,
+            expected=tuple(FAMILIES),
+        )
+    return from_config(config)
+
+
 def make_service(
     rank_options: RankOptions, meeting: str, settings: ServerSettings, limits: FrontendLimits
 ) -> tuple[Frontend, Service]:
-    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder."""
+    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder.
+
+    Raises OptionError and InputError for what a rank would refuse.
+    """
+    _check(rank_options)
     folder = resolve_model(rank_options.model)
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
+    architecture = _architecture(config, rank_options.model)
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
+    writer.check()
+    highest = max(writer.tokenizer.get_vocab().values(), default=0)
+    if highest >= architecture.vocab:
+        Console(stderr=True).print(
+            f"moepass: warning: the tokenizer has tokens up to {highest}, the model up to {architecture.vocab - 1}; "
+            "texts that need the others are refused",
+            highlight=False,
+        )
     key = secrets.token_bytes(32)
     given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting))
 
@@ -120,11 +167,13 @@ def make_service(
         rank_options.ranks,
         command,
         endpoint=f"ipc://{meeting}/ranks",
-        formula=FlopsTable(from_config(config)),
+        formula=FlopsTable(architecture),
         make_router=_make_router,
         key=key,
         limits=limits,
         ends_together=home_named(rank_options.home).is_spread,
+        # Early enough for requests to run once more.
+        hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, settings.timeout_seconds / 2)),
     )
     return frontend, Service(frontend, writer, settings)
 
@@ -152,7 +201,7 @@ async def _serve(
     visit: Callable[[str], Awaitable[None]] | None,
 ) -> None:
     console = Console(stderr=True)
-    settings = ServerSettings(options.names, options.api_key, options.timeout_seconds)
+    settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
     limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
     frontend, service = make_service(rank_options, meeting, settings, limits)
     server = server_of(service, drain_seconds=options.drain_seconds)
@@ -165,6 +214,7 @@ async def _serve(
         await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            keep_what_is_there()
             console.print("ready", highlight=False)
             if visit is not None:
                 tasks.append(visiting := asyncio.ensure_future(visit(url)))

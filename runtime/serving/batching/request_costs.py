@@ -24,6 +24,15 @@ def needed_tokens(request: Request) -> list[int]:
     return [max(end - depth, 0) for end, depth in zip(ends, trie.piece_depths, strict=True)]
 
 
+def sequence_lengths(request: Request) -> list[int]:
+    """Tokens of each sequence of `request`: from its first piece to one that none follows."""
+    ends: list[int] = []
+    for piece in request.pieces:
+        ends.append((ends[piece.parent] if piece.parent >= 0 else 0) + len(piece.tokens))
+    inner = {piece.parent for piece in request.pieces}
+    return [end for number, end in enumerate(ends) if number not in inner]
+
+
 def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     """FLOPs of `requests` without sharing and without a cache, as servers without a trie compute them.
 

@@ -23,9 +23,9 @@ import torch
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.block_hashes import RequestHashes, request_hashes
 from moepass.runtime.serving.batching.pack import PackedStep, pack
-from moepass.runtime.serving.batching.request_costs import unshared_flops
+from moepass.runtime.serving.batching.request_costs import sequence_lengths, unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
-from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.batching.step_flops import FlopsTable, row_lengths
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.out_of_memory import is_out_of_memory
@@ -106,14 +106,15 @@ class ModelEngine:
         head does not give."""
         facts = self._facts
         ends: list[int] = []
-        for number, piece in enumerate(request.pieces):
+        for piece in request.pieces:
             ends.append((ends[piece.parent] if piece.parent >= 0 else 0) + len(piece.tokens))
             asked = [piece.tokens, *(read.tokens for read in piece.reads)]
             lowest, highest = (bound([bound(tokens, initial=0) for tokens in asked]) for bound in (np.min, np.max))
             if lowest < 0 or highest >= facts.vocabulary_size:
                 wrong = int(lowest if lowest < 0 else highest)
                 raise InputError(
-                    f"piece {number} names token {wrong}; the model has tokens 0 to {facts.vocabulary_size - 1}",
+                    f"token {wrong} is none of the model, which has tokens 0 to {facts.vocabulary_size - 1}; where it "
+                    "is one of the text's, tokenizer and model do not belong together",
                     name="tokens",
                     value=wrong,
                     expected=range(facts.vocabulary_size),
@@ -179,6 +180,9 @@ class ModelEngine:
 
     def _additional(self, request: Request, seen: set[bytes]) -> tuple[int, int]:
         """Tokens and FLOPs that `request` adds to a step whose blocks are `seen`, to which its own are added."""
+        if self._facts.form == "rows":
+            rows = sequence_lengths(request)
+            return sum(rows), sum(map(self._table.total, rows))
         hashes = self._hashes_of(request)
         tokens = flops = 0
         ends: list[int] = []
@@ -264,15 +268,23 @@ class ModelEngine:
             answers,
             tuple(event.hash for event in events if event.kind == "stored"),
             tuple(event.hash for event in events if event.kind == "evicted"),
-            *(batch.count, packed.flops, 0, 0.0, 0.0),
+            *(*self._computed(packed), 0, 0.0, 0.0),
         )
+
+    def _computed(self, packed: PackedStep) -> tuple[int, int]:
+        """Tokens and FLOPs of a step. Of padded rows those of every row whole, padding not counted."""
+        if self._facts.form == "trie":
+            return packed.batch.count, packed.flops
+        rows = row_lengths(packed.batch)
+        flops = sum(map(self._table.total, rows)) + len(packed.logit_places) * self._table.logit_flops
+        return sum(rows), flops
 
     def _vectors(self, states: torch.Tensor, rows: Indices) -> torch.Tensor:
         chosen = states[torch.from_numpy(rows).to(states.device)]
         return self._head(chosen) if self._head.kind == "classes" else chosen
 
     def _check_size(self, packed: PackedStep, requests: Sequence[Request]) -> None:
-        count = packed.batch.count
+        count, _ = self._computed(packed)
         if count > self._most_tokens and (len(requests) > 1 or halves(requests[0]) is not None):
             raise StepTooLargeError(
                 f"a step has {count} tokens; {self._most_tokens} fit into memory",

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moepass import __version__
 from moepass.models.limits import MOST_BODY_BYTES
 from moepass.runtime.serving.http import server_routes
+from moepass.runtime.serving.requests.backend import Backend
 from moepass.runtime.serving.routes import (
     chat,
     completions,
@@ -58,7 +59,8 @@ def create_app(service: Service) -> FastAPI:
             openapi_extra=_description(route),
         )
     add_handlers(app)
-    app.add_middleware(_Guard, api_key=service.settings.api_key)
+    asking = frozenset(route.path for route in ROUTES if route.bodies and route.asks_model)
+    app.add_middleware(_Guard, api_key=service.settings.api_key, backend=service.backend, asking=asking)
     describe = app.openapi
     _, schemas = _schemas()
 
@@ -106,18 +108,27 @@ async def _read(request: HttpRequest, parts: list[bytes], service: Service) -> N
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise HttpError(415, f"the body has the content encoding {encoding[:40]!r}; send it as it is")
-    size = 0
+    seconds = service.settings.read_seconds
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > MOST_BODY_BYTES:
-                raise HttpError(
-                    413, f"the body has {size} bytes or more; the limit is {MOST_BODY_BYTES}", code="body_too_large"
-                )
-            service.bodies.take(len(part))
-            parts.append(part)
+        await asyncio.wait_for(_read_parts(request, parts, service), seconds)
+    except asyncio.TimeoutError:
+        raise HttpError(
+            408, f"the body has not come within {seconds:g} seconds; {sum(map(len, parts))} bytes of it have"
+        ) from None
     except ClientDisconnect as error:
         raise HttpError(_CLIENT_GONE, "the client has closed the connection") from error
+
+
+async def _read_parts(request: HttpRequest, parts: list[bytes], service: Service) -> None:
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MOST_BODY_BYTES:
+            raise HttpError(
+                413, f"the body has {size} bytes or more; the limit is {MOST_BODY_BYTES}", code="body_too_large"
+            )
+        service.bodies.take(len(part))
+        parts.append(part)
 
 
 async def _disconnected(request: HttpRequest) -> None:
@@ -128,8 +139,8 @@ async def _disconnected(request: HttpRequest) -> None:
 class _Guard:
     """Names, times and lets in every request."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, api_key: str | None, backend: Backend, asking: frozenset[str]) -> None:
+        self.app, self._backend, self._asking = app, backend, asking
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,6 +180,9 @@ class _Guard:
             await refusal(scope, receive, send_timed)
             return
         try:
+            if scope["path"] in self._asking and scope["method"] == "POST":
+                # Before anything of the request is read: a refusal costs little, however large what is refused.
+                self._backend.check_room()
             await self.app(scope, receive, send_timed)
         except Exception as error:
             if "answered" in state:  # too late for another answer

@@ -61,8 +61,17 @@ class BackendStatus:
 class Backend(Protocol):
     """Answers requests. One event loop calls it; every call may be cancelled, which frees the request's place."""
 
-    async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
+    def check_room(self) -> None:
+        """Whether a call would be taken now; does not wait. Raises QueueFullError and NotServingError."""
+        ...
+
+    async def answer(
+        self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
+    ) -> Answer:
         """The answer to `request`, as a whole. Of two that wait, the one with the lower `priority` runs first.
+
+        `is_admitted`: `check_room` was asked for the call that this request is a part of, and a queue that the call
+        itself has filled is no reason to refuse the rest of it.
 
         Raises QueueFullError, NotServingError, SequenceTooLongError, and AnswerTimeoutError after `timeout_seconds`.
         """

@@ -8,6 +8,7 @@ Pseudo-code
     after every event:  let the router decide a round; send what it assigned
     a rank's message:   ready, started, done, failed: tell the router; answer what is complete
     a rank is lost:     the router has its requests run once more, or they fail
+    again and again:    a rank that hangs is ended, and so it is lost
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.messages import (
+    Alive,
     Cancel,
     Drain,
     RankReady,
@@ -50,6 +52,7 @@ from moepass.runtime.serving.workers.messages import (
     decode_from_rank,
     encode,
 )
+from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
 from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
@@ -57,6 +60,8 @@ from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 STEPS_AT_A_RANK = 2
 # Of the last full step in what a rank is taken to reach. [Empirical] A step that was disturbed is forgotten in ten.
 RATE_WEIGHT = 0.2
+
+HANGS = HangLimits()
 
 logger = logging.getLogger("moepass")
 
@@ -78,10 +83,12 @@ class ServingCounters:
     requests: int = 0
     answered: int = 0
     refused: int = 0
+    refused_full: int = 0
     failed: int = 0
     given_up: int = 0
     rerun: int = 0
     ranks_lost: int = 0
+    ranks_hung: int = 0
     steps: int = 0
     split_steps: int = 0
     tokens: int = 0
@@ -104,6 +111,7 @@ class Frontend:
         key: of the hashes of blocks; the ranks' engines have the same.
         limits: how much may wait before requests are refused.
         ends_together: ranks hold parts of one model and cannot go on without each other.
+        hangs: when a rank counts as hung.
     """
 
     def __init__(
@@ -117,6 +125,7 @@ class Frontend:
         key: bytes,
         limits: FrontendLimits,
         ends_together: bool = False,
+        hangs: HangLimits = HANGS,
     ) -> None:
         self._ranks, self._endpoint, self._key, self._limits = ranks, endpoint, key, limits
         self._formula, self._make_router = formula, make_router
@@ -128,6 +137,7 @@ class Frontend:
         self._facts: dict[int, EngineFacts] = {}
         self._last_facts: EngineFacts | None = None
         self._router: RankRouter | None = None
+        self._shares_prefixes = True
         self._state: ServingState = "starting"
         self._waiting: dict[str, WaitingRequest] = {}
         self._assigned: dict[str, Assignment] = {}
@@ -135,7 +145,8 @@ class Frontend:
         self._open_bytes = 0
         self._is_routing = False
         self._compilations: dict[int, int] = {}
-        self._receiver: asyncio.Task[None] | None = None
+        self._watch = RankWatch(hangs)
+        self._tasks: list[asyncio.Task[None]] = []
         self.counters = ServingCounters()
 
     # ---- Life
@@ -145,9 +156,10 @@ class Frontend:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(self._endpoint)
-        self._receiver = asyncio.create_task(self._receive())
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._end_hung_ranks())]
         await self._supervisor.start()
         facts = [self._facts[rank] for rank in sorted(self._facts)]
+        self._shares_prefixes = all(one.form == "trie" for one in facts)
         self._router = self._make_router(self._ranks, self._formula, facts)
         self._state = "ready"
 
@@ -163,20 +175,39 @@ class Frontend:
             self._fail(number, NotServingError("the server ends", value="draining"))
         # A rank that still starts hears nothing.
         await self._supervisor.close(0.0 if was_starting else max(1.0, end - time.monotonic()))
-        if self._receiver is not None:
-            self._receiver.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._context.destroy(linger=0)
 
     # ---- Backend
 
-    async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
+    def check_room(self) -> None:
+        """As `Backend.check_room`. What comes is taken whole, however large, while less than the limits waits: so an
+        idle server refuses nothing that its ranks can compute, and more than the limits waits by one call at most."""
+        router = self._serving_router()
+        seconds = router.waiting_flops / sum(facts.flops_per_second for facts in self._facts.values())
+        for name, value, limit in (
+            ("seconds of work", seconds, self._limits.waiting_seconds),
+            ("bytes", self._open_bytes, self._limits.open_bytes),
+        ):
+            if value >= limit:
+                self.counters.refused_full += 1
+                raise QueueFullError(
+                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
+                    retry_after_seconds=max(1.0, math.ceil(seconds)),
+                    name=name,
+                    value=value,
+                    expected=limit,
+                )
+
+    async def answer(
+        self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
+    ) -> Answer:
         """As `Backend.answer`. Of two that wait, the one with the lower `priority` runs first."""
-        router = self._router
-        if self._state != "ready" or router is None or not self._facts:
-            state = self.status().state
-            raise NotServingError(f"no request is taken now: {state}", value=state)
+        router = self._serving_router()
+        if not is_admitted:
+            self.check_room()
         size = sum(piece.tokens.nbytes for piece in request.pieces)
-        self._check_room(router, size)
         number = str(next(self._numbers))
         now = time.monotonic()
         routable, prompt_pieces = routable_request(
@@ -185,6 +216,7 @@ class Frontend:
             priority=-priority,
             deadline=now + timeout_seconds,
             arrived=now,
+            shares_prefixes=self._shares_prefixes,
         )
         router.submit(routable)
         self.counters.requests += 1
@@ -227,22 +259,13 @@ class Frontend:
 
     # ---- Requests
 
-    def _check_room(self, router: RankRouter, size: int) -> None:
-        """Raises QueueFullError. One request is taken however large it is, if nothing waits."""
-        rate = sum(facts.flops_per_second for facts in self._facts.values())
-        seconds = router.waiting_flops / rate
-        for name, value, limit in (
-            ("seconds of work", seconds, self._limits.waiting_seconds),
-            ("bytes", self._open_bytes, self._limits.open_bytes - size if self._open_bytes else math.inf),
-        ):
-            if value >= limit:
-                raise QueueFullError(
-                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
-                    retry_after_seconds=max(1.0, math.ceil(seconds)),
-                    name=name,
-                    value=value,
-                    expected=limit,
-                )
+    def _serving_router(self) -> RankRouter:
+        """Raises NotServingError where nothing is answered now."""
+        router = self._router
+        if self._state != "ready" or router is None or not self._facts:
+            state = self.status().state
+            raise NotServingError(f"no request is taken now: {state}", value=state)
+        return router
 
     def _fail(self, number: str, error: Exception) -> None:
         waiting = self._waiting.pop(number, None)
@@ -278,6 +301,7 @@ class Frontend:
         by_rank: dict[int, list[Request]] = {}
         for assignment in found.assignments:
             self._assigned[str(assignment.number)] = assignment
+            self._watch.given(assignment.rank, str(assignment.number), assignment.flops)
             work = self._waiting[assignment.request_id].work_of(assignment)
             by_rank.setdefault(assignment.rank, []).append(work)
         for rank, requests in by_rank.items():
@@ -304,7 +328,11 @@ class Frontend:
 
     def _heard(self, rank: int, content: bytes) -> None:
         message = decode_from_rank(content)
+        self._watch.heard(rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None)
+        if isinstance(message, Alive):
+            return
         if isinstance(message, RankReady):
+            self._watch.begin(rank, time.monotonic())
             self._facts[rank] = self._last_facts = message.facts
             self._supervisor.ready(rank)
             if self._router is not None:
@@ -312,6 +340,7 @@ class Frontend:
         elif self._router is None:
             return
         elif isinstance(message, Started):
+            self._watch.started(rank, message.ids)
             for number in message.ids:
                 self._router.started(int(number))
         elif isinstance(message, StepDone):
@@ -319,6 +348,15 @@ class Frontend:
         elif isinstance(message, RequestFailed):
             self._request_failed(self._router, message)
         self._route_soon()
+
+    async def _end_hung_ranks(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for rank, reason in self._watch.hung(time.monotonic(), self._facts).items():
+                logger.error("rank %d hangs: %s; it is ended", rank, reason)
+                self._watch.forget(rank)
+                self.counters.ranks_hung += 1
+                self._supervisor.kill(rank)
 
     def _step_done(self, router: RankRouter, rank: int, message: StepDone) -> None:
         result = message.result
@@ -369,6 +407,7 @@ class Frontend:
     def _lost(self, ranks: Sequence[int]) -> None:
         """These ranks are gone, all of them before anything is routed again."""
         for rank in ranks:
+            self._watch.forget(rank)
             self._facts.pop(rank, None)
             self._compilations.pop(rank, None)
             self.counters.ranks_lost += 1

@@ -66,8 +66,14 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     is_refused: bool
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """From a rank, again and again: its process runs. `busy_seconds`: since when it computes what it computes."""
+
+    busy_seconds: float
+
+
 ToRank = Run | Cancel | Drain
-FromRank = RankReady | Started | StepDone | RequestFailed
+FromRank = RankReady | Started | StepDone | RequestFailed | Alive
 
 
 def _extension(value: Any) -> msgspec.msgpack.Ext:
@@ -119,6 +125,7 @@ def _refusing(data: bytes) -> Iterator[None]:
 
 
 __all__ = [
+    "Alive",
     "Cancel",
     "Drain",
     "FromRank",

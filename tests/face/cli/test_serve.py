@@ -89,7 +89,12 @@ def test_decisions_of_the_demo(tmp_path: Path) -> None:
     [
         (["no-such-folder"], "does not exist"),
         (["demo", "--home", "moon"], "home"),
-        (["demo", "--kv-cache", "much"], "much"),
+        (["demo", "--kv-cache", "-5"], "kv cache '-5'"),
+        (["demo", "--queue-bytes", "abc"], "queue bytes 'abc'"),
+        (["demo", "--memory-budget", "plenty"], "memory budget 'plenty'"),
+        (["demo", "--link", "wet"], "link is 'wet'"),
+        (["demo", "--hardware", "big"], "hardware 'big' is unknown"),
+        (["demo", "--device", "tpu"], "device"),
         (["demo", "--host", "256.1.1.1"], "nothing can listen"),
     ],
 )
@@ -99,6 +104,23 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], words: str) -> 
     (line,) = done.stderr.splitlines()
     assert line.startswith("moepass: error")
     assert words in line
+
+
+@pytest.mark.parametrize("option", ["--drain", "--timeout", "--queue-seconds"])
+@pytest.mark.parametrize("value", ["inf", "nan", "-1"])
+def test_times_that_are_none_are_refused_by_the_name_of_the_option(option: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "demo", option, value])
+    assert done.exit_code == 2
+    assert option in done.stderr
+
+
+def test_a_dense_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 512}))
+    done = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert "cannot be served: its model_type 'qwen3' is no mixture-of-experts family" in line
+    assert "A dense model has no experts to stream" in line
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,16 @@ import torch
 from transformers import PreTrainedModel
 
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, ScoredTokens, Usage
-from moepass.runtime.serving.requests.backend import BackendStatus
+from moepass.runtime.serving.requests.backend import BackendStatus, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece
 
 
 class ReferenceBackend:
     """Answers with `model`: a causal one, or one that classifies sequences.
 
-    `requests` are those that it was asked; `error` is raised instead of an answer; `gate`, where there is one, is
-    waited for before each answer. `cancelled` counts the requests that were given up meanwhile.
+    `requests` are those that it was asked; `error` is raised instead of an answer, and nothing is admitted while it
+    `is_full`; `gate`, where there is one, is waited for before each answer. `cancelled` counts the requests that were
+    given up meanwhile.
     """
 
     def __init__(self, model: PreTrainedModel, class_names: tuple[str, ...] = ()) -> None:
@@ -26,7 +27,9 @@ class ReferenceBackend:
         self.class_names = class_names
         self.requests: list[Request] = []
         self.priorities: list[int] = []
+        self.admitted: list[bool] = []
         self.error: Exception | None = None
+        self.is_full = False
         self.gate: asyncio.Event | None = None
         self.cancelled = 0
         self.state = "ready"
@@ -45,8 +48,15 @@ class ReferenceBackend:
             metrics={"moepass_requests_total": float(len(self.requests))},
         )
 
-    async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
+    def check_room(self) -> None:
+        if self.is_full:
+            raise QueueFullError("it is full", retry_after_seconds=3.0)
+
+    async def answer(
+        self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
+    ) -> Answer:
         self.requests.append(request)
+        self.admitted.append(is_admitted)
         self.priorities.append(priority)
         if self.error is not None:
             raise self.error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -37,7 +38,9 @@ SERVED.set_attn_implementation(TRIE_ATTENTION_NAME)
 VOCABULARY = int(PLAIN.config.vocab_size)
 
 
-def engine(form: str, most_tokens: int = 10_000, saturation_flops: int = 1 << 60, blocks: int = 0) -> ModelEngine:
+def engine(
+    form: Literal["trie", "rows"], most_tokens: int = 10_000, saturation_flops: int = 1 << 60, blocks: int = 0
+) -> ModelEngine:
     runner: StatesRunner
     if form == "trie":
         shapes = tuple(layer.shape for layer in LAYERS.values())
@@ -45,7 +48,7 @@ def engine(form: str, most_tokens: int = 10_000, saturation_flops: int = 1 << 60
         model, runner = SERVED, TrieStates(TrieBackbone(SERVED.base_model), LAYERS, memory, CPU)
     else:
         model, runner = PLAIN, PaddedRows(RowsBackbone(PLAIN.base_model), CPU, 64)
-    facts = EngineFacts("trie", saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {})
+    facts = EngineFacts(form, saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {})
     return ModelEngine(
         ModelHead(model), runner, FlopsTable(from_config(PLAIN.config)), facts, index=BlockIndex(blocks), key=bytes(16)
     )
@@ -83,7 +86,27 @@ def named(all_pieces: Sequence[tuple[TokenPiece, ...]]) -> list[Request]:
 def test_answers_are_those_of_every_sequence_alone(form: str, asked: list[Request]) -> None:
     result = engine(form).step(asked)
     check_answers(PLAIN, asked, result.answers, 1e-5)
-    assert result.unshared_flops >= result.flops == sum(answer.usage.flops for answer in result.answers)
+    assert result.unshared_flops >= result.flops
+    if form == "trie":
+        assert result.flops == sum(answer.usage.flops for answer in result.answers)
+
+
+def test_rows_count_what_is_computed_and_not_what_could_be_shared() -> None:
+    table = FlopsTable(from_config(PLAIN.config))
+    asked = [request("a", 40, 3), request("a", 40, 3)]
+    asked[1] = dataclasses.replace(asked[0], id="b", salt=b"another")
+    length = 42  # the prompt and a question
+    row = table.total(length)
+    result = engine("rows").step(asked)
+    assert result.tokens == 6 * length
+    assert result.flops == 6 * row + 8 * table.logit_flops == result.unshared_flops
+    # A step is full with the rows of one request, which as a trie are less than half as many tokens.
+    assert engine("rows", saturation_flops=3 * row).choose(asked) == asked[:1]
+    assert engine("rows", saturation_flops=3 * row + 1).choose(asked) == asked
+    assert engine("rows", most_tokens=6 * length - 1).choose(asked) == asked[:1]
+    assert engine("trie", saturation_flops=3 * row).choose(asked) == asked
+    split = engine("rows", most_tokens=2 * length).step(asked[:1])
+    assert (split.retries, split.tokens) == (1, 3 * length)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])

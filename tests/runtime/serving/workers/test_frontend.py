@@ -23,7 +23,8 @@ from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenR
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
+from moepass.runtime.serving.workers.frontend import HANGS, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 
 KEY = bytes(range(32))
@@ -48,6 +49,7 @@ async def serving(
     options: Callable[[int, int], tuple[str, ...]] = lambda rank, attempt: (),
     limits: FrontendLimits = NO_LIMITS,
     ends_together: bool = False,
+    hangs: HangLimits = HANGS,
 ) -> AsyncIterator[Frontend]:
     def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
         given = (endpoint, str(rank), str(attempt), *options(rank, attempt))
@@ -62,6 +64,7 @@ async def serving(
         key=KEY,
         limits=limits,
         ends_together=ends_together,
+        hangs=hangs,
     )
     try:
         await frontend.start()
@@ -120,6 +123,44 @@ def test_killed_ranks_lose_no_request_and_come_back(tmp_path: Path) -> None:
             while frontend._supervisor.attempts[1] == 0 or len(frontend._facts) < 2:
                 await asyncio.sleep(0.05)
             assert is_right(asked[0], await frontend.answer(asked[0], timeout_seconds=TIMEOUT))
+
+    run(work())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["stopped", "caught in a step"])
+def test_a_rank_that_hangs_is_ended_and_its_requests_run_elsewhere(way: str, tmp_path: Path) -> None:
+    def options(rank: int, attempt: int) -> tuple[str, ...]:
+        hangs = way == "caught in a step" and rank == 1 and attempt == 0
+        return (*slow(rank, attempt), *("--hangs",) * hangs)
+
+    async def work() -> None:
+        hangs = HangLimits(silent_seconds=2.0, step_seconds=2.0)
+        async with serving(tmp_path, options=options, hangs=hangs) as frontend:
+            asked = [request(number, 30) for number in range(30)]
+            tasks = [asyncio.create_task(frontend.answer(one, timeout_seconds=TIMEOUT)) for one in asked]
+            await asyncio.sleep(0.2)
+            if way == "stopped":
+                os.kill(frontend._supervisor.processes[1], signal.SIGSTOP)
+            assert all(map(is_right, asked, await asyncio.gather(*tasks)))
+            assert (frontend.counters.ranks_hung, frontend.counters.ranks_lost) == (1, 1)
+            while len(frontend._facts) < 2:
+                await asyncio.sleep(0.05)
+            assert frontend._supervisor.attempts == {0: 0, 1: 1}
+
+    run(work())
+
+
+@pytest.mark.slow
+def test_a_step_that_is_long_because_it_is_large_is_no_hang(tmp_path: Path) -> None:
+    async def work() -> None:
+        options = ("--step-seconds", "3")
+        hangs = HangLimits(silent_seconds=2.0, step_seconds=0.5)
+        async with serving(tmp_path, ranks=1, options=lambda rank, attempt: options, hangs=hangs) as frontend:
+            # 40 tokens take 0.04 seconds at the rank's own rate, so that ten times as long is 0.4; these are 400.
+            asked = request(0, 380)
+            assert is_right(asked, await frontend.answer(asked, timeout_seconds=TIMEOUT))
+            assert frontend.counters.ranks_hung == 0
 
     run(work())
 
@@ -263,6 +304,28 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(limits: FrontendLimits
             assert all(error.retry_after_seconds >= 1 for error in refused)
             assert all(isinstance(answer, (Answer, QueueFullError)) for answer in found)
             assert await frontend.answer(request(1), timeout_seconds=TIMEOUT)
+
+    run(work())
+
+
+@pytest.mark.parametrize("limits", [FrontendLimits(waiting_seconds=0.05), FrontendLimits(open_bytes=2000)])
+def test_an_idle_server_takes_a_call_whole_however_large(limits: FrontendLimits, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1, options=slow, limits=limits) as frontend:
+            one = request(0, 400)
+            assert is_right(one, await frontend.answer(one, timeout_seconds=TIMEOUT))
+            frontend.check_room()
+            many = [request(number, 30) for number in range(20)]
+            asked = [
+                asyncio.create_task(frontend.answer(part, timeout_seconds=TIMEOUT, is_admitted=True)) for part in many
+            ]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError):
+                frontend.check_room()
+            with pytest.raises(QueueFullError):
+                await frontend.answer(one, timeout_seconds=TIMEOUT)
+            assert all(map(is_right, many, await asyncio.gather(*asked)))
+            assert frontend.counters.refused_full == 2
 
     run(work())
 

@@ -15,6 +15,7 @@ from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, Usage
 from moepass.runtime.serving.requests.request import Request, TokenPiece
 from moepass.runtime.serving.workers.messages import (
+    Alive,
     Cancel,
     Drain,
     FromRank,
@@ -99,6 +100,12 @@ class Frontend:
         self.socket.send_multipart([b"rank 0", encode(message)])
 
     def receive(self) -> FromRank:
+        """The next message but for signs of life."""
+        while isinstance(message := self.receive_any(), Alive):
+            pass
+        return message
+
+    def receive_any(self) -> FromRank:
         name, content = self.socket.recv_multipart()
         assert name == b"rank 0"
         return decode_from_rank(content)
@@ -142,6 +149,23 @@ def test_requests_are_answered_in_steps_in_the_order_in_which_they_came(frontend
     assert ids(frontend.receive()) == ["c"]
     frontend.send(Drain())
     assert frontend.ended()
+
+
+def test_a_rank_says_that_it_lives_and_for_how_long_it_computes(frontend: Frontend) -> None:
+    frontend.receive()
+    while not isinstance(idle := frontend.receive_any(), Alive):
+        pass
+    assert idle.busy_seconds == 0
+    frontend.engine.gate.clear()
+    frontend.send(Run((request("a"),)))
+    assert isinstance(frontend.receive(), Started)
+    busy = [
+        message.busy_seconds
+        for message in (frontend.receive_any(), frontend.receive_any())
+        if isinstance(message, Alive)
+    ]
+    assert len(busy) == 2
+    assert 0 < busy[0] < busy[1]
 
 
 def test_cancelled_requests_do_not_run(frontend: Frontend) -> None:
