@@ -83,7 +83,7 @@ class ServingCounters:
     requests: int = 0
     answered: int = 0
     refused: int = 0
-    refused_full: int = 0
+    turned_away: int = 0
     failed: int = 0
     given_up: int = 0
     rerun: int = 0
@@ -191,7 +191,7 @@ class Frontend:
             ("bytes", self._open_bytes, self._limits.open_bytes),
         ):
             if value >= limit:
-                self.counters.refused_full += 1
+                self.counters.turned_away += 1
                 raise QueueFullError(
                     f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
                     retry_after_seconds=max(1.0, math.ceil(seconds)),
