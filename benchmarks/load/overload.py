@@ -31,9 +31,9 @@ from served import ServedProcess, served_process
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import print_table, verdict
 
-CLIENTS = 32
+CLIENTS = 16
 TURNS = 3
-QUEUE_SECONDS = 2.0
+QUEUE_SECONDS = 5.0
 LEAST_GOODPUT, MOST_REFUSAL_SECONDS, MOST_GROWTH = 0.9, 0.05, 0.1
 MEGABYTE = 1 << 20
 

@@ -13,6 +13,10 @@ import sys
 
 import msgspec
 
+# Where cores are few, the server comes first: what it does for a request is short, and a rank computes all the time.
+# [Empirical] A third of the server's share where both want the same core.
+RANK_NICENESS = 5
+
 
 def main() -> int:
     """Serve until the server says that it ends, or is gone. Returns the exit status."""
@@ -21,6 +25,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # So does the end of a service, whose processes are told all at once; children of this one must not inherit it.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.nice(RANK_NICENESS)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
