@@ -18,6 +18,10 @@ if TYPE_CHECKING:  # its modules take seconds to import
     from moepass.cli.rank_options import RankOptions
     from moepass.runtime.serving.workers.rank_loop import ParentWatch
 
+# Where cores are few, the server comes first: what it does for a request is short, and a rank computes all the time.
+# [Empirical] A third of the server's share where both want the same core.
+RANK_NICENESS = 5
+
 
 def main() -> int:
     """A rank that the server has started. Returns the exit status."""
@@ -35,6 +39,7 @@ def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # So does the end of a service, whose processes are told all at once; children of this one must not inherit it.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.nice(RANK_NICENESS)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")

@@ -104,7 +104,7 @@ class ServingCounters:
     requests: int = 0
     answered: int = 0
     refused: int = 0
-    refused_full: int = 0
+    turned_away: int = 0
     failed: int = 0
     given_up: int = 0
     rerun: int = 0
@@ -223,7 +223,7 @@ class Frontend:
         try:
             self._limits.check(seconds, self._open_bytes)
         except QueueFullError:
-            self.counters.refused_full += 1
+            self.counters.turned_away += 1
             raise
 
     async def answer(

@@ -74,6 +74,11 @@ class RankCommand:
         return process
 
 
+def next_pause(seconds: float) -> float:
+    """Behind a rank that ended too soon, when the last pause was so long."""
+    return min(max(FIRST_PAUSE_SECONDS, 2 * seconds), MOST_PAUSE_SECONDS)
+
+
 class Supervisor:
     """Keeps the processes of `ranks` ranks running.
 
@@ -195,7 +200,7 @@ class Supervisor:
                 self._ready[one].clear()
                 self._attempts[one] += 1
             self._on_lost(ranks)
-            pause = 0.0 if is_steady else min(max(FIRST_PAUSE_SECONDS, 2 * pause), MOST_PAUSE_SECONDS)
+            pause = 0.0 if is_steady else next_pause(pause)
             await asyncio.sleep(pause)
 
     async def _started(self, rank: int) -> RankProcess:
