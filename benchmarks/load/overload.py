@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import print_table, verdict
 
 CLIENTS = 16
-TURNS = 3
+TURNS = 5
 QUEUE_SECONDS = 5.0
 LEAST_GOODPUT, MOST_REFUSAL_SECONDS, MOST_GROWTH = 0.9, 0.05, 0.1
 MEGABYTE = 1 << 20
@@ -127,7 +127,7 @@ def report(
     errors += collections.Counter({str(name): len(by_status[name]) for name in by_status if name not in (200, 429)})
     late = [value for one in opened for value in one.found["late"]]
     early_bytes, late_bytes = samples[len(samples) // 4], samples[-max(1, len(samples) // 20)]
-    goodput, refused = statistics.mean(parts), percentile(by_status[429], 0.99)
+    goodput, refused = statistics.median(parts), percentile(by_status[429], 0.99)
 
     def milliseconds(values: list[float], *wanted: float) -> str:
         return ", ".join(f"{1000 * percentile(values, part):.1f}" for part in wanted)
@@ -143,7 +143,7 @@ def report(
         ("asked (requests/s)", ", ".join(f"{len(one.found['late']) / one.found['seconds']:.0f}" for one in opened)),
         ("goodput (requests/s)", ", ".join(f"{one.answered_per_s:.1f}" for one in opened)),
         ("goodput, part of the capacity before and behind it", ", ".join(f"{part:.2f}" for part in parts)),
-        ("goodput, mean", f"{goodput:.3f}"),
+        ("goodput, median", f"{goodput:.3f}"),
         ("answered, refused with 429, other", f"{len(by_status[200])}, {len(by_status[429])}, {dict(errors) or 0}"),
         ("refusals: median, 99 %, longest ms", milliseconds(by_status[429], 0.5, 0.99, 1)),
         ("answers: median, 99 % ms", milliseconds(by_status[200], 0.5, 0.99)),
