@@ -70,7 +70,7 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         command,
         endpoint=endpoint,
         formula=FlopsTable(from_config(config)),
-        make_router=_make_router,
+        make_router=make_router,
         key=key,
         limits=FrontendLimits(options.queue_seconds, options.queue_bytes),
         ends_together=home_named(rank_options.home).is_spread,
@@ -95,7 +95,8 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         await frontend.close(min(RANKS_END_SECONDS, options.drain_seconds))
 
 
-def _make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
+def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
+    """The router of a server: its ranks are saturated by the steps that may be at a rank at once."""
     saturation = STEPS_AT_A_RANK * max(one.saturation_flops for one in facts)
     rate = min(one.flops_per_second for one in facts)
     return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=rate)

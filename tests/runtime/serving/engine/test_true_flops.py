@@ -94,7 +94,7 @@ def test_a_step_executes_what_its_trie_takes_at_least(monkeypatch: pytest.Monkey
     products, attention = least_flops(sequences)
     assert executed.result.flops == products + attention
     assert executed.products == products
-    # In tries as small as this one, pairs are computed that a mask hides, because more calls of kernels would take longer.
+    # In tries as small as this one, pairs are computed that a mask hides: more calls of kernels would take longer.
     assert attention <= executed.attention <= 2 * attention
     assert executed.result.unshared_flops >= 3 * executed.result.flops
     alone = [least_flops([sequence]) for sequence in sequences]
@@ -114,8 +114,8 @@ def test_a_hundred_questions_over_a_thousand_tokens_cost_what_their_trie_takes(m
     # The oracle takes the square of the tokens: it is asked for the prompt alone and for what each question adds.
     table = FlopsTable(from_config(CONFIG))
     least = table.total(1000)
-    for question in {question[:end] for question in questions for end in range(1, len(question) + 1)}:
-        least += table.flops(1000 + len(question) - 1, 1)
+    for beginning in {question[:end] for question in questions for end in range(1, len(question) + 1)}:
+        least += table.flops(1000 + len(beginning) - 1, 1)
     least += table.logit_flops * len({*questions})
     assert executed.result.flops == least
     assert executed.products + executed.attention <= 1.1 * least
