@@ -194,9 +194,7 @@ def questions(repeats: int = 7, threads: int = 1) -> None:
         pieces = [TokenPiece(0, one, read) for one in np.split(tokens[PROMPT_TOKENS:], QUESTIONS)]
         requests = {
             "questions": Request(f"questions {turn}", (prompt, *pieces)),
-            "prefill": Request(
-                f"prefill {turn}", (TokenPiece(-1, tokens, (TokenRead(len(tokens) - 1, NO_TOKENS, 1),)),)
-            ),
+            "prefill": Request(f"prefill {turn}", (TokenPiece(-1, tokens, last),)),
         }
         for name, request in requests.items():
             taken, flops = _timed(engine, request)
