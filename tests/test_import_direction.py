@@ -88,7 +88,9 @@ ROOMS = {
     },
     "moepass": {
         "explaining": (),
-        "cli": ("explaining", ""),
+        "clients": (),
+        "demo": ("explaining", ""),
+        "cli": ("clients", "demo", "explaining", ""),
         "": ("explaining",),
     },
 }

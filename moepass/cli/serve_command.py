@@ -11,9 +11,8 @@ import typer
 from moepass.cli.rank_options import RankOptions
 from moepass.cli.streams import check_compiler_cache
 from moepass.models.byte_counts import parse_bytes
-from moepass.models.errors import OptionError
 from moepass.models.homes import HOMES, home_named
-from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS
+from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
 
 
 class _ServedDtype(str, enum.Enum):
@@ -101,12 +100,13 @@ def serve(
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(min=0.001, metavar="SECONDS", help="A request is given up after it."),
+        typer.Option(min=0.001, max=MOST_WAIT_SECONDS, metavar="SECONDS", help="A request is given up after it."),
     ] = 60.0,
     queue_seconds: Annotated[
         float,
         typer.Option(
             min=0.001,
+            max=MOST_WAIT_SECONDS,
             metavar="SECONDS",
             help="Work that may wait; beyond it requests are refused with 429.",
         ),
@@ -117,7 +117,9 @@ def serve(
     ] = "1GB",
     drain: Annotated[
         float,
-        typer.Option(min=0, metavar="SECONDS", help="After SIGTERM, open requests have so long."),
+        typer.Option(
+            min=0, max=MOST_WAIT_SECONDS, metavar="SECONDS", help="After SIGTERM, open requests have so long."
+        ),
     ] = 30.0,
     lower: Annotated[_Lower, typer.Option(help="How segments are compiled.")] = _Lower.inductor,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
@@ -141,16 +143,64 @@ def serve(
     Ranks compile and warm up first; /ready tells when they are done. All questions of a request and all requests of a
     step share their prefixes.
     """
-    cache_bytes = 0 if kv_cache == "off" else parse_bytes(kv_cache)
-    most_bytes = parse_bytes(queue_bytes)
-    if most_bytes is None or most_bytes <= 0:
-        raise OptionError.wrong("queue_bytes", queue_bytes, "bytes above 0, such as 1GB")
+    most_bytes = parse_bytes(queue_bytes, "queue_bytes")
+    assert most_bytes is not None
+    rank_options = rank_options_of(
+        model,
+        ranks=ranks,
+        home=home,
+        device=device,
+        dtype=dtype,
+        memory_budget=memory_budget,
+        slots=slots,
+        hardware=hardware,
+        kv_cache=kv_cache,
+        step_tokens=step_tokens,
+        lower=lower,
+        eager=eager,
+        link=link,
+        threads=threads,
+    )
     check_compiler_cache()
 
     from moepass.cli.serving import ServeOptions, run_server
 
-    names = tuple(name or [os.path.basename(os.path.normpath(model))])
-    rank_options = RankOptions(
+    run_server(
+        ServeOptions(
+            host=host,
+            port=port,
+            names=served_names(model, name),
+            api_key=api_key,
+            timeout_seconds=timeout,
+            queue_seconds=queue_seconds,
+            queue_bytes=int(most_bytes),
+            drain_seconds=drain,
+        ),
+        rank_options,
+    )
+
+
+def rank_options_of(
+    model: str,
+    *,
+    ranks: int,
+    home: str,
+    device: str,
+    dtype: _ServedDtype | None,
+    memory_budget: str | None,
+    slots: int | None,
+    hardware: str | None,
+    kv_cache: str | None,
+    step_tokens: int | None,
+    lower: _Lower,
+    eager: bool,
+    link: str,
+    threads: int | None,
+) -> RankOptions:
+    """What these options of `serve`, by their names, say to the ranks. Raises OptionError."""
+    cache_bytes = 0 if kv_cache == "off" else parse_bytes(kv_cache, "kv_cache")
+    parse_bytes(memory_budget)
+    return RankOptions(
         model=model,
         ranks=ranks,
         home=home_named(home).name,
@@ -168,16 +218,8 @@ def serve(
         cache_bytes=None if cache_bytes is None else int(cache_bytes),
         step_tokens=step_tokens,
     )
-    run_server(
-        ServeOptions(
-            host=host,
-            port=port,
-            names=names,
-            api_key=api_key,
-            timeout_seconds=timeout,
-            queue_seconds=queue_seconds,
-            queue_bytes=int(most_bytes),
-            drain_seconds=drain,
-        ),
-        rank_options,
-    )
+
+
+def served_names(model: str, given: list[str] | None) -> tuple[str, ...]:
+    """What clients may call the model."""
+    return tuple(given or [os.path.basename(os.path.normpath(model))])

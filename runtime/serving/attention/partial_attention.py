@@ -2,8 +2,8 @@
 
 Queries are [b, heads, n, key_dim], keys [b, kv_heads, m, key_dim], values [b, kv_heads, m, value_dim]; heads of queries
 are a multiple of those of keys (GQA). Views with any strides will do. A result is `(output, log_sum_exp)`: the
-attention over these keys alone, [b, heads, n, value_dim] in the dtype of the values, and the logarithm of the sum that
-it was divided by, [b, heads, n] in fp32; -inf where a query sees none of the keys, and its output is 0.
+attention over these keys alone, [b, heads, n, value_dim] in the dtype of the values or fp32, and the logarithm of the
+sum that it was divided by, [b, heads, n] in fp32; -inf where a query sees none of the keys, and its output is 0.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def partial_attention(
     """
     # Kernels read the numbers of a head as neighbours, and do not look whether they are.
     query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))
+    if query.device.type == "cpu":
+        # Parts that are rounded to bf16 make another sum than the whole: scores would depend on what a step shares.
+        query, key, value = query.float(), key.float(), value.float()
     if query.device.type == "cpu" and not softcap:
         return _on_cpu(query, key, value, scaling, is_causal, mask)
     if query.device.type == "cuda" and not softcap and mask is None:

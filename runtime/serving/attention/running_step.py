@@ -18,6 +18,7 @@ from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.attention.attention_layers import AttentionLayer
 from moepass.runtime.serving.attention.partial_attention import additive_mask
 from moepass.runtime.serving.attention.trie_parts import EarlierPart, OwnPart, VisiblePast, trie_parts
+from moepass.runtime.serving.attention.varlen_parts import VarlenCall, varlen_calls
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
 from moepass.runtime.serving.cache.block_memory import BlockMemory
 
@@ -59,6 +60,24 @@ class PreparedParts:
         """Pairs of a query and a key that are computed, also those that a mask hides or that fill up a batch."""
         own = sum(one.pairs for one in self.own)
         return own + sum((part.end - part.start) * (part.key_end - part.key_start) for part in self.earlier)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class PreparedCall:
+    """A `VarlenCall` on a device."""
+
+    queries: torch.Tensor | None
+    keys: torch.Tensor | None
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    most_queries: int
+    most_keys: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedCalls:
+    calls: tuple[PreparedCall, ...]
+    pairs: int
 
 
 class RunningStep:
@@ -106,6 +125,7 @@ class RunningStep:
         # FLOPs of scores and of weighted values that have run so far, over all layers.
         self.attention_flops = 0
         self._prepared: dict[tuple[VisiblePast, int], PreparedParts] = {}
+        self._calls: dict[VisiblePast, PreparedCalls | None] = {}
         for number, node in enumerate(step.nodes):
             before = self.context_tokens[node.context] if node.context >= 0 else 0
             if node.parent < 0 and step.depth[node.start] != before:
@@ -145,6 +165,25 @@ class RunningStep:
             )
             self._prepared[key] = PreparedParts(own, parts.earlier, first_seen)
         return self._prepared[key]
+
+    def calls(self, past: VisiblePast) -> PreparedCalls | None:
+        """The same for a kernel that takes many parts at once; None where a part needs a mask."""
+        if past not in self._calls:
+            parts = trie_parts(self.step.nodes, self.step.depth, self.context_tokens, past, parts_are_free=True)
+            calls = varlen_calls(parts, self.context_tokens, self.step.count)
+            self._calls[past] = (
+                None
+                if calls is None
+                else PreparedCalls(
+                    tuple(self._prepared_call(call) for call in calls), sum(call.pairs for call in calls)
+                )
+            )
+        return self._calls[past]
+
+    def _prepared_call(self, call: VarlenCall) -> PreparedCall:
+        queries, keys = (None if rows is None else self._on_device(rows) for rows in (call.queries, call.keys))
+        query_ends, key_ends = (torch.from_numpy(ends).to(self.device) for ends in (call.query_ends, call.key_ends))
+        return PreparedCall(queries, keys, query_ends, key_ends, call.most_queries, call.most_keys)
 
     def _one(self, part: OwnPart, first_seen: torch.Tensor) -> OwnBatch:
         places = torch.arange(part.start, part.end, device=self.device)[None]

@@ -16,7 +16,8 @@ from moepass.models import formulas
 from moepass.models.errors import InputError
 from moepass.runtime.serving.attention.attention_layers import AttentionLayer, attention_arguments
 from moepass.runtime.serving.attention.partial_attention import additive_mask, merge_into, partial_attention
-from moepass.runtime.serving.attention.running_step import RunningStep, the_running_step
+from moepass.runtime.serving.attention.running_step import PreparedCalls, RunningStep, the_running_step
+from moepass.runtime.serving.attention.varlen_attention import takes_varlen, varlen_over_calls
 
 TRIE_ATTENTION_NAME = "moepass_trie"
 
@@ -56,11 +57,32 @@ def trie_attention(
         step.memory.write(known.cache_index, step.stored_blocks, step.stored_positions, *rows)
     if known.temperature is not None:
         query = query * known.temperature.correction(step.depth)[:, None].to(query.dtype)
-    output, log_sum_exp = _over_parts(step, known, query, key, value, scaling, softcap)
+    calls = step.calls(known.past) if takes_varlen(query, value, softcap) else None
+    if calls is None:
+        output, log_sum_exp = _over_parts(step, known, query, key, value, scaling, softcap)
+    else:
+        output, log_sum_exp = _over_calls(step, known, calls, query, key, value, scaling)
     if sinks is not None:
         # A sink is one more key, of which the value is 0.
         output.mul_(torch.sigmoid(log_sum_exp - sinks.float()[:, None]).unsqueeze(-1))
     return output.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _over_calls(
+    step: RunningStep,
+    known: AttentionLayer,
+    calls: PreparedCalls,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    step.attention_flops += calls.pairs * formulas.score_flops(1, query.shape[1], query.shape[-1], value.shape[-1])
+    cached = None
+    if step.contexts:
+        assert step.memory is not None
+        cached = step.memory.read(known.cache_index, torch.cat(step.contexts))
+    return varlen_over_calls(calls.calls, query, key, value, cached, scaling)
 
 
 def _over_parts(

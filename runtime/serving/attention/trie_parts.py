@@ -92,13 +92,15 @@ def trie_parts(
     context_tokens: Sequence[int],
     past: VisiblePast = VisiblePast(),
     pair_flops: int = 2048,
+    *,
+    parts_are_free: bool = False,
 ) -> TrieParts:
     """The parts of a step for layers in which tokens see `past`.
 
     `context_tokens`: the length of each chain of cached blocks; `pair_flops`: FLOPs of one query with one key, in all
-    heads.
+    heads. `parts_are_free`: one more part costs nothing but its pairs, because one call takes many.
     """
-    splitter = _Splitter(depth, past, CALL_FLOPS // pair_flops)
+    splitter = _Splitter(depth, past, 0 if parts_are_free else CALL_FLOPS // pair_flops)
     pieces = list(splitter.pieces(nodes))
     is_whole = splitter.cheapest(pieces)
     number = 0

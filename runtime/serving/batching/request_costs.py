@@ -11,6 +11,15 @@ from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.requests.request import Request
 
 
+def sequence_lengths(request: Request) -> list[int]:
+    """Tokens of each sequence of `request`: from its first piece to one that none follows."""
+    ends: list[int] = []
+    for piece in request.pieces:
+        ends.append((ends[piece.parent] if piece.parent >= 0 else 0) + len(piece.tokens))
+    inner = {piece.parent for piece in request.pieces}
+    return [end for number, end in enumerate(ends) if number not in inner]
+
+
 def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     """FLOPs of `requests` without sharing and without a cache, as servers without a trie compute them.
 

@@ -80,6 +80,11 @@ def batch_flops(table: FlopsTable, batch: StepBatch, logit_places: int) -> int:
     return nodes + logit_places * table.logit_flops
 
 
+def row_lengths(batch: StepBatch) -> list[int]:
+    """Tokens of each sequence of a step without a cache, where every one is a row of its own."""
+    return [int(batch.depth[node.end - 1]) + 1 for node in batch.nodes if node.subtree_end == node.end]
+
+
 def _differences(total: Callable[[int], int], start: int) -> tuple[int, int, int]:
     """Newton's forward differences of a quadratic function: its value at `start`, and the first and second of them."""
     first, second, third = (total(start + step) for step in range(3))

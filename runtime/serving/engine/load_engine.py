@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import load_model
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError
 from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.families import from_config
 from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, peak_activation_bytes
@@ -39,7 +39,7 @@ from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
 from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEngine, StatesRunner
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
-from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
 from moepass.runtime.torch_private import frames_compiled
@@ -92,7 +92,7 @@ class _FullStep(NamedTuple):
 def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | None, key: bytes) -> ModelEngine:
     """An engine of the checkpoint in `folder`; `compile_module` None runs the model uncompiled.
 
-    Raises CheckpointError, and what `load_pretrained` raises.
+    Raises CheckpointError, also for a model whose outputs are not finite, and what `load_pretrained` raises.
     """
     return make_engine(_loaded(folder, options), options, compile_module, key)
 
@@ -124,7 +124,10 @@ def make_engine(
     full_step = _full_step(store, options)
     facts = _facts(model, head, architecture, full_step, survey, refusal, free)
     counters = EngineCounters(_exposed_seconds(store), lambda: frames_compiled()[0])
-    engine = ModelEngine(head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters)
+    size = block_bytes(shapes) if blocks else 0
+    engine = ModelEngine(
+        head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters, block_bytes=size
+    )
     if store is not None:
         store.tells_of_uncompiled_calls = compile_module is not None
     warm_up(engine, full_step.tokens)
@@ -150,12 +153,31 @@ def warm_up(engine: ModelEngine, full_step_tokens: int) -> None:
         return Request(f"warm-up {number}", tuple(pieces), salt=b"warm-up")
 
     trie = request(1, max(1, min(longest - 1, 40)), min(3, longest - 1))
+
+    def run(asked: list[Request]) -> StepResult:
+        result = engine.step(asked)
+        _check_numbers(result)
+        return result
+
     for asked in ([request(0, 1)], [request(0, min(longest, 2))], [trie], [trie]):
-        engine.step(asked)
+        run(asked)
     length = min(longest, WARM_UP_TOKENS)
     full = [request(number, length) for number in range(max(1, min(full_step_tokens, facts.most_tokens) // length))]
-    fastest = min((engine.step(full) for _ in range(2)), key=lambda result: result.seconds)
+    fastest = min((run(full) for _ in range(2)), key=lambda result: result.seconds)
     engine.be_ready(max(1.0, fastest.flops) / fastest.seconds)
+
+
+def _check_numbers(result: StepResult) -> None:
+    """Raises CheckpointError where an answer holds something else than numbers."""
+    pieces = [piece for answer in result.answers for piece in answer.pieces]
+    values = [read.top_log_probabilities for piece in pieces for read in piece.reads]
+    values += [piece.vector for piece in pieces if piece.vector is not None]
+    if not all(np.isfinite(numbers).all() for numbers in values):
+        raise CheckpointError(
+            "the model's outputs are not finite; its weights are damaged, or too large for their type (serve the model "
+            "in float32 to tell which)",
+            name="output",
+        )
 
 
 def _loaded(folder: Path, options: EngineOptions) -> PreTrainedModel:
@@ -202,9 +224,7 @@ def _facts(
         vector="class scores" if head.kind == "classes" else "embedding",
         class_names=tuple(str(names[number]) for number in sorted(names)),
         notes={
-            "steps": "tries: every shared prefix is computed once"
-            if refusal is None
-            else f"padded rows, because {refusal}",
+            "steps": step_form_text(refusal),
             "full step": f"{full_step.tokens} tokens, {full_step.source}",
             "largest step": f"{most_tokens} tokens",
         },

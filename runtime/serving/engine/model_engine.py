@@ -23,17 +23,20 @@ import torch
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.block_hashes import RequestHashes, request_hashes
 from moepass.runtime.serving.batching.pack import PackedStep, pack
-from moepass.runtime.serving.batching.request_costs import unshared_flops
+from moepass.runtime.serving.batching.request_costs import sequence_lengths, unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
-from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.batching.step_flops import FlopsTable, row_lengths
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.out_of_memory import is_out_of_memory
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.engine.step_reads import StepReads
+from moepass.runtime.serving.engine.step_view import StepWatch
 from moepass.runtime.serving.engine.token_scores import score_tokens
+from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import halves, merged_answer
+from moepass.runtime.serving.requests.view import EngineView
 
 logger = logging.getLogger("moepass")
 
@@ -68,6 +71,7 @@ class ModelEngine:
         table: FLOPs of the model's architecture.
         facts: what the engine serves, and its limits.
         index: of the runner's blocks; one of 0 blocks where it has none.
+        block_bytes: of one of them.
         key: of the hashes of blocks.
     """
 
@@ -81,12 +85,14 @@ class ModelEngine:
         index: BlockIndex,
         key: bytes,
         counters: EngineCounters = _NO_COUNTERS,
+        block_bytes: int = 0,
     ) -> None:
         self._head, self._runner, self._table, self._key, self._counters = head, runner, table, key, counters
         self._facts, self._index = facts, index
         self._caches = index.block_count > 0
         self._most_tokens = facts.most_tokens
         self._hashes: dict[str, RequestHashes] = {}
+        self._watch = StepWatch(index, block_bytes)
 
     @property
     def facts(self) -> EngineFacts:
@@ -97,23 +103,29 @@ class ModelEngine:
         self._index.evict(self._index.block_count)
         self._index.drain_events()
         self._facts = dataclasses.replace(self._facts, flops_per_second=flops_per_second)
+        self._watch.forget()
 
     def compilations(self) -> int:
         return self._counters.compilations()
+
+    def look(self) -> EngineView:
+        """The last step and the cache, for people. Any thread may call this."""
+        return self._watch.look()
 
     def check(self, request: Request) -> None:
         """Raises InputError for tokens that the model does not have, too long sequences, and reads that the model's
         head does not give."""
         facts = self._facts
         ends: list[int] = []
-        for number, piece in enumerate(request.pieces):
+        for piece in request.pieces:
             ends.append((ends[piece.parent] if piece.parent >= 0 else 0) + len(piece.tokens))
             asked = [piece.tokens, *(read.tokens for read in piece.reads)]
             lowest, highest = (bound([bound(tokens, initial=0) for tokens in asked]) for bound in (np.min, np.max))
             if lowest < 0 or highest >= facts.vocabulary_size:
                 wrong = int(lowest if lowest < 0 else highest)
                 raise InputError(
-                    f"piece {number} names token {wrong}; the model has tokens 0 to {facts.vocabulary_size - 1}",
+                    f"token {wrong} is none of the model, which has tokens 0 to {facts.vocabulary_size - 1}; where it "
+                    "is one of the text's, tokenizer and model do not belong together",
                     name="tokens",
                     value=wrong,
                     expected=range(facts.vocabulary_size),
@@ -139,6 +151,7 @@ class ModelEngine:
         chosen: list[Request] = []
         seen: set[bytes] = set()
         tokens = flops = 0
+        # Requests that wait are seen by every choice until they are chosen: their hashes are computed once.
         known, self._hashes = self._hashes, {}
         for request in waiting:
             if request.id in known:
@@ -161,7 +174,7 @@ class ModelEngine:
         finally:
             for request in requests:
                 self._hashes.pop(request.id, None)
-        return StepResult(
+        result = StepResult(
             answers=tuple(answer for part in parts for answer in part.answers),
             stored=tuple(block for part in parts for block in part.stored),
             evicted=tuple(block for part in parts for block in part.evicted),
@@ -173,11 +186,24 @@ class ModelEngine:
             refused=tuple(refusal for part in parts for refusal in part.refused),
             retries=len(parts) - 1,
         )
+        self._watch.ended(result, len(requests))
+        return result
+
+    def answer_now(self, request: Request) -> Answer:
+        """The answer to one request, in a step of its own. Raises InputError where it has none."""
+        self.check(request)
+        result = self.step([request])
+        for _, reason in result.refused:
+            raise InputError(f"request {request.id} cannot be computed: {reason}", name="request")
+        return result.answers[0]
 
     # ---- What a request adds to a step
 
     def _additional(self, request: Request, seen: set[bytes]) -> tuple[int, int]:
         """Tokens and FLOPs that `request` adds to a step whose blocks are `seen`, to which its own are added."""
+        if self._facts.form == "rows":
+            rows = sequence_lengths(request)
+            return sum(rows), sum(map(self._table.total, rows))
         hashes = self._hashes_of(request)
         tokens = flops = 0
         ends: list[int] = []
@@ -246,6 +272,7 @@ class ModelEngine:
         with self._index.lease() as lease:
             matched = [lease.match(self._hashes_of(request)) for request in requests] if self._caches else None
             packed = pack(requests, self._table, matched)
+            self._watch.packed(packed.batch)
             self._check_size(packed, requests)
             blocks = lease.reserve(packed.offered)
             batch = packed.storing(blocks)
@@ -263,15 +290,23 @@ class ModelEngine:
             answers,
             tuple(event.hash for event in events if event.kind == "stored"),
             tuple(event.hash for event in events if event.kind == "evicted"),
-            *(batch.count, packed.flops, 0, 0.0, 0.0),
+            *(*self._computed(packed), 0, 0.0, 0.0),
         )
+
+    def _computed(self, packed: PackedStep) -> tuple[int, int]:
+        """Tokens and FLOPs of a step. Of padded rows those of every row whole, padding not counted."""
+        if self._facts.form == "trie":
+            return packed.batch.count, packed.flops
+        rows = row_lengths(packed.batch)
+        flops = sum(map(self._table.total, rows)) + len(packed.logit_places) * self._table.logit_flops
+        return sum(rows), flops
 
     def _vectors(self, states: torch.Tensor, rows: Indices) -> torch.Tensor:
         chosen = states[torch.from_numpy(rows).to(states.device)]
         return self._head(chosen) if self._head.kind == "classes" else chosen
 
     def _check_size(self, packed: PackedStep, requests: Sequence[Request]) -> None:
-        count = packed.batch.count
+        count, _ = self._computed(packed)
         if count > self._most_tokens and (len(requests) > 1 or halves(requests[0]) is not None):
             raise StepTooLargeError(
                 f"a step has {count} tokens; {self._most_tokens} fit into memory",

@@ -44,6 +44,8 @@ class RoutableRequest:
     prompt_tokens  tokens of the prompt; 0 where the parts have none in common
     parts          what follows the prompt: questions and their labels. A part that hangs on the prompt is a question;
                    different ranks may get different questions, but never parts of one
+    shares_prefixes  False: ranks compute every way through the tree by itself, from its first token to its last. Then
+                   there are no blocks and no prompt where there are parts: those that hang on it begin with it
     priority       a level is worth as much as a router's `priority_seconds` of waiting; higher comes first
     deadline       when it must have been started; it expires if any of it has not
     arrived        when it was submitted
@@ -59,6 +61,7 @@ class RoutableRequest:
     priority: int = 0
     deadline: float = math.inf
     arrived: float = 0.0
+    shares_prefixes: bool = True
 
     def __post_init__(self) -> None:
         least = 0 if self.parts else 1
@@ -114,7 +117,12 @@ def questions_of(request: RoutableRequest, formula: FlopsFormula) -> tuple[Route
         ends.append(before + part.tokens)
         roots.append(root)
         members.setdefault(root, []).append(number)
-        flops[root] = flops.get(root, 0) + formula.flops(before, part.tokens)
+        if request.shares_prefixes:
+            flops[root] = flops.get(root, 0) + formula.flops(before, part.tokens)
+    if not request.shares_prefixes:
+        inner = {part.parent for part in request.parts}
+        for number in set(range(len(ends))) - inner:
+            flops[roots[number]] = flops.get(roots[number], 0) + formula.flops(0, ends[number])
     return tuple(RoutedQuestion(tuple(numbers), flops[root]) for root, numbers in members.items())
 
 
@@ -125,17 +133,26 @@ def routable_request(
     priority: int = 0,
     deadline: float = math.inf,
     arrived: float = 0.0,
+    shares_prefixes: bool = True,
 ) -> tuple[RoutableRequest, int]:
     """What a router is told of `request`, and how many of its pieces, from the first, are the prompt.
 
     The other pieces are its parts: part k is piece (prompt pieces + k). The prompt is the chain of pieces that all
-    others hang on. `hashes` gives those of the complete blocks of tokens, for a salt.
+    others hang on. `hashes` gives those of the complete blocks of tokens, for a salt. `shares_prefixes`: as ranks do.
     """
     pieces = request.pieces
     prompt = prompt_length(request)
     tokens = np.concatenate([piece.tokens for piece in pieces[:prompt]]) if prompt else pieces[0].tokens[:0]
     is_complete = prompt == len(pieces)
-    reusable = (len(tokens) - is_complete) // BLOCK_TOKENS if prompt else 0
-    parts = tuple(RoutablePart(max(piece.parent - prompt, -1), len(piece.tokens)) for piece in pieces[prompt:])
+    prompt_tokens = len(tokens)
+    reusable = (prompt_tokens - is_complete) // BLOCK_TOKENS if prompt and shares_prefixes else 0
+    repeated = 0 if shares_prefixes or is_complete else prompt_tokens
+    parts = tuple(
+        RoutablePart(max(piece.parent - prompt, -1), len(piece.tokens) + (repeated if piece.parent < prompt else 0))
+        for piece in pieces[prompt:]
+    )
     blocks = tuple(hashes(tokens[: reusable * BLOCK_TOKENS], request.salt)) if reusable else ()
-    return RoutableRequest(request.id, blocks, len(tokens), parts, priority, deadline, arrived), prompt
+    routable = RoutableRequest(
+        request.id, blocks, prompt_tokens - repeated, parts, priority, deadline, arrived, shares_prefixes
+    )
+    return routable, prompt

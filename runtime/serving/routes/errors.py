@@ -1,8 +1,8 @@
 """Errors become responses in OpenAI's shape: one sentence that says what was wrong and what would be right.
 
-Status codes: 400 for an input that cannot be answered, 401 for a wrong key, 404 for an unknown model or route, 413 for
-a body beyond the limit, 429 with Retry-After where the queue is full, 503 with Retry-After where nothing is answered
-now, and 504 for a request that was not answered in time (408 would say that the client was too slow to send it).
+Status codes: 400 for an input that cannot be answered, 401 for a wrong key, 404 for an unknown model or route, 408 for
+a body that does not come, 413 for one beyond the limit, 429 with Retry-After where the queue is full, 503 with
+Retry-After where nothing is answered now, and 504 for a request that was not answered in time.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from moepass.models.errors import InputError, OptionError
 from moepass.models.limits import MOST_BODIES_BYTES, MOST_REQUEST_TOKENS, MOST_WAIT_SECONDS, check_limit, decode_json
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
-from moepass.runtime.serving.requests.answer import Answer, Usage
+from moepass.runtime.serving.requests.answer import Answer, AnswerTimes, Usage
 from moepass.runtime.serving.requests.backend import Backend, QueueFullError
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.routes.errors import HttpError
@@ -39,22 +39,23 @@ _SMALL_BODY_BYTES = 1 << 12
 class ServerSettings:
     """`model_names` are those that clients may ask for, the first of them the one that answers call themselves.
 
-    Without `api_key` everyone is answered. A request that waits and runs longer than `timeout_seconds` is given up.
+    Without `api_key` everyone is answered. A request that waits and runs longer than `timeout_seconds` is given up, and
+    so is one whose body takes longer than `read_seconds` to come.
     """
 
     model_names: tuple[str, ...]
     api_key: str | None = None
     timeout_seconds: float = 60.0
+    read_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if not self.model_names:
             raise OptionError("no model name is given; give at least one", name="model_names", expected="1 or more")
         if self.api_key == "":
             raise OptionError("the API key is empty; give one, or none to let everyone in", name="api_key")
-        if not 0 < self.timeout_seconds <= MOST_WAIT_SECONDS:
-            raise OptionError.wrong(
-                "timeout_seconds", self.timeout_seconds, f"above 0 and at most {MOST_WAIT_SECONDS:g}"
-            )
+        for name in ("timeout_seconds", "read_seconds"):
+            if not 0 < getattr(self, name) <= MOST_WAIT_SECONDS:
+                raise OptionError.wrong(name, getattr(self, name), f"above 0 and at most {MOST_WAIT_SECONDS:g}")
 
 
 @dataclasses.dataclass(slots=True)
@@ -84,6 +85,15 @@ class Service:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnsweredRequest:
+    """What the answer to one request took; it `ended` at that time of the clock, in seconds."""
+
+    usage: Usage
+    times: AnswerTimes | None
+    ended: float
+
+
 @dataclasses.dataclass(slots=True)
 class Call:
     """One request of a client: its body, and what has been spent on it so far."""
@@ -92,7 +102,7 @@ class Call:
     raw: bytes
     id: str
     backend_seconds: float = 0.0
-    usages: list[Usage] = dataclasses.field(default_factory=list)
+    answered: list[AnsweredRequest] = dataclasses.field(default_factory=list)
 
     @property
     def writer(self) -> PromptWriter:
@@ -145,18 +155,21 @@ class Call:
             return function(*given, **named)
         return await asyncio.to_thread(function, *given, **named)
 
-    async def answer(self, request: Request, priority: int = 0) -> Answer:
-        """The backend's answer."""
+    async def answer(self, request: Request, priority: int = 0, *, is_admitted: bool = False) -> Answer:
+        """The backend's answer. `is_admitted`: to a part of a call that there is room for."""
         tokens = sum(len(piece.tokens) for piece in request.pieces)
         check_limit("the number of tokens of this request", tokens, MOST_REQUEST_TOKENS, "send it in several parts")
         started = time.monotonic()
         try:
             answer = await self.service.backend.answer(
-                request, priority=priority, timeout_seconds=self.service.settings.timeout_seconds
+                request,
+                priority=priority,
+                timeout_seconds=self.service.settings.timeout_seconds,
+                is_admitted=is_admitted,
             )
         finally:
             self.backend_seconds = max(self.backend_seconds, time.monotonic() - started)
-        self.usages.append(answer.usage)
+        self.answered.append(AnsweredRequest(answer.usage, answer.times, time.time()))
         return answer
 
     async def answer_tree(self, tree: RequestTree, salt: str | None = None, priority: int = 0) -> TreeAnswer:
@@ -167,26 +180,28 @@ class Call:
     async def answer_trees(
         self, trees: Sequence[RequestTree], salt: str | None = None, priority: int = 0
     ) -> list[TreeAnswer]:
-        """Each tree as a request of its own; where one fails, the others are cancelled."""
+        """Each tree as a request of its own. All are admitted or none; where one fails, the others are cancelled."""
         requests = [tree.request(f"{self.id}-{number}", salt_bytes(salt)) for number, tree in enumerate(trees)]
-        answers = await together([self.answer(request, priority) for request in requests])
+        self.service.backend.check_room()
+        answers = await together([self.answer(request, priority, is_admitted=True) for request in requests])
         return [TreeAnswer(tree, answer) for tree, answer in zip(trees, answers, strict=True)]
 
     @property
     def tokens(self) -> int:
         """Tokens of all requests of this call so far; what they share is counted once in each."""
-        return sum(usage.tokens for usage in self.usages)
+        return sum(answered.usage.tokens for answered in self.answered)
 
     @property
     def cached_tokens(self) -> int:
-        return sum(usage.cached_tokens for usage in self.usages)
+        return sum(answered.usage.cached_tokens for answered in self.answered)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
     """A route: its path, what a body may be, what a reply may be, and what answers it.
 
-    With `has_streams` a reply may come as server-sent events, too.
+    With `has_streams` a reply may come as server-sent events, too. `asks_model`: the backend is asked, so that nothing
+    is read of a request while that takes none.
     """
 
     method: str
@@ -196,6 +211,7 @@ class Route:
     replies: tuple[Any, ...] = ()
     media_type: str = "application/json"
     has_streams: bool = False
+    asks_model: bool = True
 
 
 class EmptyReply(msgspec.Struct):

@@ -100,7 +100,7 @@ async def tokenizer_info(call: Call) -> TokenizerReply:
 
 
 ROUTES = (
-    Route("POST", "/tokenize", tokenize, (TokenizeBody,), (TokenizeReply,)),
-    Route("POST", "/detokenize", detokenize, (DetokenizeBody,), (DetokenizeReply,)),
+    Route("POST", "/tokenize", tokenize, (TokenizeBody,), (TokenizeReply,), asks_model=False),
+    Route("POST", "/detokenize", detokenize, (DetokenizeBody,), (DetokenizeReply,), asks_model=False),
     Route("GET", "/tokenizer_info", tokenizer_info, (), (TokenizerReply,)),
 )

@@ -8,6 +8,7 @@ Pseudo-code
     after every event:  let the router decide a round; send what it assigned
     a rank's message:   ready, started, done, failed: tell the router; answer what is complete
     a rank is lost:     the router has its requests run once more, or they fail
+    again and again:    a rank that hangs is ended, and so it is lost
 """
 
 from __future__ import annotations
@@ -35,21 +36,29 @@ from moepass.runtime.serving.requests.backend import (
     ServingState,
 )
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
+from moepass.runtime.serving.workers.looks import Looks
 from moepass.runtime.serving.workers.messages import (
+    Alive,
     Cancel,
     Drain,
+    Look,
     RankReady,
     RequestFailed,
     Run,
+    Seen,
     Started,
     StepDone,
     ToRank,
     decode_from_rank,
     encode,
 )
+from moepass.runtime.serving.workers.rank_views import rank_views
+from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
+from moepass.runtime.serving.workers.request_times import RequestTimes
 from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
@@ -57,6 +66,8 @@ from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 STEPS_AT_A_RANK = 2
 # Of the last full step in what a rank is taken to reach. [Empirical] A step that was disturbed is forgotten in ten.
 RATE_WEIGHT = 0.2
+
+HANGS = HangLimits()
 
 logger = logging.getLogger("moepass")
 
@@ -78,13 +89,16 @@ class ServingCounters:
     requests: int = 0
     answered: int = 0
     refused: int = 0
+    refused_full: int = 0
     failed: int = 0
     given_up: int = 0
     rerun: int = 0
     ranks_lost: int = 0
+    ranks_hung: int = 0
     steps: int = 0
     split_steps: int = 0
     tokens: int = 0
+    request_tokens: int = 0
     cached_tokens: int = 0
     flops: int = 0
     unshared_flops: int = 0
@@ -102,7 +116,9 @@ class Frontend:
         formula: what tokens cost.
         make_router: makes the router when the facts of all engines are known.
         key: of the hashes of blocks; the ranks' engines have the same.
+        limits: how much may wait before requests are refused.
         ends_together: ranks hold parts of one model and cannot go on without each other.
+        hangs: when a rank counts as hung.
     """
 
     def __init__(
@@ -116,6 +132,7 @@ class Frontend:
         key: bytes,
         limits: FrontendLimits,
         ends_together: bool = False,
+        hangs: HangLimits = HANGS,
     ) -> None:
         self._ranks, self._endpoint, self._key, self._limits = ranks, endpoint, key, limits
         self._formula, self._make_router = formula, make_router
@@ -127,6 +144,7 @@ class Frontend:
         self._facts: dict[int, EngineFacts] = {}
         self._last_facts: EngineFacts | None = None
         self._router: RankRouter | None = None
+        self._shares_prefixes = True
         self._state: ServingState = "starting"
         self._waiting: dict[str, WaitingRequest] = {}
         self._assigned: dict[str, Assignment] = {}
@@ -134,7 +152,10 @@ class Frontend:
         self._open_bytes = 0
         self._is_routing = False
         self._compilations: dict[int, int] = {}
-        self._receiver: asyncio.Task[None] | None = None
+        self._watch = RankWatch(hangs)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._looks = Looks(lambda rank: self._send(rank, Look()))
+        self._times = RequestTimes()
         self.counters = ServingCounters()
 
     # ---- Life
@@ -144,9 +165,10 @@ class Frontend:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(self._endpoint)
-        self._receiver = asyncio.create_task(self._receive())
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._end_hung_ranks())]
         await self._supervisor.start()
         facts = [self._facts[rank] for rank in sorted(self._facts)]
+        self._shares_prefixes = all(one.form == "trie" for one in facts)
         self._router = self._make_router(self._ranks, self._formula, facts)
         self._state = "ready"
 
@@ -162,20 +184,39 @@ class Frontend:
             self._fail(number, NotServingError("the server ends", value="draining"))
         # A rank that still starts hears nothing.
         await self._supervisor.close(0.0 if was_starting else max(1.0, end - time.monotonic()))
-        if self._receiver is not None:
-            self._receiver.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._context.destroy(linger=0)
 
     # ---- Backend
 
-    async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
+    def check_room(self) -> None:
+        """As `Backend.check_room`. What comes is taken whole, however large, while less than the limits waits: so an
+        idle server refuses nothing that its ranks can compute, and more than the limits waits by one call at most."""
+        router = self._serving_router()
+        seconds = router.waiting_flops / sum(facts.flops_per_second for facts in self._facts.values())
+        for name, value, limit in (
+            ("seconds of work", seconds, self._limits.waiting_seconds),
+            ("bytes", self._open_bytes, self._limits.open_bytes),
+        ):
+            if value >= limit:
+                self.counters.refused_full += 1
+                raise QueueFullError(
+                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
+                    retry_after_seconds=max(1.0, math.ceil(seconds)),
+                    name=name,
+                    value=value,
+                    expected=limit,
+                )
+
+    async def answer(
+        self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
+    ) -> Answer:
         """As `Backend.answer`. Of two that wait, the one with the lower `priority` runs first."""
-        router = self._router
-        if self._state != "ready" or router is None or not self._facts:
-            state = self.status().state
-            raise NotServingError(f"no request is taken now: {state}", value=state)
+        router = self._serving_router()
+        if not is_admitted:
+            self.check_room()
         size = sum(piece.tokens.nbytes for piece in request.pieces)
-        self._check_room(router, size)
         number = str(next(self._numbers))
         now = time.monotonic()
         routable, prompt_pieces = routable_request(
@@ -184,15 +225,17 @@ class Frontend:
             priority=-priority,
             deadline=now + timeout_seconds,
             arrived=now,
+            shares_prefixes=self._shares_prefixes,
         )
         router.submit(routable)
         self.counters.requests += 1
-        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future())
+        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future(), now)
         self._waiting[number] = waiting
         self._open_bytes += size
         self._route_soon()
         try:
-            return await asyncio.wait_for(waiting.future, timeout_seconds)
+            answer = await asyncio.wait_for(waiting.future, timeout_seconds)
+            return self._times.answered(waiting, answer, time.monotonic())
         except asyncio.TimeoutError:
             raise AnswerTimeoutError(
                 f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
@@ -209,10 +252,8 @@ class Frontend:
         if state == "ready" and not self._facts:
             state = "no rank"
         facts = next(iter(self._facts.values()), None) or self._last_facts
-        loads = self._router.loads if self._router is not None else ()
         metrics = {name: float(value) for name, value in dataclasses.asdict(self.counters).items()}
         metrics["compilations_after_ready"] = float(sum(self._compilations.values()))
-        metrics |= {f"load_flops_rank_{rank}": float(load) for rank, load in enumerate(loads)}
         return BackendStatus(
             state=state,
             max_sequence_tokens=facts.max_sequence_tokens if facts else 0,
@@ -224,24 +265,23 @@ class Frontend:
             metrics=metrics,
         )
 
+    async def view(self) -> BackendView:
+        """As `Backend.view`."""
+        seen = await self._looks.ask(list(self._facts))
+        running = sum(waiting.began is not None for waiting in self._waiting.values())
+        attempts, assigned = self._supervisor.attempts, self._assigned.values()
+        ranks = rank_views(self._ranks, self._router, self._facts, attempts, assigned, seen)
+        return BackendView(ranks, len(self._waiting) - running, running, self._times.histograms)
+
     # ---- Requests
 
-    def _check_room(self, router: RankRouter, size: int) -> None:
-        """Raises QueueFullError. One request is taken however large it is, if nothing waits."""
-        rate = sum(facts.flops_per_second for facts in self._facts.values())
-        seconds = router.waiting_flops / rate
-        for name, value, limit in (
-            ("seconds of work", seconds, self._limits.waiting_seconds),
-            ("bytes", self._open_bytes, self._limits.open_bytes - size if self._open_bytes else math.inf),
-        ):
-            if value >= limit:
-                raise QueueFullError(
-                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
-                    retry_after_seconds=max(1.0, math.ceil(seconds)),
-                    name=name,
-                    value=value,
-                    expected=limit,
-                )
+    def _serving_router(self) -> RankRouter:
+        """Raises NotServingError where nothing is answered now."""
+        router = self._router
+        if self._state != "ready" or router is None or not self._facts:
+            state = self.status().state
+            raise NotServingError(f"no request is taken now: {state}", value=state)
+        return router
 
     def _fail(self, number: str, error: Exception) -> None:
         waiting = self._waiting.pop(number, None)
@@ -277,6 +317,7 @@ class Frontend:
         by_rank: dict[int, list[Request]] = {}
         for assignment in found.assignments:
             self._assigned[str(assignment.number)] = assignment
+            self._watch.given(assignment.rank, str(assignment.number), assignment.flops)
             work = self._waiting[assignment.request_id].work_of(assignment)
             by_rank.setdefault(assignment.rank, []).append(work)
         for rank, requests in by_rank.items():
@@ -303,7 +344,11 @@ class Frontend:
 
     def _heard(self, rank: int, content: bytes) -> None:
         message = decode_from_rank(content)
+        self._watch.heard(rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None)
+        if isinstance(message, Alive):
+            return
         if isinstance(message, RankReady):
+            self._watch.begin(rank, time.monotonic())
             self._facts[rank] = self._last_facts = message.facts
             self._supervisor.ready(rank)
             if self._router is not None:
@@ -311,13 +356,33 @@ class Frontend:
         elif self._router is None:
             return
         elif isinstance(message, Started):
+            self._watch.started(rank, message.ids)
             for number in message.ids:
                 self._router.started(int(number))
+                self._began(number)
+        elif isinstance(message, Seen):
+            self._looks.heard(rank, message.engine)
+            return
         elif isinstance(message, StepDone):
             self._step_done(self._router, rank, message)
         elif isinstance(message, RequestFailed):
             self._request_failed(self._router, message)
         self._route_soon()
+
+    async def _end_hung_ranks(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for rank, reason in self._watch.hung(time.monotonic(), self._facts).items():
+                logger.error("rank %d hangs: %s; it is ended", rank, reason)
+                self._watch.forget(rank)
+                self.counters.ranks_hung += 1
+                self._supervisor.kill(rank)
+
+    def _began(self, number: str) -> None:
+        assignment = self._assigned.get(number)
+        waiting = self._waiting.get(assignment.request_id) if assignment is not None else None
+        if waiting is not None and waiting.began is None:
+            waiting.began = time.monotonic()
 
     def _step_done(self, router: RankRouter, rank: int, message: StepDone) -> None:
         result = message.result
@@ -332,6 +397,7 @@ class Frontend:
                 continue  # withdrawn, or answered by another rank meanwhile
             waiting = self._waiting[assignment.request_id]
             waiting.add(assignment, answer)
+            self.counters.request_tokens += answer.usage.tokens
             self.counters.cached_tokens += answer.usage.cached_tokens
             if not remaining:
                 del self._waiting[assignment.request_id]
@@ -348,6 +414,7 @@ class Frontend:
         counters.steps += 1
         counters.split_steps += result.retries
         counters.tokens += result.tokens
+        self._times.stepped(result.tokens)
         counters.flops += result.flops
         counters.unshared_flops += result.unshared_flops
         counters.step_seconds += result.seconds
@@ -368,7 +435,9 @@ class Frontend:
     def _lost(self, ranks: Sequence[int]) -> None:
         """These ranks are gone, all of them before anything is routed again."""
         for rank in ranks:
+            self._watch.forget(rank)
             self._facts.pop(rank, None)
+            self._looks.lost(rank)
             self._compilations.pop(rank, None)
             self.counters.ranks_lost += 1
             self._assigned = {

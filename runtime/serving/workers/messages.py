@@ -17,6 +17,7 @@ import numpy as np
 from moepass.models.errors import InputError
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.view import EngineView
 
 # Extension codes of MessagePack, and the little-endian type of an array's numbers.
 _TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<i4"), 2: np.dtype("<i8"), 3: np.dtype("<f4")}
@@ -66,8 +67,24 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     is_refused: bool
 
 
-ToRank = Run | Cancel | Drain
-FromRank = RankReady | Started | StepDone | RequestFailed
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """From a rank, again and again: its process runs. `busy_seconds`: since when it computes what it computes."""
+
+    busy_seconds: float
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: say what you are doing. It answers at once, while a step runs, too."""
+
+
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: what it is doing."""
+
+    engine: EngineView
+
+
+ToRank = Run | Cancel | Drain | Look
+FromRank = RankReady | Started | StepDone | RequestFailed | Alive | Seen
 
 
 def _extension(value: Any) -> msgspec.msgpack.Ext:
@@ -119,12 +136,15 @@ def _refusing(data: bytes) -> Iterator[None]:
 
 
 __all__ = [
+    "Alive",
     "Cancel",
     "Drain",
     "FromRank",
+    "Look",
     "RankReady",
     "RequestFailed",
     "Run",
+    "Seen",
     "Started",
     "StepDone",
     "ToRank",

@@ -1,7 +1,7 @@
 """The life of a rank: requests come in over a socket, steps run, answers go out.
 
 Two threads: one owns the socket and keeps the requests that wait; the other runs steps. So requests arrive, and are
-cancelled, while a step runs.
+cancelled, while a step runs, and the frontend hears that this process lives, and for how long it computes.
 
 Pseudo-code
     say what the engine is
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,25 +24,28 @@ import zmq
 from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.engine.step_engine import StepEngine
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.view import EngineView
 from moepass.runtime.serving.workers.messages import (
+    Alive,
     Cancel,
     Drain,
     FromRank,
+    Look,
     RankReady,
     RequestFailed,
     Run,
+    Seen,
     Started,
     StepDone,
     decode_for_rank,
     encode,
 )
+from moepass.runtime.serving.workers.rank_watch import ALIVE_SECONDS
 
 logger = logging.getLogger("moepass")
 
 # Steps that fail one after the other before the rank ends.
 MOST_FAILED_STEPS = 3
-# How often the socket's thread looks whether the frontend is still there.
-_WATCH_MILLISECONDS = 500
 
 
 class ParentWatch(Protocol):
@@ -64,12 +68,15 @@ class Mailbox:
         name: bytes,
         check: Callable[[Request], None],
         watch: ParentWatch,
+        look: Callable[[], EngineView] = EngineView,
     ) -> None:
-        """Connects to `endpoint` as `name`. `check` raises InputError for a request that is refused at once."""
+        """Connects to `endpoint` as `name`. `check` raises InputError for a request that is refused at once; `look`
+        gives what those see who look, and must not wait for a step."""
         self._condition = threading.Condition()
         self._waiting: dict[str, Request] = {}
         self._ends = False
-        self._check, self._watch = check, watch
+        self._busy_since: float | None = None
+        self._check, self._watch, self._look = check, watch, look
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name)
         self._socket.setsockopt(zmq.LINGER, 2000)
@@ -92,7 +99,9 @@ class Mailbox:
     def waiting(self) -> list[Request]:
         """The requests that wait, first come first; waits for one. Empty where none will come any more."""
         with self._condition:
+            self._busy_since = None
             self._condition.wait_for(lambda: self._waiting or self._ends)
+            self._busy_since = time.monotonic()
             return list(self._waiting.values())
 
     def take(self, requests: list[Request]) -> list[Request]:
@@ -111,8 +120,13 @@ class Mailbox:
         poller = zmq.Poller()
         for socket in (self._socket, self._inbox):
             poller.register(socket, zmq.POLLIN)
+        said = 0.0
         while True:
-            ready = dict(poller.poll(_WATCH_MILLISECONDS))
+            ready = dict(poller.poll(int(ALIVE_SECONDS * 1000)))
+            if (now := time.monotonic()) - said >= ALIVE_SECONDS:
+                said = now
+                since = self._busy_since
+                self._socket.send(encode(Alive(0.0 if since is None else now - since)))
             if self._socket in ready:
                 self._receive(self._socket.recv())
             if self._inbox in ready:
@@ -134,6 +148,9 @@ class Mailbox:
             return
         if isinstance(message, Drain):
             self._end(drop=False)
+            return
+        if isinstance(message, Look):
+            self._socket.send(encode(Seen(self._look())))
             return
         taken = {}
         for request in message.requests if isinstance(message, Run) else ():

@@ -1,8 +1,8 @@
 """Rank processes: started, watched, and started again when they end.
 
 A rank that ends before it was ever ready would end again, so the first start fails then. Later a rank is started again
-at once, and with growing pauses where it keeps ending. Ranks that hold parts of one model end together, because none of
-them can go on without the others.
+at once, and with growing pauses where it ends before it was ready, or soon after. Ranks that hold parts of one model
+end together, because none of them can go on without the others.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from moepass.models.errors import MoepassError
@@ -18,8 +19,8 @@ from moepass.models.errors import MoepassError
 logger = logging.getLogger("moepass")
 
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 30.0
-# A rank that was ready for so long may end without a pause.
-_STEADY_SECONDS = 60.0
+# A rank that was ready for so long is started again without a pause: what ends it is not its start. [Empirical]
+STEADY_SECONDS = 10.0
 
 
 class RankStartError(MoepassError, RuntimeError):
@@ -53,6 +54,7 @@ class Supervisor:
     ) -> None:
         self._command, self._on_lost, self._ends_together = command, on_lost, ends_together
         self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._ready_since: dict[int, float] = {}
         self._ready: dict[int, asyncio.Event] = {rank: asyncio.Event() for rank in range(ranks)}
         self._attempts = dict.fromkeys(range(ranks), 0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -74,7 +76,15 @@ class Supervisor:
         return self._attempts.get(rank) == attempt
 
     def ready(self, rank: int) -> None:
+        self._ready_since[rank] = time.monotonic()
         self._ready[rank].set()
+
+    def kill(self, rank: int) -> None:
+        """End a rank that will not end by itself; then it is lost as any other that ends."""
+        process = self._processes.get(rank)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
 
     async def start(self) -> None:
         """Start all ranks and wait until they are ready. Raises RankStartError."""
@@ -108,11 +118,9 @@ class Supervisor:
 
     async def _keep(self, ranks: Sequence[int]) -> None:
         """Run these ranks again and again, until the supervisor closes. Where one ends, all of them do."""
-        loop = asyncio.get_running_loop()
-        pause = FIRST_PAUSE_SECONDS
+        pause = 0.0
         was_ready = False
         while True:
-            begun = loop.time()
             waits = {asyncio.ensure_future((await self._started(rank)).wait()): rank for rank in ranks}
             ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if self._is_closing:
@@ -121,7 +129,9 @@ class Supervisor:
             rank, status = waits[first], first.result()
             for process in (self._processes[rank] for rank in ranks):
                 await _end(process)
-            was_ready = was_ready or all(self._ready[rank].is_set() for rank in ranks)
+            is_ready = all(self._ready[one].is_set() for one in ranks)
+            is_steady = is_ready and time.monotonic() - max(map(self._ready_since.__getitem__, ranks)) > STEADY_SECONDS
+            was_ready = was_ready or is_ready
             if not was_ready:
                 self._fail(rank, status)
                 return
@@ -130,10 +140,8 @@ class Supervisor:
                 self._ready[one].clear()
                 self._attempts[one] += 1
             self._on_lost(ranks)
-            if loop.time() - begun > _STEADY_SECONDS:
-                pause = FIRST_PAUSE_SECONDS
+            pause = 0.0 if is_steady else min(max(FIRST_PAUSE_SECONDS, 2 * pause), MOST_PAUSE_SECONDS)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     async def _started(self, rank: int) -> asyncio.subprocess.Process:
         command = self._command(rank, self._attempts[rank])

@@ -26,10 +26,10 @@ def check_answers(model: PreTrainedModel, requests: Sequence[Request], answers: 
             expected = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1).numpy()
             for read, given in zip(piece.reads, found.reads, strict=True):
                 row = expected[before + read.place]
-                np.testing.assert_allclose(given.log_probabilities, row[read.tokens], atol=atol)
+                np.testing.assert_allclose(given.log_probabilities, row[read.tokens], rtol=atol, atol=atol)
                 best = np.sort(row)[::-1][: read.top]
-                np.testing.assert_allclose(given.top_log_probabilities, best, atol=atol)
-                np.testing.assert_allclose(row[given.top_tokens], best, atol=atol)
+                np.testing.assert_allclose(given.top_log_probabilities, best, rtol=atol, atol=atol)
+                np.testing.assert_allclose(row[given.top_tokens], best, rtol=atol, atol=atol)
             assert (found.scored is None) == (not piece.is_scored)
             if found.scored is not None:
                 for place, token in enumerate(piece.tokens):
@@ -39,11 +39,11 @@ def check_answers(model: PreTrainedModel, requests: Sequence[Request], answers: 
                         assert found.scored.ranks[place] == 0
                         continue
                     row = expected[at]
-                    np.testing.assert_allclose(found.scored.log_probabilities[place], row[token], atol=atol)
+                    np.testing.assert_allclose(found.scored.log_probabilities[place], row[token], rtol=atol, atol=atol)
                     rank = found.scored.ranks[place]
                     assert 1 + (row > row[token] + atol).sum() <= rank <= 1 + (row > row[token] - atol).sum()
                     best = np.sort(row)[::-1][: piece.scored_top]
-                    np.testing.assert_allclose(found.scored.top_log_probabilities[place], best, atol=atol)
+                    np.testing.assert_allclose(found.scored.top_log_probabilities[place], best, rtol=atol, atol=atol)
             assert (found.vector is None) == (piece.vector is None)
             if found.vector is not None:
                 states = model.base_model(input_ids=ids, use_cache=False)[0][0]

@@ -1,4 +1,4 @@
-"""A backend that computes every path of a request alone, with plain transformers: what all others are compared with."""
+"""A backend that computes every path of a request alone, with plain transformers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 from transformers import PreTrainedModel
 
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, ScoredTokens, Usage
-from moepass.runtime.serving.requests.backend import BackendStatus
+from moepass.runtime.serving.requests.backend import BackendStatus, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece
+from moepass.runtime.serving.requests.view import BackendView
 
 
 class ReferenceBackend:
     """Answers with `model`: a causal one, or one that classifies sequences.
 
-    `requests` are those that it was asked; `error` is raised instead of an answer; `gate`, where there is one, is
-    waited for before each answer. `cancelled` counts the requests that were given up meanwhile.
+    `requests` are those that it was asked; `error` is raised instead of an answer, and nothing is admitted while it
+    `is_full`; `gate`, where there is one, is waited for before each answer. `cancelled` counts the requests that were
+    given up meanwhile. `seen` is what those see who look at it.
     """
 
     def __init__(self, model: PreTrainedModel, class_names: tuple[str, ...] = ()) -> None:
@@ -26,10 +28,13 @@ class ReferenceBackend:
         self.class_names = class_names
         self.requests: list[Request] = []
         self.priorities: list[int] = []
+        self.admitted: list[bool] = []
         self.error: Exception | None = None
+        self.is_full = False
         self.gate: asyncio.Event | None = None
         self.cancelled = 0
         self.state = "ready"
+        self.seen = BackendView()
 
     def status(self) -> BackendStatus:
         config = self.model.config
@@ -42,11 +47,21 @@ class ReferenceBackend:
             vector="class scores" if is_classifier else "embedding",
             class_names=self.class_names,
             details={"attention": "eager"},
-            metrics={"moepass_requests_total": float(len(self.requests))},
+            metrics={"requests": float(len(self.requests))},
         )
 
-    async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
+    async def view(self) -> BackendView:
+        return self.seen
+
+    def check_room(self) -> None:
+        if self.is_full:
+            raise QueueFullError("it is full", retry_after_seconds=3.0)
+
+    async def answer(
+        self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
+    ) -> Answer:
         self.requests.append(request)
+        self.admitted.append(is_admitted)
         self.priorities.append(priority)
         if self.error is not None:
             raise self.error
@@ -56,6 +71,9 @@ class ReferenceBackend:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        return self._computed(request)
+
+    def _computed(self, request: Request) -> Answer:
         parents = {piece.parent for piece in request.pieces}
         found: dict[int, PieceAnswer] = {}
         for leaf in (number for number in range(len(request.pieces)) if number not in parents):

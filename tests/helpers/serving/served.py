@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from reference_backend import ReferenceBackend
+from engine_backend import EngineBackend
 from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 class Served:
     """A running server: its `url`, a plain `client`, and what it answers with."""
 
-    def __init__(self, url: str, service: Service, backend: ReferenceBackend, api_key: str | None) -> None:
+    def __init__(self, url: str, service: Service, backend: EngineBackend, api_key: str | None) -> None:
         self.url = url
         self.service = service
         self.backend = backend
@@ -56,12 +56,12 @@ def served(
     prompt: Prompt | None = None,
     api_key: str | None = None,
 ) -> Iterator[Served]:
-    """Serve the checkpoint in `folder`, with the reference backend."""
+    """Serve the checkpoint in `folder`, with an engine in this process."""
     model = model or load_model(folder)
     tokenizer = load_tokenizer(folder)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    backend = ReferenceBackend(model, class_names)
+    backend = EngineBackend(model, class_names)
     writer = PromptWriter(tokenizer, prompt or load_prompt(folder), backend.status().max_sequence_tokens)
     service = Service(backend, writer, ServerSettings(("tiny", "alias"), api_key, timeout_seconds=30))
     with open_socket("127.0.0.1", 0) as listening:

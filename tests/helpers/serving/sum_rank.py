@@ -3,7 +3,8 @@
     python sum_rank.py ENDPOINT RANK ATTEMPT [OPTION]...
 
 Options: `--step-seconds S` makes steps take time; `--fails` ends before it is ready; `--error` fails every step;
-`--start-seconds S` makes the start take time; `--dies-after S` ends the process so long after it was ready.
+`--hangs` never ends one; `--start-seconds S` makes the start take time; `--dies-after S` ends the process so long after
+it was ready.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ NO_FLOATS = np.empty(0, np.float32)
 class SumEngine:
     facts = EngineFacts("trie", STEP_TOKENS, 1000.0, 1000, 500, 512, True, None, (), {"attention": "none"})
 
-    def __init__(self, step_seconds: float, fails: bool) -> None:
-        self.step_seconds, self.fails = step_seconds, fails
+    def __init__(self, step_seconds: float, fails: bool, hangs: bool = False) -> None:
+        self.step_seconds, self.fails, self.hangs = step_seconds, fails, hangs
 
     def check(self, request: Request) -> None:
         if any(int(piece.tokens.max()) >= self.facts.vocabulary_size for piece in request.pieces):
@@ -51,6 +52,8 @@ class SumEngine:
     def step(self, requests: Sequence[Request]) -> StepResult:
         if self.fails:
             raise RuntimeError("this rank only fails")
+        if self.hangs:
+            threading.Event().wait()
         time.sleep(self.step_seconds)
         answers = tuple(self._answer(request) for request in requests)
         return StepResult(answers, (), (), 1, 1, 1, self.step_seconds, 0.0)
@@ -86,6 +89,7 @@ def main() -> None:
     parser.add_argument("--dies-after", type=float, default=0.0)
     parser.add_argument("--fails", action="store_true")
     parser.add_argument("--error", action="store_true")
+    parser.add_argument("--hangs", action="store_true")
     asked = parser.parse_args()
     assert sys.stdin.buffer.read() == b"options"
     if asked.fails:
@@ -93,7 +97,7 @@ def main() -> None:
     time.sleep(asked.start_seconds)
     if asked.dies_after:
         threading.Timer(asked.dies_after, os._exit, (9,)).start()
-    engine = SumEngine(asked.step_seconds, asked.error)
+    engine = SumEngine(asked.step_seconds, asked.error, asked.hangs)
     mailbox = Mailbox(zmq.Context(), asked.endpoint, rank_name(asked.rank, asked.attempt), engine.check, Parent())
     try:
         run_rank(engine, mailbox)

@@ -142,16 +142,17 @@ def test_parts_of_attention_trace_for_gpus(softcap: float, is_masked: bool) -> N
 
 
 @pytest.mark.parametrize("past", [VisiblePast(), VisiblePast(window=5), VisiblePast(chunk=12)])
-def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast) -> None:
-    """Fake tensors have no values: whatever asked for one would raise."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast, dtype: torch.dtype) -> None:
+    """Fake tensors have no values: whatever asked for one would raise. bf16 takes calls for many lengths."""
     sequences, blocks = [(*PREFIX, 7, *range(60)), (*PREFIX, 8, 9), (*PREFIX, 8, 10), (40, 41)], {PREFIX: 1}
-    shape = KeyValueShape(2, 16, 16, torch.float32)
+    shape = KeyValueShape(2, 16, 16, dtype)
     layers = {0: AttentionLayer(0, 4, shape, past, Temperature(0.1, 8.0))}
     for named in ({"stored": blocks}, {"cached": blocks}):
         step, _ = naive_step(sequences, **named)
         with pretended_gpu():
             memory = BlockMemory([shape], 2 * block_bytes([shape]), "cuda")
-            query, key = (torch.zeros(1, heads, step.count, 16, device="cuda") for heads in (4, 2))
+            query, key = (torch.zeros(1, heads, step.count, 16, dtype=dtype, device="cuda") for heads in (4, 2))
             with running_step(RunningStep(step, layers, memory, "cuda")):
                 output = trie_attention(query, key, key, torch.zeros(4, device="cuda"), 0, 0.25, 0.0)
-        assert (output.device.type, tuple(output.shape)) == ("cuda", (1, step.count, 4, 16))
+        assert (output.device.type, output.dtype, tuple(output.shape)) == ("cuda", dtype, (1, step.count, 4, 16))

@@ -116,7 +116,12 @@ class _Patient:
         self.backend = backend
         self.asked = threading.Event()
 
-    async def answer(self, request: Request, *, priority: int = 0, timeout_seconds: float) -> Answer:
+    def check_room(self) -> None:
+        self.backend.check_room()
+
+    async def answer(
+        self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
+    ) -> Answer:
         self.asked.set()
         await asyncio.sleep(timeout_seconds)
         raise AssertionError("the call was not cancelled")

@@ -55,6 +55,23 @@ def test_the_chain_that_all_hang_on_is_the_prompt(
     assert found.blocks == (b"s\x00", b"s\x10")[:blocks]
 
 
+def test_ranks_that_share_no_prefixes_compute_every_sequence_whole() -> None:
+    formula = LinearAndPairs(per_token=1, per_pair=10)
+    tree = pieces((-1, 20), (0, 5), (0, 6), (1, 1), (1, 2))
+    request, prompt = routable_request(Request("a", tree), hashes, shares_prefixes=False)
+    assert (prompt, request.prompt_tokens, request.blocks) == (1, 0, ())
+    assert [(one.parts, one.flops) for one in questions_of(request, formula)] == [
+        ((0, 2, 3), formula.flops(0, 26) + formula.flops(0, 27)),
+        ((1,), formula.flops(0, 26)),
+    ]
+    chain, prompt = routable_request(Request("a", tree[:1]), hashes, shares_prefixes=False)
+    assert (prompt, chain.prompt_tokens, chain.blocks, chain.parts) == (1, 20, (), ())
+    forest = Request("a", pieces((-1, 20), (-1, 30), (0, 4)))
+    request, prompt = routable_request(forest, hashes, shares_prefixes=False)
+    assert prompt == 0
+    assert [one.flops for one in questions_of(request, formula)] == [formula.flops(0, 24), formula.flops(0, 30)]
+
+
 def test_questions_cost_what_their_parts_cost_behind_what_they_hang_on() -> None:
     formula = LinearAndPairs(per_token=1, per_pair=10)
     request, _ = routable_request(Request("a", pieces((-1, 20), (0, 5), (0, 6), (1, 1), (1, 2))), hashes)

@@ -16,15 +16,16 @@ import pytest
 import sum_rank
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
+from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
-from moepass.runtime.serving.workers.messages import StepDone, encode
+from moepass.runtime.serving.workers.frontend import HANGS, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 
 KEY = bytes(range(32))
@@ -49,6 +50,7 @@ async def serving(
     options: Callable[[int, int], tuple[str, ...]] = lambda rank, attempt: (),
     limits: FrontendLimits = NO_LIMITS,
     ends_together: bool = False,
+    hangs: HangLimits = HANGS,
 ) -> AsyncIterator[Frontend]:
     def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
         given = (endpoint, str(rank), str(attempt), *options(rank, attempt))
@@ -63,6 +65,7 @@ async def serving(
         key=KEY,
         limits=limits,
         ends_together=ends_together,
+        hangs=hangs,
     )
     try:
         await frontend.start()
@@ -104,8 +107,23 @@ def test_every_request_gets_its_own_answer(tmp_path: Path) -> None:
             assert frontend._router is not None
             assert frontend._router.loads == (0, 0)
             assert frontend._open_bytes == 0
+            check_view(await frontend.view(), answers)
 
     run(work())
+
+
+def check_view(view: BackendView, answers: list[Answer]) -> None:
+    """Of two ranks that have answered all there was."""
+    assert [(rank.state, rank.load_flops, rank.open_requests) for rank in view.ranks] == [("ready", 0, 0)] * 2
+    assert {rank.most_load_flops for rank in view.ranks} == {2 * sum_rank.STEP_TOKENS}
+    assert (view.running, view.waiting) == (0, 0)
+    seconds = view.histograms["e2e_request_latency_seconds"]
+    assert seconds.cumulative[-1] == len(answers)
+    times = [answer.times for answer in answers if answer.times is not None]
+    assert len(times) == len(answers)
+    assert min(min(one.queue_seconds, one.compute_seconds) for one in times) >= 0
+    assert seconds.sum == pytest.approx(sum(one.queue_seconds + one.compute_seconds for one in times))
+    assert view.histograms["request_prompt_tokens"].sum == sum(answer.usage.tokens for answer in answers)
 
 
 def test_killed_ranks_lose_no_request_and_come_back(tmp_path: Path) -> None:
@@ -121,6 +139,44 @@ def test_killed_ranks_lose_no_request_and_come_back(tmp_path: Path) -> None:
             while frontend._supervisor.attempts[1] == 0 or len(frontend._facts) < 2:
                 await asyncio.sleep(0.05)
             assert is_right(asked[0], await frontend.answer(asked[0], timeout_seconds=TIMEOUT))
+
+    run(work())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["stopped", "caught in a step"])
+def test_a_rank_that_hangs_is_ended_and_its_requests_run_elsewhere(way: str, tmp_path: Path) -> None:
+    def options(rank: int, attempt: int) -> tuple[str, ...]:
+        hangs = way == "caught in a step" and rank == 1 and attempt == 0
+        return (*slow(rank, attempt), *("--hangs",) * hangs)
+
+    async def work() -> None:
+        hangs = HangLimits(silent_seconds=2.0, step_seconds=2.0)
+        async with serving(tmp_path, options=options, hangs=hangs) as frontend:
+            asked = [request(number, 30) for number in range(30)]
+            tasks = [asyncio.create_task(frontend.answer(one, timeout_seconds=TIMEOUT)) for one in asked]
+            await asyncio.sleep(0.2)
+            if way == "stopped":
+                os.kill(frontend._supervisor.processes[1], signal.SIGSTOP)
+            assert all(map(is_right, asked, await asyncio.gather(*tasks)))
+            assert (frontend.counters.ranks_hung, frontend.counters.ranks_lost) == (1, 1)
+            while len(frontend._facts) < 2:
+                await asyncio.sleep(0.05)
+            assert frontend._supervisor.attempts == {0: 0, 1: 1}
+
+    run(work())
+
+
+@pytest.mark.slow
+def test_a_step_that_is_long_because_it_is_large_is_no_hang(tmp_path: Path) -> None:
+    async def work() -> None:
+        options = ("--step-seconds", "3")
+        hangs = HangLimits(silent_seconds=2.0, step_seconds=0.5)
+        async with serving(tmp_path, ranks=1, options=lambda rank, attempt: options, hangs=hangs) as frontend:
+            # 40 tokens take 0.04 seconds at the rank's own rate, so that ten times as long is 0.4; these are 400.
+            asked = request(0, 380)
+            assert is_right(asked, await frontend.answer(asked, timeout_seconds=TIMEOUT))
+            assert frontend.counters.ranks_hung == 0
 
     run(work())
 
@@ -178,7 +234,6 @@ def test_a_rank_that_is_lost_while_others_start_has_its_place(tmp_path: Path) ->
 def test_a_message_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1) as frontend:
-            frontend._heard(0, encode(StepDone(StepResult((), (), (), 0, 0, 0, 0.0, 0.0), 0)))
             heard = frontend._heard
             broken = iter([True])
 
@@ -265,6 +320,28 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(limits: FrontendLimits
             assert all(error.retry_after_seconds >= 1 for error in refused)
             assert all(isinstance(answer, (Answer, QueueFullError)) for answer in found)
             assert await frontend.answer(request(1), timeout_seconds=TIMEOUT)
+
+    run(work())
+
+
+@pytest.mark.parametrize("limits", [FrontendLimits(waiting_seconds=0.05), FrontendLimits(open_bytes=2000)])
+def test_an_idle_server_takes_a_call_whole_however_large(limits: FrontendLimits, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving(tmp_path, ranks=1, options=slow, limits=limits) as frontend:
+            one = request(0, 400)
+            assert is_right(one, await frontend.answer(one, timeout_seconds=TIMEOUT))
+            frontend.check_room()
+            many = [request(number, 30) for number in range(20)]
+            asked = [
+                asyncio.create_task(frontend.answer(part, timeout_seconds=TIMEOUT, is_admitted=True)) for part in many
+            ]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError):
+                frontend.check_room()
+            with pytest.raises(QueueFullError):
+                await frontend.answer(one, timeout_seconds=TIMEOUT)
+            assert all(map(is_right, many, await asyncio.gather(*asked)))
+            assert frontend.counters.refused_full == 2
 
     run(work())
 

@@ -14,13 +14,17 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, Usage
 from moepass.runtime.serving.requests.request import Request, TokenPiece
+from moepass.runtime.serving.requests.view import EngineView
 from moepass.runtime.serving.workers.messages import (
+    Alive,
     Cancel,
     Drain,
     FromRank,
+    Look,
     RankReady,
     RequestFailed,
     Run,
+    Seen,
     Started,
     StepDone,
     ToRank,
@@ -64,6 +68,9 @@ class CountingEngine:
     def compilations(self) -> int:
         return 3
 
+    def look(self) -> EngineView:
+        return EngineView(cache_blocks=7)
+
 
 class Watch:
     gone = False
@@ -87,7 +94,7 @@ class Frontend:
         self.thread.start()
 
     def _run(self, endpoint: str) -> None:
-        mailbox = Mailbox(self.context, endpoint, b"rank 0", self.engine.check, self.watch)
+        mailbox = Mailbox(self.context, endpoint, b"rank 0", self.engine.check, self.watch, self.engine.look)
         try:
             run_rank(self.engine, mailbox)
         except FailingRankError as error:
@@ -99,6 +106,12 @@ class Frontend:
         self.socket.send_multipart([b"rank 0", encode(message)])
 
     def receive(self) -> FromRank:
+        """The next message but for signs of life."""
+        while isinstance(message := self.receive_any(), Alive):
+            pass
+        return message
+
+    def receive_any(self) -> FromRank:
         name, content = self.socket.recv_multipart()
         assert name == b"rank 0"
         return decode_from_rank(content)
@@ -144,6 +157,23 @@ def test_requests_are_answered_in_steps_in_the_order_in_which_they_came(frontend
     assert frontend.ended()
 
 
+def test_a_rank_says_that_it_lives_and_for_how_long_it_computes(frontend: Frontend) -> None:
+    frontend.receive()
+    while not isinstance(idle := frontend.receive_any(), Alive):
+        pass
+    assert idle.busy_seconds == 0
+    frontend.engine.gate.clear()
+    frontend.send(Run((request("a"),)))
+    assert isinstance(frontend.receive(), Started)
+    busy = [
+        message.busy_seconds
+        for message in (frontend.receive_any(), frontend.receive_any())
+        if isinstance(message, Alive)
+    ]
+    assert len(busy) == 2
+    assert 0 < busy[0] < busy[1]
+
+
 def test_cancelled_requests_do_not_run(frontend: Frontend) -> None:
     frontend.receive()
     frontend.engine.gate.clear()
@@ -158,6 +188,15 @@ def test_cancelled_requests_do_not_run(frontend: Frontend) -> None:
     frontend.engine.gate.set()
     assert ids(frontend.receive()) == ["a"]
     assert frontend.receive() == Started(("c",))
+
+
+def test_a_rank_says_what_it_does_while_a_step_runs(frontend: Frontend) -> None:
+    frontend.receive()
+    frontend.engine.gate.clear()
+    frontend.send(Run((request("a"),)))
+    assert frontend.receive() == Started(("a",))
+    frontend.send(Look())
+    assert frontend.receive() == Seen(EngineView(cache_blocks=7))
 
 
 def test_a_draining_rank_answers_what_waits(frontend: Frontend) -> None:

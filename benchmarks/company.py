@@ -1,0 +1,144 @@
+"""How much a score changes with the requests beside it, their order and the cache: in fp32 and in bf16.
+
+    python benchmarks/company.py
+
+The embedded model and its held-out texts; groups of texts stand behind prefixes that they share. The reference is each
+request alone in a step, without a cache, in the same dtype. Beside it: what plain transformers changes when it pads a
+text into a batch, and what bf16 itself changes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import typer
+from common import print_table
+from transformers import PreTrainedModel
+
+from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer, resolve_model
+from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
+from moepass.runtime.serving.engine.model_engine import ModelEngine
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+
+FOLDER = resolve_model("demo")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Texts that share a prefix, texts that make a prefix, texts of a padded batch, requests of a small step.
+GROUP, PREFIX_TEXTS, BATCH, STEP = 8, 3, 32, 16
+CACHE_BYTES = 64 << 20
+LARGEST_IN_FP32 = 1e-5
+
+Scores = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+def prompts(count: int) -> tuple[list[list[int]], np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
+    """Token ids of `count` prompts, and those of the labels."""
+    tokenizer, prompt = load_tokenizer(FOLDER), load_prompt(FOLDER)
+    lines = (FOLDER / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    ids: list[list[int]] = []
+    for number, text in enumerate(texts[:count]):
+        start = number // GROUP * PREFIX_TEXTS % (len(texts) - PREFIX_TEXTS)
+        prefix = " ".join(texts[start : start + PREFIX_TEXTS])
+        ids.append(tokenizer(prompt.render(f"{prefix} {text}"))["input_ids"])
+    labels = np.array([tokenizer.convert_tokens_to_ids(label) for label in prompt.labels or ()], np.int32)
+    return ids, labels
+
+
+def engine_of(model: PreTrainedModel, cache_bytes: int) -> ModelEngine:
+    options = EngineOptions(None, torch.device("cpu"), cache_bytes=cache_bytes)
+    return make_engine(model, options, None, bytes(32))
+
+
+def in_steps(engine: ModelEngine, requests: Sequence[Request], size: int) -> Scores:
+    """Log-probabilities [requests, labels], in steps of `size` requests, in the order of the requests' names."""
+    found: dict[int, Scores] = {}
+    for start in range(0, len(requests), size):
+        for answer in engine.step(requests[start : start + size]).answers:
+            found[int(answer.id)] = answer.pieces[0].reads[0].log_probabilities.astype(np.float64)
+    return np.stack([found[number] for number in sorted(found)])
+
+
+@torch.inference_mode()
+def by_transformers(
+    model: PreTrainedModel, ids: list[list[int]], labels: np.ndarray[tuple[int, ...], np.dtype[np.int32]], batch: int
+) -> Scores:
+    """The same of plain transformers, in batches that are padded on the left."""
+    rows: list[Scores] = []
+    for start in range(0, len(ids), batch):
+        some = ids[start : start + batch]
+        longest = max(map(len, some))
+        tokens = torch.tensor([[0] * (longest - len(one)) + one for one in some])
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in some])
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        logits = model(tokens, attention_mask=mask, position_ids=positions, logits_to_keep=1).logits[:, -1]
+        rows.append(logits.float().log_softmax(-1)[:, labels].double().numpy())
+    return np.concatenate(rows)
+
+
+def change_of(found: Scores, alone: Scores) -> Scores:
+    """Of log-probabilities, as a part of their size; of those nearer to 0 than -1 the change itself."""
+    change: Scores = np.abs(found - alone) / np.maximum(1, np.abs(alone))
+    return change
+
+
+def changes(found: Scores, alone: Scores) -> list[str]:
+    """Largest and 99th percentile of the change of a log-probability, largest of a probability, other best labels."""
+    change = change_of(found, alone)
+    of_probability = np.abs(np.exp(found) - np.exp(alone)).max()
+    other = int((found.argmax(-1) != alone.argmax(-1)).sum())
+    return [f"{change.max():.1e}", f"{np.quantile(change, 0.99):.1e}", f"{of_probability:.1e}", str(other)]
+
+
+def main(count: int = 512) -> None:
+    """Score COUNT texts alone and in company."""
+    ids, labels = prompts(count)
+    read = [(TokenRead(len(one) - 1, labels),) for one in ids]
+    requests = [
+        Request(str(number), (TokenPiece(-1, np.array(one, np.int32), reads),))
+        for number, (one, reads) in enumerate(zip(ids, read, strict=True))
+    ]
+    shuffled = random.Random(0).sample(requests, len(requests))
+    rows: list[list[str]] = []
+    references: dict[str, Scores] = {}
+    worst_in_fp32 = 0.0
+    for name, dtype in DTYPES.items():
+        plain = load_model(FOLDER, dtype)
+        bare, cached = (engine_of(load_model(FOLDER, dtype), size) for size in (0, CACHE_BYTES))
+        alone = references[name] = in_steps(bare, requests, 1)
+        ways: dict[str, Callable[[], Scores]] = {
+            "all in one step": lambda bare=bare: in_steps(bare, requests, count),
+            f"steps of {STEP}, shuffled": lambda bare=bare: in_steps(bare, shuffled, STEP),
+            "the same with a cold cache": lambda cached=cached: in_steps(cached, shuffled, STEP),
+            "alone, with a warm cache": lambda cached=cached: in_steps(cached, requests, 1),
+        }
+        for way, run in ways.items():
+            found = run()
+            rows.append([name, way, *changes(found, alone)])
+            if name == "fp32":
+                worst_in_fp32 = max(worst_in_fp32, float(change_of(found, alone).max()))
+        by_itself = by_transformers(plain, ids, labels, 1)
+        rows.append(
+            [
+                name,
+                f"transformers, padded batches of {BATCH}",
+                *changes(by_transformers(plain, ids, labels, BATCH), by_itself),
+            ]
+        )
+    rows.append(["bf16", "against fp32, both alone", *changes(references["bf16"], references["fp32"])])
+    print_table(
+        f"{count} texts, groups of {GROUP} behind a shared prefix, {sum(map(len, ids)) / count:.0f} tokens each; "
+        "against each text alone",
+        ["dtype", "company", "log-probability: largest", "99 %", "probability: largest", "other best label"],
+        rows,
+        "Log-probabilities of all labels, as a part of their size; of those nearer to 0 than -1 the change itself.",
+    )
+    if worst_in_fp32 > LARGEST_IN_FP32:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

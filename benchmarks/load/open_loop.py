@@ -1,0 +1,102 @@
+"""Asks a server, as a process of its own; prints a line when it begins, and what came back as one JSON object.
+
+    python benchmarks/load/open_loop.py PORT SECONDS closed CLIENTS
+    python benchmarks/load/open_loop.py PORT SECONDS open REQUESTS_PER_S
+
+Closed: so many clients, each of which asks again when it is answered. Open: requests come at random times, at this rate
+on average, whatever becomes of those before them. Imports nothing but the standard library and `served`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import gc
+import json
+import random
+import sys
+import time
+
+from served import Connection, posted
+
+PROMPTS, PROMPT_TOKENS = 4, 400
+BODIES = 1024
+# How long those that were asked last may be answered.
+DRAIN_SECONDS = 60.0
+
+
+class Load:
+    def __init__(self, port: int, seconds: float) -> None:
+        self.port, self.seconds = port, seconds
+        self.random = random.Random(0)
+        # Made before, so that as little as can be is done between two requests.
+        self.requests = [self.request() for _ in range(BODIES)]
+        self.free: list[Connection] = []
+        self.seconds_by_status: dict[int, list[float]] = collections.defaultdict(list)
+        self.late: list[float] = []
+        self.errors: collections.Counter[str] = collections.Counter()
+        self.answered_in_time = 0
+        self.end = 0.0
+
+    def request(self) -> bytes:
+        prompts = [[self.random.randrange(5, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+        return posted("/v1/completions", {"prompt": prompts, "max_tokens": 1})
+
+    async def ask(self, data: bytes) -> None:
+        connection = self.free.pop() if self.free else Connection(self.port)
+        began = time.monotonic()
+        try:
+            status, _ = await connection.ask(data)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self.errors[type(error).__name__] += 1
+            connection.close()
+            return
+        now = time.monotonic()
+        self.seconds_by_status[status].append(now - began)
+        self.answered_in_time += status == 200 and now <= self.end
+        self.free.append(connection)
+
+    async def closed(self, clients: int) -> None:
+        async def client() -> None:
+            while time.monotonic() < self.end:
+                await self.ask(self.random.choice(self.requests))
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+
+    async def open(self, rate: float) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        due = time.monotonic()
+        while due < self.end:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            self.late.append(time.monotonic() - due)
+            task = asyncio.create_task(self.ask(self.random.choice(self.requests)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            due += self.random.expovariate(rate)
+        if tasks:
+            _, pending = await asyncio.wait(tasks, timeout=DRAIN_SECONDS)
+            self.errors["no answer"] += len(pending)
+            for task in pending:
+                task.cancel()
+
+    async def run(self, kind: str, number: float) -> None:
+        gc.freeze()
+        print("begins", flush=True)
+        self.end = time.monotonic() + self.seconds
+        await (self.closed(int(number)) if kind == "closed" else self.open(number))
+        for connection in self.free:
+            connection.close()
+        found = {
+            "seconds": self.seconds,
+            "answered_per_s": self.answered_in_time / self.seconds,
+            "seconds_by_status": self.seconds_by_status,
+            "late": self.late,
+            "errors": self.errors,
+            "cores": time.process_time() / self.seconds,
+        }
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    gc.disable()  # its pauses would be the server's
+    asyncio.run(Load(int(sys.argv[1]), float(sys.argv[2])).run(sys.argv[3], float(sys.argv[4])))

@@ -1,0 +1,172 @@
+"""Ten times as many requests as a server can answer: goodput, how fast refusals are, and memory.
+
+    python benchmarks/load/overload.py [--seconds 60] [--times 10]
+
+`moepass serve demo` with one rank. Its capacity is what clients get that ask again as soon as they are answered. Then
+requests come at TIMES that rate, at random times, whatever becomes of those before them, from a process of its own;
+both in turns, so that drift of the machine meets both. Requests are four prompts of 400 tokens that no cache has.
+
+Holds if goodput is within 10 % of the capacity, 99 of 100 refusals take less than 50 ms as their client sees it, and
+the server and the rank do not grow. The client shares the cores; how late it sends is told.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+from served import ServedProcess, served_process
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import print_table, verdict
+
+CLIENTS = 32
+TURNS = 3
+QUEUE_SECONDS = 2.0
+LEAST_GOODPUT, MOST_REFUSAL_SECONDS, MOST_GROWTH = 0.9, 0.05, 0.1
+MEGABYTE = 1 << 20
+
+
+@dataclasses.dataclass
+class Phase:
+    """Seconds of one kind of load: what came back, and the cores that server and rank had."""
+
+    found: dict[str, Any]
+    cores: list[float]
+
+    @property
+    def answered_per_s(self) -> float:
+        return float(self.found["answered_per_s"])
+
+
+def phase(served: ServedProcess, seconds: float, kind: str, number: float) -> Phase:
+    program = str(Path(__file__).with_name("open_loop.py"))
+    words = [sys.executable, program, str(served.port), str(seconds), kind, str(number)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        began, before = time.monotonic(), processor_seconds(served)
+        found: dict[str, Any] = json.loads(process.stdout.readline())
+        wall = time.monotonic() - began
+    return Phase(found, [(late - early) / wall for early, late in zip(before, processor_seconds(served), strict=True)])
+
+
+class MemoryWatch:
+    """Bytes of the server and of its ranks together, every half second."""
+
+    def __init__(self, served: ServedProcess) -> None:
+        self.samples: list[tuple[int, int]] = []
+        self._served, self._ends = served, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ends.wait(0.5):
+            ranks = sum(rank.memory_info().rss for rank in self._served.ranks().values())
+            self.samples.append((self._served.process.memory_info().rss, ranks))
+
+    def end(self) -> list[tuple[int, int]]:
+        self._ends.set()
+        self._thread.join()
+        return self.samples
+
+
+def processor_seconds(served: ServedProcess) -> list[float]:
+    """Of the server, and of its ranks."""
+    times = [[served.process.cpu_times()], [rank.cpu_times() for rank in served.ranks().values()]]
+    return [sum(one.user + one.system for one in group) for group in times]
+
+
+def percentile(values: list[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else float("nan")
+
+
+def main(seconds: float = 60.0, times: float = 10.0) -> None:
+    arguments = ["demo", "--eager", "--threads", "1", "--queue-seconds", str(QUEUE_SECONDS), "--kv-cache", "off"]
+    environment = {**os.environ, "MOEPASS_CACHE_DIR": ""}
+    with tempfile.TemporaryFile() as log, served_process(arguments, environment, log) as served:
+        phase(served, 5.0, "closed", CLIENTS)  # warm: code, allocations, the rate that the server reckons with
+        closed, opened, memory = [phase(served, seconds / TURNS / 2, "closed", CLIENTS)], [], MemoryWatch(served)
+        for _ in range(TURNS):
+            opened.append(phase(served, seconds / TURNS, "open", times * closed[-1].answered_per_s))
+            closed.append(phase(served, seconds / TURNS / 2, "closed", CLIENTS))
+        samples = memory.end()
+        metrics = served.metrics()
+        status = served.end()
+    if not report(closed, opened, samples, metrics, status, f"{times:g} times the capacity for {seconds:g} s"):
+        raise typer.Exit(1)
+
+
+def report(
+    closed: list[Phase],
+    opened: list[Phase],
+    samples: list[tuple[int, int]],
+    metrics: dict[str, float],
+    status: int,
+    title: str,
+) -> bool:
+    capacities = [one.answered_per_s for one in closed]
+    parts = [2 * one.answered_per_s / (capacities[turn] + capacities[turn + 1]) for turn, one in enumerate(opened)]
+    by_status: dict[int, list[float]] = collections.defaultdict(list)
+    errors: collections.Counter[str] = collections.Counter()
+    for one in opened:
+        errors += collections.Counter(one.found["errors"])
+        for name, values in one.found["seconds_by_status"].items():
+            by_status[int(name)] += values
+    errors += collections.Counter({str(name): len(by_status[name]) for name in by_status if name not in (200, 429)})
+    late = [value for one in opened for value in one.found["late"]]
+    early_bytes, late_bytes = samples[len(samples) // 4], samples[-max(1, len(samples) // 20)]
+    goodput, refused = statistics.mean(parts), percentile(by_status[429], 0.99)
+
+    def milliseconds(values: list[float], *wanted: float) -> str:
+        return ", ".join(f"{1000 * percentile(values, part):.1f}" for part in wanted)
+
+    def cores(phases: list[Phase], which: int) -> str:
+        return f"{statistics.mean(one.cores[which] for one in phases):.2f}"
+
+    rows: list[tuple[str, Any]] = [
+        ("capacity, in turns with the overload (requests/s)", ", ".join(f"{one:.1f}" for one in capacities)),
+        ("asked (requests/s)", ", ".join(f"{len(one.found['late']) / one.found['seconds']:.0f}" for one in opened)),
+        ("goodput (requests/s)", ", ".join(f"{one.answered_per_s:.1f}" for one in opened)),
+        ("goodput, part of the capacity before and behind it", ", ".join(f"{part:.2f}" for part in parts)),
+        ("goodput, mean", f"{goodput:.3f}"),
+        ("answered, refused with 429, other", f"{len(by_status[200])}, {len(by_status[429])}, {dict(errors) or 0}"),
+        ("refusals: median, 99 %, longest ms", milliseconds(by_status[429], 0.5, 0.99, 1)),
+        ("answers: median, 99 % ms", milliseconds(by_status[200], 0.5, 0.99)),
+        ("the client sends late by: median, 99 % ms", milliseconds(late, 0.5, 0.99)),
+        ("cores of the rank, at capacity and in overload", f"{cores(closed, 1)}, {cores(opened, 1)}"),
+        ("cores of the server, at capacity and in overload", f"{cores(closed, 0)}, {cores(opened, 0)}"),
+        ("cores of the client in overload", f"{statistics.mean(one.found['cores'] for one in opened):.2f}"),
+        *(
+            (f"MB of the {name}, after a quarter and at the end", f"{first / MEGABYTE:.0f}, {last / MEGABYTE:.0f}")
+            for name, first, last in zip(("server", "rank"), early_bytes, late_bytes, strict=True)
+        ),
+        ("compilations after ready", f"{metrics['compilations_after_ready']:g}"),
+        ("exit status after SIGTERM", status),
+    ]
+    holds = {
+        "goodput within 10 % of the capacity": goodput >= LEAST_GOODPUT,
+        "99 of 100 refusals within 50 ms": refused < MOST_REFUSAL_SECONDS,
+        "memory flat": all(
+            last <= first * (1 + MOST_GROWTH) for first, last in zip(early_bytes, late_bytes, strict=True)
+        ),
+        "nothing but answers and refusals": not errors and status == 0,
+    }
+    rows += [(name, verdict(is_held)) for name, is_held in holds.items()]
+    print_table(f"Overload: {title}, moepass serve demo, 1 rank", ["", "measured"], rows)
+    return all(holds.values())
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,124 @@
+"""`moepass serve` as a process, its ranks, and connections to it that know no more of HTTP than they need."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+
+MOST_START_SECONDS = 600.0
+
+
+class ServedProcess:
+    """A server that is ready, at 127.0.0.1 `port`."""
+
+    def __init__(self, process: psutil.Popen, port: int) -> None:
+        self.process, self.port = process, port
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of the ranks that there are now."""
+        found = {}
+        for child in self.process.children():
+            with contextlib.suppress(psutil.Error):
+                words = child.cmdline()
+                if "moepass.cli.serve_rank" in words:
+                    found[int(words[words.index("moepass.cli.serve_rank") + 2])] = child
+        return found
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def metrics(self) -> dict[str, float]:
+        lines = [line.split() for line in self.get("/metrics")[1].splitlines() if not line.startswith("#")]
+        return {words[0]: float(words[1]) for words in lines if len(words) == 2}
+
+    def end(self) -> int:
+        """Its exit status, after SIGTERM."""
+        self.process.terminate()
+        return int(self.process.wait(60))
+
+
+@contextlib.contextmanager
+def served_process(arguments: Sequence[str], environment: Mapping[str, str], log: Any) -> Iterator[ServedProcess]:
+    """A server with these `arguments`; what it says goes to the file `log`."""
+    command = [sys.executable, "-m", "moepass.cli", "serve", *arguments, "--port", "0"]
+    process = psutil.Popen(command, stderr=subprocess.PIPE, stdout=log, env=dict(environment), text=True)
+    try:
+        line = process.stderr.readline()
+        address = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        if address is None:
+            raise RuntimeError(line + process.stderr.read())
+        # Nobody reads it from here on.
+        drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=log)
+        served = ServedProcess(process, int(address[1]))
+        end = time.monotonic() + MOST_START_SECONDS
+        while served.get("/ready")[0] != 200:
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError("the server is not ready; its log tells why")
+            time.sleep(0.2)
+        yield served
+    finally:
+        for one in [*process.children(), process] if process.is_running() else []:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        process.wait()
+        drain.wait()
+
+
+def posted(path: str, body: Any) -> bytes:
+    """A request as it goes over the connection."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    return f"{head}\r\n\r\n".encode() + data
+
+
+class Connection:
+    """A connection that stays open, and is opened again where the server has closed it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def send(self, data: bytes) -> None:
+        if self._writer is None or self._writer.is_closing() or self._is_ended():
+            self.close()
+            self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writer.write(data)
+
+    async def receive(self) -> tuple[int, bytes]:
+        """The status and the body of the next answer. Raises asyncio.IncompleteReadError, OSError."""
+        assert self._reader is not None
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        length = int(re.search(rb"content-length: (\d+)", head, re.I)[1])  # type: ignore[index]
+        return int(head[9:12]), await self._reader.readexactly(length)
+
+    async def ask(self, data: bytes) -> tuple[int, bytes]:
+        await self.send(data)
+        return await self.receive()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._reader = self._writer = None
+
+    def surplus(self) -> int:
+        """Bytes that have come and that nobody has asked for."""
+        return len(getattr(self._reader, "_buffer", b""))
+
+    def _is_ended(self) -> bool:
+        return self._reader is None or self._reader.at_eof()

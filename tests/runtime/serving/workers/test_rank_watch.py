@@ -1,0 +1,87 @@
+"""Ranks that hang, by what they say and when."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from error_fields import refused
+from sum_rank import SumEngine
+
+from moepass.models.errors import OptionError
+from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
+
+# A full step takes 40 of 1000 FLOPs per second.
+FACTS = {0: SumEngine.facts}
+
+
+def looked_at(watch: RankWatch, begin: float, end: float) -> dict[int, str]:
+    """What hangs at the end, when somebody has looked all the time."""
+    found: dict[int, str] = {}
+    for look in range(round((end - begin) / LOOK_SECONDS) + 1):
+        found = watch.hung(begin + look * LOOK_SECONDS, FACTS)
+    return found
+
+
+def ready_rank(limits: HangLimits | None = None) -> RankWatch:
+    watch = RankWatch(limits or HangLimits())
+    watch.begin(0, 100.0)
+    return watch
+
+
+def test_silence_is_a_hang_and_any_message_ends_it() -> None:
+    watch = ready_rank()
+    assert looked_at(watch, 100.0, 110.0) == {}
+    watch.heard(0, 110.0, 0.0)
+    assert looked_at(watch, 110.5, 120.0) == {}
+    assert "nothing for 10.5 seconds" in looked_at(watch, 120.5, 120.5)[0]
+
+
+def test_a_pause_of_the_one_who_looks_is_not_silence() -> None:
+    watch = ready_rank()
+    assert looked_at(watch, 100.0, 105.0) == {}
+    assert watch.hung(1000.0, FACTS) == {}
+    assert looked_at(watch, 1000.5, 1004.0) == {}
+    assert 0 in looked_at(watch, 1004.5, 1005.5)
+
+
+def test_a_step_may_take_what_its_flops_predict() -> None:
+    watch = ready_rank()
+    for number, flops in (("1", 1), ("2", 6000), ("3", 1)):
+        watch.given(0, number, flops)
+    watch.started(0, ("2",))  # 1 was cancelled before
+    watch.heard(0, 100.5, 59.5)
+    assert watch.hung(100.5, FACTS) == {}  # 6 seconds are predicted
+    watch.heard(0, 101.0, 60.5)
+    assert "60.5 seconds, where 6 are predicted and 60.0 are the limit" in watch.hung(101.0, FACTS)[0]
+    watch.heard(0, 101.5)
+    watch.started(0, ("3", "unknown"))
+    watch.heard(0, 102.0, 29.0)
+    assert watch.hung(102.0, FACTS) == {}
+    watch.heard(0, 102.5, 31.0)
+    assert 0 in watch.hung(102.5, FACTS)
+
+
+def test_a_small_step_is_given_the_time_of_a_full_one() -> None:
+    slow = {0: dataclasses.replace(SumEngine.facts, flops_per_second=10.0)}
+    watch = ready_rank()
+    watch.heard(0, 100.5, 39.0)
+    assert watch.hung(100.5, slow) == {}
+    watch.heard(0, 101.0, 41.0)
+    assert 0 in watch.hung(101.0, slow)
+
+
+def test_ranks_that_start_or_are_gone_are_not_watched() -> None:
+    watch = ready_rank()
+    watch.forget(0)
+    watch.heard(0, 100.0, 99.0)
+    watch.given(0, "1", 5)
+    watch.started(0, ("1",))
+    assert looked_at(watch, 100.0, 200.0) == {}
+
+
+@pytest.mark.parametrize("name", ["silent_seconds", "step_seconds", "patience"])
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_limits_are_above_0(name: str, value: float) -> None:
+    with refused(OptionError, name=name):
+        HangLimits(**{name: value})
