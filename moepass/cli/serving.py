@@ -26,7 +26,6 @@ from moepass.models.errors import InputError, one_of
 from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
-from moepass.runtime.offload.offload import check_device
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
@@ -114,7 +113,10 @@ def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable
 
 def _check(options: RankOptions) -> None:
     """What a rank would refuse, before one starts. Raises OptionError and InputError."""
-    check_device(options.device)
+    if options.device != "cpu":  # torch takes seconds to import, and the server itself has no use for it
+        from moepass.runtime.offload.offload import check_device
+
+        check_device(options.device)
     parse_link(options.link)
     if options.hardware is not None:
         load_hardware(options.hardware)
