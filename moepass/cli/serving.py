@@ -39,7 +39,6 @@ from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend, FrontendLimits
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand
-from moepass.runtime.transfer.link import parse_link
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -113,11 +112,15 @@ def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable
 
 def _check(options: RankOptions) -> None:
     """What a rank would refuse, before one starts. Raises OptionError and InputError."""
-    if options.device != "cpu":  # torch takes seconds to import, and the server itself has no use for it
+    # The defaults need no check, and these imports bring torch, which takes seconds: a server has no other use for it.
+    if options.device != "cpu":
         from moepass.runtime.offload.offload import check_device
 
         check_device(options.device)
-    parse_link(options.link)
+    if options.link != "real":
+        from moepass.runtime.transfer.link import parse_link
+
+        parse_link(options.link)
     if options.hardware is not None:
         load_hardware(options.hardware)
 
@@ -137,17 +140,11 @@ def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
     return from_config(config)
 
 
-def make_service(
-    rank_options: RankOptions, meeting: str, settings: ServerSettings, limits: FrontendLimits
-) -> tuple[Frontend, Service]:
-    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder.
-
-    Raises OptionError and InputError for what a rank would refuse.
-    """
-    _check(rank_options)
-    folder = resolve_model(rank_options.model)
+def _read_model(name: str) -> tuple[PromptWriter, Architecture]:
+    """What the server itself needs of a model. Raises InputError for one that is not served."""
+    folder = resolve_model(name)
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
-    architecture = _architecture(config, rank_options.model)
+    architecture = _architecture(config, name)
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
     writer.check()
@@ -158,6 +155,20 @@ def make_service(
             "texts that need the others are refused",
             highlight=False,
         )
+    return writer, architecture
+
+
+@contextlib.asynccontextmanager
+async def _starting(
+    rank_options: RankOptions, meeting: str, settings: ServerSettings, limits: FrontendLimits, end_seconds: float
+) -> AsyncIterator[tuple[Service, asyncio.Task[None]]]:
+    """The service of a model, and the start of its ranks, which meet in the folder `meeting` and end with the block.
+
+    Ranks begin before the server reads the model: both import libraries for seconds.
+
+    Raises OptionError and InputError for what a rank would refuse.
+    """
+    _check(rank_options)
     key = secrets.token_bytes(32)
     given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting))
 
@@ -165,11 +176,12 @@ def make_service(
         program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
         return RankCommand(program, given)
 
+    formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
     frontend = Frontend(
         rank_options.ranks,
         command,
         endpoint=f"ipc://{meeting}/ranks",
-        formula=FlopsTable(architecture),
+        formula=formula,
         make_router=make_router,
         key=key,
         limits=limits,
@@ -177,7 +189,15 @@ def make_service(
         # Early enough for requests to run once more.
         hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, settings.timeout_seconds / 2)),
     )
-    return frontend, Service(frontend, writer, settings)
+    starting = asyncio.create_task(frontend.start())
+    try:
+        writer, architecture = await asyncio.to_thread(_read_model, rank_options.model)
+        formula.set_result(FlopsTable(architecture))
+        yield Service(frontend, writer, settings), starting
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await frontend.close(end_seconds)
 
 
 @contextlib.asynccontextmanager
@@ -187,12 +207,9 @@ async def in_process(rank_options: RankOptions, settings: ServerSettings) -> Asy
     Nothing is refused because the queue is full: who holds this bounds what is open. Raises RankStartError.
     """
     with tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        frontend, service = make_service(rank_options, folder, settings, FrontendLimits())
-        try:
-            await frontend.start()
+        async with _starting(rank_options, folder, settings, FrontendLimits(), 0.0) as (service, starting):
+            await starting
             yield httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
-        finally:
-            await frontend.close(0.0)
 
 
 async def _serve(
@@ -205,33 +222,33 @@ async def _serve(
     console = Console(stderr=True)
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
     limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
-    frontend, service = make_service(rank_options, meeting, settings, limits)
-    server = server_of(service, drain_seconds=options.drain_seconds)
-    url = f"http://{options.host}:{listening.getsockname()[1]}"
-    console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
-    serving = asyncio.create_task(server.serve([listening]))
-    starting = asyncio.create_task(frontend.start())
-    tasks: list[asyncio.Future[None]] = [serving, starting]
-    try:
-        await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            keep_what_is_there()
-            console.print("ready", highlight=False)
-            if visit is not None:
-                tasks.append(visiting := asyncio.ensure_future(visit(url)))
-                await asyncio.wait((serving, visiting), return_when=asyncio.FIRST_COMPLETED)
-                if visiting.done():
-                    visiting.result()
-            else:
-                await serving
-            console.print("ending: what is open is answered", highlight=False)
-    finally:
-        server.should_exit = True
-        for task in tasks[1:]:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await frontend.close(min(RANKS_END_SECONDS, options.drain_seconds))
+    end_seconds = min(RANKS_END_SECONDS, options.drain_seconds)
+    async with _starting(rank_options, meeting, settings, limits, end_seconds) as (service, starting):
+        server = server_of(service, drain_seconds=options.drain_seconds)
+        url = f"http://{options.host}:{listening.getsockname()[1]}"
+        console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
+        serving = asyncio.create_task(server.serve([listening]))
+        tasks: list[asyncio.Future[None]] = [serving]
+        try:
+            await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                keep_what_is_there()
+                console.print("ready", highlight=False)
+                if visit is not None:
+                    tasks.append(visiting := asyncio.ensure_future(visit(url)))
+                    await asyncio.wait((serving, visiting), return_when=asyncio.FIRST_COMPLETED)
+                    if visiting.done():
+                        visiting.result()
+                else:
+                    await serving
+                console.print("ending: what is open is answered", highlight=False)
+        finally:
+            server.should_exit = True
+            for task in tasks[1:]:
+                task.cancel()
+            starting.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
