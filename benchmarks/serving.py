@@ -113,9 +113,10 @@ def _compare(
         compiled = sum(served.compilations_after_ready() for served in ours.values())
     print_table(
         f"{model.name}, {ranks} rank(s), {max(1, threads // ranks)} thread(s) each",
-        ["workload", "engine", "requests/s", "ours is", "p50 s", "p99 s"],
+        ["workload", "engine", "requests/s", "ours is", "by processor time", "p50 s", "p99 s"],
         rows,
-        f"medians of {repeats} turns, ratios turn by turn. Latencies when all come at once. Same tokens, "
+        f"medians of {repeats} turns, ratios turn by turn. Processor time changes less where other programs run beside, "
+        f"and counts waiting threads as working ones. Latencies when all come at once. Same tokens, "
         f"log-probabilities within {TOLERANCE}: {verdict(is_equal)}. Compilations after ready: {compiled}"
         + "".join(f". {name}: not measured" for name, (python, _) in vllms.items() if not python),
     )
@@ -161,6 +162,7 @@ def _ratio(turns: list[dict[str, Run]], other: str, one: str = "ours") -> float:
 def _rows(workload: str, turns: list[dict[str, Run]], count: int) -> Iterator[list[object]]:
     for name in turns[0]:
         rate = statistics.median(count / turn[name].seconds for turn in turns)
+        used = statistics.median(turn[name].processor_seconds / turn["ours"].processor_seconds for turn in turns)
         latencies = np.array([turn[name].latencies or [math.nan] for turn in turns])
         middle, last = (statistics.median(np.percentile(latencies, share, axis=1)) for share in (50, 99))
         yield [
@@ -168,6 +170,7 @@ def _rows(workload: str, turns: list[dict[str, Run]], count: int) -> Iterator[li
             name,
             f"{rate:.1f}",
             f"{_ratio(turns, name):.2f}x",
+            f"{used:.2f}x",
             *("" if math.isnan(seconds) else f"{seconds:.2f}" for seconds in (middle, last)),
         ]
 

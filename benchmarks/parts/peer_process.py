@@ -9,17 +9,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 from parts.serving_workloads import Prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """`seconds` for all prompts; of each its most likely next token with its log-probability, and its latency."""
+    """`seconds` for all prompts; of each its most likely next token with its log-probability, and its latency.
+
+    `processor_seconds` are those of all threads of all processes that took part.
+    """
 
     seconds: float
     tokens: list[int]
     log_probabilities: list[float]
     latencies: list[float] = dataclasses.field(default_factory=list)
+    processor_seconds: float = 0.0
+
+
+def processor_seconds(process: int) -> float:
+    """What `process` and its children have used so far."""
+    root = psutil.Process(process)
+    times = [one.cpu_times() for one in (root, *root.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 class Peer:
@@ -37,9 +49,11 @@ class Peer:
 
     def ask(self, prompts: Prompts, **options: object) -> Run:
         assert self._process.stdin is not None
+        before = processor_seconds(self._process.pid)
         self._process.stdin.write(json.dumps({"prompts": prompts, **options}) + "\n")
         self._process.stdin.flush()
-        return Run(**self._line())
+        run = Run(**self._line())  # type: ignore[arg-type]
+        return dataclasses.replace(run, processor_seconds=processor_seconds(self._process.pid) - before)
 
     def close(self) -> None:
         self._process.communicate()

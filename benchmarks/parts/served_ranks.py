@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from types import TracebackType
 
 import msgspec
 import numpy as np
+import psutil
 from parts.peer_process import Run
 from parts.serving_workloads import Prompts, ServedModel
 
@@ -40,6 +42,7 @@ class ServedRanks:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="moepass-")
         self._shares, self._runs = shares, 0
+        self._endpoint = f"ipc://{self._folder.name}/ranks"
         key = bytes(32)
         options = RankOptions(
             model="demo" if model.name == "demo" else str(model.folder),
@@ -76,7 +79,7 @@ class ServedRanks:
         frontend = Frontend(
             ranks,
             command,
-            endpoint=f"ipc://{self._folder.name}/ranks",
+            endpoint=self._endpoint,
             formula=FlopsTable(from_config(load_config(model.folder))),
             make_router=make_router,
             key=key,
@@ -90,7 +93,15 @@ class ServedRanks:
         """All prompts at once. What earlier runs left in the cache is not found: every run is a tenant of its own."""
         self._runs += 1
         requests = [self._request(number, prompt) for number, prompt in enumerate(prompts)]
-        return self._loop.run_until_complete(self._answers(requests))
+        before = self._processor_seconds()
+        run = self._loop.run_until_complete(self._answers(requests))
+        return dataclasses.replace(run, processor_seconds=self._processor_seconds() - before)
+
+    def _processor_seconds(self) -> float:
+        """Of the ranks, and of this process, which holds the router."""
+        own = os.times()
+        ranks = [one.cpu_times() for one in psutil.Process().children() if self._endpoint in one.cmdline()]
+        return own.user + own.system + sum(one.user + one.system for one in ranks)
 
     def _request(self, number: int, prompt: list[int]) -> Request:
         read = TokenRead(len(prompt) - 1, NO_TOKENS, top=1)
