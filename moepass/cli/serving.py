@@ -188,6 +188,7 @@ async def in_process(rank_options: RankOptions, settings: ServerSettings) -> Asy
         frontend, service = make_service(rank_options, folder, settings, FrontendLimits())
         try:
             await frontend.start()
+            keep_what_is_there()
             yield httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
         finally:
             await frontend.close(0.0)
