@@ -71,6 +71,8 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/memory_budget.py
 	$(BIN)/python benchmarks/company.py
 	$(BIN)/python benchmarks/published.py
+	$(BIN)/python benchmarks/load/faults.py
+	$(BIN)/python benchmarks/load/overload.py
 	$(BIN)/python benchmarks/routing.py
 
 clean:

@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from moepass.cli.progress import keep_what_is_there
 from moepass.cli.rank_options import RankOptions
+from moepass.cli.torchrun import LaunchedProcess, RankStart, tell_ranks
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
 from moepass.models.homes import home_named
@@ -38,8 +40,9 @@ from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.launched_ranks import LaunchedRank
 from moepass.runtime.serving.workers.rank_watch import HangLimits
-from moepass.runtime.serving.workers.supervisor import RankCommand
+from moepass.runtime.serving.workers.supervisor import RankCommand, RankLostError, RankStarter
 from moepass.runtime.transfer.link import parse_link
 
 if TYPE_CHECKING:
@@ -63,15 +66,19 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_server(
-    options: ServeOptions, rank_options: RankOptions, visit: Callable[[str], Awaitable[None]] | None = None
+    options: ServeOptions,
+    rank_options: RankOptions,
+    visit: Callable[[str], Awaitable[None]] | None = None,
+    launched: LaunchedProcess | None = None,
 ) -> None:
     """Serve until a signal ends it, or `visit`, which is called with the server's URL when it is ready, has returned.
 
-    Raises OptionError for an address that cannot be had, and RankStartError.
+    Raises OptionError for an address that cannot be had, RankStartError, and RankLostError where a rank ends that was
+    `launched` with this process.
     """
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        asyncio.run(_serve(options, rank_options, folder, listening, visit))
+        asyncio.run(_serve(options, rank_options, folder, listening, visit, launched))
 
 
 def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:
@@ -135,20 +142,31 @@ def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
     return from_config(config)
 
 
+def make_writer(folder: Path) -> PromptWriter:
+    """The prompts of the checkpoint in `folder`. Raises CheckpointError."""
+    config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
+    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+    writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
+    writer.check()
+    return writer
+
+
 def make_service(
-    rank_options: RankOptions, meeting: str, settings: ServerSettings, limits: FrontendLimits
+    rank_options: RankOptions,
+    meeting: str,
+    settings: ServerSettings,
+    limits: FrontendLimits,
+    launched: LaunchedProcess | None = None,
 ) -> tuple[Frontend, Service]:
     """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder.
 
+    Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
     Raises OptionError and InputError for what a rank would refuse.
     """
     _check(rank_options)
     folder = resolve_model(rank_options.model)
-    config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
-    architecture = _architecture(config, rank_options.model)
-    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
-    writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
-    writer.check()
+    architecture = _architecture(load_config(folder), rank_options.model)
+    writer = make_writer(folder)
     highest = max(writer.tokenizer.get_vocab().values(), default=0)
     if highest >= architecture.vocab:
         Console(stderr=True).print(
@@ -156,17 +174,24 @@ def make_service(
             "texts that need the others are refused",
             highlight=False,
         )
-    key = secrets.token_bytes(32)
-    given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting))
+    key = bytes.fromhex(rank_options.key) or secrets.token_bytes(32)
+    told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
+    given = msgspec.json.encode(told)
+    endpoint = f"ipc://{meeting}/ranks"
 
-    def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+    def command(rank: int, attempt: int, endpoint: str) -> RankStarter:
+        if launched is not None and rank != launched.rank:
+            return LaunchedRank(Path(meeting), rank)
         program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
         return RankCommand(program, given)
+
+    if launched is not None:
+        tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), told))
 
     frontend = Frontend(
         rank_options.ranks,
         command,
-        endpoint=f"ipc://{meeting}/ranks",
+        endpoint=endpoint,
         formula=FlopsTable(architecture),
         make_router=_make_router,
         key=key,
@@ -174,6 +199,7 @@ def make_service(
         ends_together=home_named(rank_options.home).is_spread,
         # Early enough for requests to run once more.
         hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, settings.timeout_seconds / 2)),
+        restarts=launched is None,
     )
     return frontend, Service(frontend, writer, settings)
 
@@ -200,11 +226,12 @@ async def _serve(
     meeting: str,
     listening: socket.socket,
     visit: Callable[[str], Awaitable[None]] | None,
+    launched: LaunchedProcess | None,
 ) -> None:
     console = Console(stderr=True)
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
     limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
-    frontend, service = make_service(rank_options, meeting, settings, limits)
+    frontend, service = make_service(rank_options, meeting, settings, limits, launched)
     server = server_of(service, drain_seconds=options.drain_seconds)
     url = f"http://{options.host}:{listening.getsockname()[1]}"
     console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
@@ -217,14 +244,16 @@ async def _serve(
             starting.result()
             keep_what_is_there()
             console.print("ready", highlight=False)
+            tasks.append(asyncio.create_task(frontend.lost()))
             if visit is not None:
-                tasks.append(visiting := asyncio.ensure_future(visit(url)))
-                await asyncio.wait((serving, visiting), return_when=asyncio.FIRST_COMPLETED)
-                if visiting.done():
-                    visiting.result()
-            else:
-                await serving
+                tasks.append(asyncio.ensure_future(visit(url)))
+            await asyncio.wait((serving, *tasks[2:]), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (task for task in tasks[2:] if task.done()):
+                ended.result()
             console.print("ending: what is open is answered", highlight=False)
+    except RankLostError:
+        await frontend.close(0.0)  # the answers that are open will not come
+        raise
     finally:
         server.should_exit = True
         for task in tasks[1:]:

@@ -257,6 +257,7 @@ def test_explain_of_a_dense_model_says_that_there_is_nothing_to_do(dense: Path) 
     result = _run("explain", dense, "--seq", "16")
     assert result.exit_code == 0, result.output
     assert "no numbers: the sizes of model_type 'llama' are not known" in " ".join(result.stdout.split())
+    assert "cannot be served: the sizes of model_type 'llama' are not known" in result.stdout
     assert "resident: the graph has no MoE block, so there is nothing to move" in result.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import socket
 import time
@@ -20,6 +21,7 @@ from moepass.clients.batch_run import Batch
 from moepass.models.errors import CheckpointError, OptionError
 from moepass.models.limits import MOST_BODY_BYTES, MOST_ITEMS, MOST_REQUEST_TOKENS
 from moepass.runtime.serving.http.app import OPEN_PATHS, ROUTES, create_app
+from moepass.runtime.serving.requests.answer import AnswerTimes
 from moepass.runtime.serving.requests.backend import (
     AnswerTimeoutError,
     NotServingError,
@@ -231,6 +233,24 @@ def test_responses_say_how_long_they_took(chat: Served) -> None:
     assert "backend;dur=" in response.headers["server-timing"]
     other = chat.client.post("/v1/decisions", json=DECISION, headers={"X-Request-Id": "a b\x7f" * 99})
     assert other.headers["x-request-id"].startswith("req-")
+
+
+def test_responses_say_how_long_a_request_waited(chat: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = chat.backend.answer
+
+    async def answer(request: Any, **options: Any) -> Any:
+        return dataclasses.replace(await whole(request, **options), times=AnswerTimes(0.25, 1.5))
+
+    monkeypatch.setattr(chat.backend, "answer", answer)
+    timing = chat.client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1}).headers["server-timing"]
+    assert "queue;dur=250.0, compute;dur=1500.0" in timing
+
+
+def test_the_state_names_the_labels_that_a_model_knows(chat: Served, demo: Served, classes: Served) -> None:
+    assert "German" in demo.client.get("/v1/state").json()["labels"]
+    for one, predicts in ((chat, True), (classes, False)):
+        state = one.client.get("/v1/state").json()
+        assert (state["labels"], state["predicts_tokens"], state["ranks"]) == ([], predicts, [])
 
 
 @pytest.mark.parametrize(("body", "path"), INVOCATIONS)
