@@ -247,6 +247,7 @@ async def in_process(rank_options: RankOptions, settings: ServerSettings) -> Asy
     with tempfile.TemporaryDirectory(prefix="moepass-") as folder:
         async with _starting(rank_options, folder, settings, FrontendLimits(), 0.0) as (service, _, starting):
             await starting
+            keep_what_is_there()
             yield httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
 
 
