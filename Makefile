@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help install demo test test-slow test-gpu lint types benchmarks clean
 
 help:
-	@echo "make demo        score real text with the embedded model, its experts streamed from host memory"
+	@echo "make demo        score real text with the embedded model, its experts streamed; then ask it over HTTP"
 	@echo "make install     a virtual environment in $(VENV) with pinned versions (the other targets do this first)"
 	@echo "make test        ruff, mypy and the fast tests (6 minutes on 2 cores)"
 	@echo "make test-slow   the tests that take longer (one hour on 2 cores)"

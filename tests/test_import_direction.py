@@ -88,7 +88,10 @@ ROOMS = {
     },
     "moepass": {
         "explaining": (),
-        "cli": ("explaining", ""),
+        "clients": (),
+        "demo": ("explaining", ""),
+        "cli": ("clients", "demo", "explaining", ""),
+        "ray_serve": ("cli", ""),
         "": ("explaining",),
     },
 }

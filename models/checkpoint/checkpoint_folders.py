@@ -43,6 +43,15 @@ _PAIR_MARKS = re.compile(r"\{(query|document)\}")
 _MADE_UP_NUMBERS = 1 << 26
 
 
+class KnownAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a model must know where its prompt is right: of the `answers` to a question about `input`, `expected`."""
+
+    input: str
+    answers: tuple[str, ...]
+    expected: str
+    question: str = ""
+
+
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a checkpoint wants to be asked: the file `prompt.json`, all of whose keys are optional.
 
@@ -51,6 +60,8 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `pair_template` holds `{query}` and `{document}` once each: it asks how relevant a document is, and `pair_labels`
     are the answers for yes and no. `vector` is what stands for a text: that of its last token, or the mean.
+
+    `probe` is asked when a server starts: a wrong prompt shows there, and not as bad scores.
     """
 
     template: str = _TEXT_MARK
@@ -60,6 +71,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pair_template: str | None = None
     pair_labels: tuple[str, str] = ("yes", "no")
     vector: Literal["last", "mean"] = "last"
+    probe: KnownAnswer | None = None
 
     def render(self, text: str) -> str:
         return self.template.replace(_TEXT_MARK, text)
@@ -270,6 +282,17 @@ def load_prompt(folder: Path) -> Prompt:
             value=prompt.max_text_tokens,
             expected="1 or more",
         )
+    if prompt.probe is not None:
+        answers = prompt.probe.answers
+        if len(answers) < 2 or len(set(answers)) < len(answers) or prompt.probe.expected not in answers:
+            raise CheckpointError(
+                f"{file}: the probe's answers are {list(answers)}, {prompt.probe.expected!r} is expected; there must "
+                "be two answers or more, none of them twice, and the expected one among them",
+                path=file,
+                name="probe",
+                value=answers,
+                expected="2 or more, with the expected one",
+            )
     return prompt
 
 

@@ -1,1 +1,4 @@
-"""The command line, and the streams that it reads and writes. May import explaining, the face."""
+"""The command line, and the streams that it reads and writes.
+
+May import clients, demo, explaining, the face.
+"""

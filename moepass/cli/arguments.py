@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moepass.models.errors import InputError
+from moepass.models.errors import InputError, OptionError
 from moepass.models.limits import MOST_THREADS, check_limit, decode_json
 
 
@@ -17,6 +17,15 @@ def parse_labels(text: str | None) -> list[str] | None:
         return labels
     except InputError as error:
         raise InputError(f"labels {text!r} are no JSON list of strings: {error}", name="labels", value=text) from error
+
+
+def parse_range(name: str, text: str) -> tuple[int, int]:
+    """`5` as (5, 5), `5-9` as (5, 9). Raises OptionError."""
+    low, dash, high = text.partition("-")
+    try:
+        return int(low), int(high if dash else low)
+    except ValueError as error:
+        raise OptionError.wrong(name, text, "a number such as 64, or a range such as 50-500") from error
 
 
 def set_threads(threads: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `moepass score`, `serve`, `explain`, `calibrate`, `demo` and `cache`.
+"""The command line: `moepass demo`, `explain`, `calibrate`, `score`, `serve`, `batch`, `bench` and `cache`.
 
 Nothing heavy is imported before a command runs: `moepass --help` must not wait for torch.
 """
@@ -15,12 +15,14 @@ from typer.core import TyperGroup
 
 from moepass import __version__
 from moepass.cli.arguments import parse_labels, set_threads
+from moepass.cli.client_commands import batch, bench
 from moepass.cli.input_lines import read_lines
 from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar, with_progress
 from moepass.cli.scoring import answer, make_scorer
 from moepass.cli.serve_command import serve
 from moepass.cli.streams import (
     READER_LEFT,
+    STOPPED,
     check_compiler_cache,
     check_output,
     check_standard_output,
@@ -36,33 +38,40 @@ from moepass.models.limits import (
 )
 
 _LONGEST_ERROR = 1000
+_ORDER = ("demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache")
 
 
-class _Lowering(str, enum.Enum):
+class _Lowering(enum.StrEnum):
     inductor = "inductor"
     eager = "eager"
 
 
-class _DeviceKind(str, enum.Enum):
+class _DeviceKind(enum.StrEnum):
     cpu = "cpu"
     cuda = "cuda"
 
 
-class _Format(str, enum.Enum):
+class _Format(enum.StrEnum):
     text = "text"
     json = "json"
     html = "html"
     trace = "trace"
 
 
-class _Dtype(str, enum.Enum):
+class _Dtype(enum.StrEnum):
     bf16 = "bf16"
     fp8 = "fp8"
     fp32 = "fp32"
 
 
 class _Commands(TyperGroup):
-    """Errors that moepass raises on purpose end as one line, without a traceback; all others keep theirs."""
+    """Errors that moepass raises on purpose end as one line, without a traceback; all others keep theirs.
+
+    Commands are listed in the order in which a newcomer needs them.
+    """
+
+    def list_commands(self, context: Any) -> list[str]:
+        return sorted(super().list_commands(context), key=_ORDER.index)
 
     def main(self, *arguments: Any, **keywords: Any) -> Any:
         try:
@@ -366,6 +375,19 @@ app.command(
 )(serve)
 
 
+app.command(
+    epilog="Examples:\n\n**moepass batch demo -i requests.jsonl -o answers.jsonl**\n\n"
+    "**moepass batch --url http://127.0.0.1:8000 -i requests.jsonl -o answers.jsonl**",
+    context_settings={"auto_envvar_prefix": "MOEPASS"},
+)(batch)
+
+
+app.command(
+    epilog="Examples:\n\n**moepass bench http://127.0.0.1:8000 --workload shared-profiles --goodput 500**\n\n"
+    "**moepass bench http://127.0.0.1:8000 --route completions --rate 20 --prefixes 4 --prefix-length 512**",
+)(bench)
+
+
 @app.command()
 def demo(
     texts: Annotated[
@@ -374,14 +396,21 @@ def demo(
     lower: _Lower = _Lowering.inductor,
     threads: _Threads = None,
 ) -> None:
-    """Compile the embedded model, stream its experts, and compare every prediction with plain PyTorch."""
+    """Compile the embedded model, stream its experts, compare every prediction with plain PyTorch, then serve it.
+
+    The server is started at a free port, asked one decision over HTTP, and ended.
+    """
     check_standard_output()
     set_threads(threads)
     check_compiler_cache()
-    from moepass.cli.demo import run_demo
+    from moepass.cli.serving import serve_once
+    from moepass.demo.comparison import run_demo
+    from moepass.demo.decision import ask_decision
 
     if not run_demo(texts, lower.value):
         raise typer.Exit(1)
+    if not serve_once("demo", threads, ask_decision):
+        raise typer.Exit(STOPPED)
 
 
 @app.command(epilog="Examples:\n\n**moepass cache --list**\n\n**moepass cache --clear**")
@@ -399,6 +428,6 @@ def cache(
         raise OptionError("--list and --clear exclude each other; give one")
     check_standard_output()
     check_compiler_cache()
-    from moepass.cli.cache import clear_cache, list_cache
+    from moepass.stored_models import clear_cache, list_cache
 
     (clear_cache if clear else list_cache)()

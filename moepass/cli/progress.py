@@ -26,21 +26,31 @@ def with_progress(results: Iterable[tuple[Line, Score]], total: int) -> Iterator
 
 
 @contextlib.contextmanager
-def progress_bar(description: str, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar on standard error, where that is a terminal, and its one task."""
+def progress_bar(
+    description: str, total: int | None = None, rate: str | None = None
+) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar on standard error, where that is a terminal, and its one task; its speed is shown in `rate`."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
+        Task,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    )  # fmt: skip
+    class RateColumn(ProgressColumn):
+        def render(self, task: Task) -> str:
+            return f"{task.speed:.0f} {rate}/s" if task.speed else ""
+
+    columns = [
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *([RateColumn()] if rate else []),
+        *(TimeElapsedColumn(), TimeRemainingColumn()),
+    ]
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         yield progress, progress.add_task(description, total=total)

@@ -10,18 +10,19 @@ import typer
 
 from moepass.cli.rank_options import RankOptions
 from moepass.cli.streams import check_compiler_cache
+from moepass.cli.torchrun import checked_ranks, launched_process, run_launched_rank
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.homes import HOMES, home_named
 from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
 
 
-class _ServedDtype(str, enum.Enum):
+class _ServedDtype(enum.StrEnum):
     bf16 = "bf16"
     fp16 = "fp16"
     fp32 = "fp32"
 
 
-class _Lower(str, enum.Enum):
+class _Lower(enum.StrEnum):
     inductor = "inductor"
     eager = "eager"
 
@@ -143,16 +144,68 @@ def serve(
     Ranks compile and warm up first; /ready tells when they are done. All questions of a request and all requests of a
     step share their prefixes.
     """
-    cache_bytes = 0 if kv_cache == "off" else parse_bytes(kv_cache, "kv_cache")
     most_bytes = parse_bytes(queue_bytes, "queue_bytes")
     assert most_bytes is not None
-    parse_bytes(memory_budget)
+    launched = launched_process()
+    rank_options = rank_options_of(
+        model,
+        ranks=ranks if launched is None else checked_ranks(launched, ranks),
+        home=home,
+        device=device,
+        dtype=dtype,
+        memory_budget=memory_budget,
+        slots=slots,
+        hardware=hardware,
+        kv_cache=kv_cache,
+        step_tokens=step_tokens,
+        lower=lower,
+        eager=eager,
+        link=link,
+        threads=threads,
+    )
     check_compiler_cache()
+    if launched is not None and launched.rank > 0:
+        raise typer.Exit(run_launched_rank(launched))
 
     from moepass.cli.serving import ServeOptions, run_server
 
-    names = tuple(name or [os.path.basename(os.path.normpath(model))])
-    rank_options = RankOptions(
+    run_server(
+        ServeOptions(
+            host=host,
+            port=port,
+            names=served_names(model, name),
+            api_key=api_key,
+            timeout_seconds=timeout,
+            queue_seconds=queue_seconds,
+            queue_bytes=int(most_bytes),
+            drain_seconds=drain,
+        ),
+        rank_options,
+        launched=launched,
+    )
+
+
+def rank_options_of(
+    model: str,
+    *,
+    ranks: int,
+    home: str,
+    device: str,
+    dtype: _ServedDtype | None,
+    memory_budget: str | None,
+    slots: int | None,
+    hardware: str | None,
+    kv_cache: str | None,
+    step_tokens: int | None,
+    lower: _Lower,
+    eager: bool,
+    link: str,
+    threads: int | None,
+) -> RankOptions:
+    """What these options of `serve`, by their names, say to the ranks. Raises OptionError."""
+    cache_bytes = 0 if kv_cache == "off" else parse_bytes(kv_cache, "kv_cache")
+    parse_bytes(memory_budget)
+    return RankOptions(
         model=model,
         ranks=ranks,
         home=home_named(home).name,
@@ -170,16 +223,8 @@ def serve(
         cache_bytes=None if cache_bytes is None else int(cache_bytes),
         step_tokens=step_tokens,
     )
-    run_server(
-        ServeOptions(
-            host=host,
-            port=port,
-            names=names,
-            api_key=api_key,
-            timeout_seconds=timeout,
-            queue_seconds=queue_seconds,
-            queue_bytes=int(most_bytes),
-            drain_seconds=drain,
-        ),
-        rank_options,
-    )
+
+
+def served_names(model: str, given: list[str] | None) -> tuple[str, ...]:
+    """What clients may call the model."""
+    return tuple(given or [os.path.basename(os.path.normpath(model))])

@@ -10,8 +10,13 @@ import logging
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:  # its modules take seconds to import
+    from moepass.cli.rank_options import RankOptions
+    from moepass.runtime.serving.workers.rank_loop import ParentWatch
 
 # Where cores are few, the server comes first: what it does for a request is short, and a rank computes all the time.
 # [Empirical] A third of the server's share where both want the same core.
@@ -19,9 +24,18 @@ RANK_NICENESS = 5
 
 
 def main() -> int:
-    """Serve until the server says that it ends, or is gone. Returns the exit status."""
+    """A rank that the server has started. Returns the exit status."""
+    from moepass.cli.rank_options import RankOptions
+
     endpoint, rank, attempt, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    # Ctrl-C reaches all processes of a terminal; the server decides what it means.
+    options = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOptions)
+    return serve_as_rank(options, endpoint, rank, attempt, _Server(server))
+
+
+def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, watch: ParentWatch) -> int:
+    """Serve until the server says that it ends, or is gone. Returns the exit status."""
+    # Ctrl-C reaches all processes of a terminal, and who ends a group of processes may tell all of them; the server
+    # decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # So does the end of a service, whose processes are told all at once; children of this one must not inherit it.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -33,16 +47,14 @@ def main() -> int:
     import zmq
 
     from moepass.cli.progress import keep_what_is_there
-    from moepass.cli.rank_options import RankOptions
     from moepass.models.errors import MoepassError
     from moepass.runtime.serving.workers.frontend import rank_name
     from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
 
-    options = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOptions)
     try:
         engine = _engine(options, rank, attempt)
         keep_what_is_there()
-        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, _Server(server))
+        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, watch, engine.look)
         try:
             run_rank(engine, mailbox)
         finally:
@@ -67,13 +79,15 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
     import torch
     from torch import nn
 
-    from moepass.models.checkpoint.checkpoint_folders import resolve_model
+    from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer, resolve_model
     from moepass.models.homes import home_named
     from moepass.models.sizes.architecture import DTYPES
     from moepass.runtime.homes.registry.home_options import Host
     from moepass.runtime.homes.registry.packers import options_of
     from moepass.runtime.offload.offload import check_device
     from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine
+    from moepass.runtime.serving.questions.known_answer import check_known_answer
+    from moepass.runtime.serving.questions.prompts import PromptWriter
     from moepass.stored_compile import StoredModule
 
     if options.threads is not None:
@@ -107,7 +121,15 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
         sharers=options.ranks if options.device == "cpu" else 1,
     )
     key = bytes.fromhex(options.key)
-    return load_engine(resolve_model(options.model), asked, compile_module if options.compiled else None, key)
+    folder = resolve_model(options.model)
+    engine = load_engine(folder, asked, compile_module if options.compiled else None, key)
+    prompt = load_prompt(folder)
+    if prompt.probe is not None:
+        facts = engine.facts
+        writer = PromptWriter(load_tokenizer(folder), prompt, facts.max_sequence_tokens)
+        check_known_answer(writer, engine.answer_now, facts.class_names)
+        engine.be_ready(facts.flops_per_second)
+    return engine
 
 
 if __name__ == "__main__":

@@ -1,20 +1,28 @@
-"""`moepass serve`: the server in one event loop, its ranks as processes."""
+"""A model that is served: over HTTP by `moepass serve`, or to this process alone, for `moepass batch`.
+
+Either way the routes are those of one application in one event loop, and the ranks are processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import msgspec
 from rich.console import Console
 
 from moepass.cli.progress import keep_what_is_there
 from moepass.cli.rank_options import RankOptions
+from moepass.cli.torchrun import LaunchedProcess, RankStart, tell_ranks
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
 from moepass.models.homes import home_named
@@ -24,6 +32,7 @@ from moepass.runtime.offload.offload import check_device
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.http.app import create_app
 from moepass.runtime.serving.http.listen import open_socket, server_of
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
@@ -31,8 +40,9 @@ from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.launched_ranks import LaunchedRank
 from moepass.runtime.serving.workers.rank_watch import HangLimits
-from moepass.runtime.serving.workers.supervisor import RankCommand
+from moepass.runtime.serving.workers.supervisor import RankCommand, RankLostError, RankStarter
 from moepass.runtime.transfer.link import parse_link
 
 if TYPE_CHECKING:
@@ -55,13 +65,58 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: float
 
 
-def run_server(options: ServeOptions, rank_options: RankOptions) -> None:
-    """Serve until a signal ends it. Raises OptionError for an address that cannot be had, and RankStartError."""
-    _check(rank_options)
+def run_server(
+    options: ServeOptions,
+    rank_options: RankOptions,
+    visit: Callable[[str], Awaitable[None]] | None = None,
+    launched: LaunchedProcess | None = None,
+) -> None:
+    """Serve until a signal ends it, or `visit`, which is called with the server's URL when it is ready, has returned.
+
+    Raises OptionError for an address that cannot be had, RankStartError, and RankLostError where a rank ends that was
+    `launched` with this process.
+    """
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        meeting = msgspec.structs.replace(rank_options, meeting=folder)
-        asyncio.run(_serve(options, meeting, f"ipc://{folder}/ranks", listening))
+        asyncio.run(_serve(options, rank_options, folder, listening, visit, launched))
+
+
+def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:
+    """Serve `model` at any free port, uncompiled, which starts soonest, until `visit` has returned.
+
+    False where a signal ended it before. Raises as `run_server`, and what `visit` raises.
+    """
+    done = False
+
+    async def visit_and_note(url: str) -> None:
+        nonlocal done
+        await visit(url)
+        done = True
+
+    options = ServeOptions(
+        host="127.0.0.1",
+        port=0,
+        names=(model,),
+        api_key=None,
+        timeout_seconds=60.0,
+        queue_seconds=30.0,
+        queue_bytes=1 << 30,
+        drain_seconds=1.0,
+    )
+    ranks = RankOptions(
+        model=model,
+        ranks=1,
+        home="host",
+        device="cpu",
+        lower="eager",
+        compiled=False,
+        link="real",
+        key="",
+        meeting="",
+        threads=threads,
+    )
+    run_server(options, ranks, visit_and_note)
+    return done
 
 
 def _check(options: RankOptions) -> None:
@@ -87,27 +142,51 @@ def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
     return from_config(config)
 
 
-async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str, listening: socket.socket) -> None:
-    console = Console(stderr=True)
-    folder = resolve_model(rank_options.model)
+def make_writer(folder: Path) -> PromptWriter:
+    """The prompts of the checkpoint in `folder`. Raises CheckpointError."""
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
-    architecture = _architecture(config, rank_options.model)
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
     writer.check()
+    return writer
+
+
+def make_service(
+    rank_options: RankOptions,
+    meeting: str,
+    settings: ServerSettings,
+    limits: FrontendLimits,
+    launched: LaunchedProcess | None = None,
+) -> tuple[Frontend, Service]:
+    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder.
+
+    Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
+    Raises OptionError and InputError for what a rank would refuse.
+    """
+    _check(rank_options)
+    folder = resolve_model(rank_options.model)
+    architecture = _architecture(load_config(folder), rank_options.model)
+    writer = make_writer(folder)
     highest = max(writer.tokenizer.get_vocab().values(), default=0)
     if highest >= architecture.vocab:
-        console.print(
+        Console(stderr=True).print(
             f"moepass: warning: the tokenizer has tokens up to {highest}, the model up to {architecture.vocab - 1}; "
             "texts that need the others are refused",
             highlight=False,
         )
-    key = secrets.token_bytes(32)
-    given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex()))
+    key = bytes.fromhex(rank_options.key) or secrets.token_bytes(32)
+    told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
+    given = msgspec.json.encode(told)
+    endpoint = f"ipc://{meeting}/ranks"
 
-    def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+    def command(rank: int, attempt: int, endpoint: str) -> RankStarter:
+        if launched is not None and rank != launched.rank:
+            return LaunchedRank(Path(meeting), rank)
         program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
         return RankCommand(program, given)
+
+    if launched is not None:
+        tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), told))
 
     frontend = Frontend(
         rank_options.ranks,
@@ -116,29 +195,69 @@ async def _serve(options: ServeOptions, rank_options: RankOptions, endpoint: str
         formula=FlopsTable(architecture),
         make_router=_make_router,
         key=key,
-        limits=FrontendLimits(options.queue_seconds, options.queue_bytes),
+        limits=limits,
         ends_together=home_named(rank_options.home).is_spread,
         # Early enough for requests to run once more.
-        hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, options.timeout_seconds / 2)),
+        hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, settings.timeout_seconds / 2)),
+        restarts=launched is None,
     )
+    return frontend, Service(frontend, writer, settings)
+
+
+@contextlib.asynccontextmanager
+async def in_process(rank_options: RankOptions, settings: ServerSettings) -> AsyncIterator[httpx.AsyncBaseTransport]:
+    """Start the ranks, and give what takes a client's requests to the application without a socket.
+
+    Nothing is refused because the queue is full: who holds this bounds what is open. Raises RankStartError.
+    """
+    with tempfile.TemporaryDirectory(prefix="moepass-") as folder:
+        frontend, service = make_service(rank_options, folder, settings, FrontendLimits())
+        try:
+            await frontend.start()
+            yield httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
+        finally:
+            await frontend.close(0.0)
+
+
+async def _serve(
+    options: ServeOptions,
+    rank_options: RankOptions,
+    meeting: str,
+    listening: socket.socket,
+    visit: Callable[[str], Awaitable[None]] | None,
+    launched: LaunchedProcess | None,
+) -> None:
+    console = Console(stderr=True)
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
-    server = server_of(Service(frontend, writer, settings), drain_seconds=options.drain_seconds)
-    address = listening.getsockname()
-    console.print(f"moepass serves {options.names[0]} at http://{options.host}:{address[1]}; starting", highlight=False)
+    limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
+    frontend, service = make_service(rank_options, meeting, settings, limits, launched)
+    server = server_of(service, drain_seconds=options.drain_seconds)
+    url = f"http://{options.host}:{listening.getsockname()[1]}"
+    console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
     serving = asyncio.create_task(server.serve([listening]))
     starting = asyncio.create_task(frontend.start())
+    tasks: list[asyncio.Future[None]] = [serving, starting]
     try:
         await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
             keep_what_is_there()
             console.print("ready", highlight=False)
-            await serving
+            tasks.append(asyncio.create_task(frontend.lost()))
+            if visit is not None:
+                tasks.append(asyncio.ensure_future(visit(url)))
+            await asyncio.wait((serving, *tasks[2:]), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (task for task in tasks[2:] if task.done()):
+                ended.result()
             console.print("ending: what is open is answered", highlight=False)
+    except RankLostError:
+        await frontend.close(0.0)  # the answers that are open will not come
+        raise
     finally:
         server.should_exit = True
-        starting.cancel()
-        await asyncio.gather(serving, starting, return_exceptions=True)
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await frontend.close(min(RANKS_END_SECONDS, options.drain_seconds))
 
 

@@ -19,6 +19,8 @@ from moepass.models.errors import InputError
 
 # Exit status that a shell reports for tools that SIGPIPE (13) ended: 128 and the signal's number.
 READER_LEFT = 128 + 13
+# And for those that Ctrl-C ended.
+STOPPED = 128 + signal.SIGINT
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 

@@ -60,6 +60,7 @@ def captured_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart
     from moepass.explaining.capture_model import explain_meta_model
     from moepass.models.checkpoint.checkpoint_folders import meta_model_of
     from moepass.models.sizes.cut_configs import cut_config
+    from moepass.runtime.serving.attention.survey import trie_refusal
 
     cut = cut_config(found.config, found.architecture) if found.architecture is not None else None
     chosen = getattr(found.config, "_experts_implementation", None)
@@ -67,6 +68,7 @@ def captured_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart
     form = chosen if chosen in ("grouped_mm", "batched_mm") else "grouped_mm"
     model = meta_model_of(found.config if cut is None else cut, found.name, form)
     try:
+        refusal = trie_refusal(model)
         explanation = explain_meta_model(model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
     except (RuntimeError, NotImplementedError) as error:  # torch's, about shapes that do not fit together, or values
         if isinstance(error, MoepassError):
@@ -81,7 +83,7 @@ def captured_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart
             value=found.name,
         ) from error
     text: Any = (found.config if cut is None else cut).get_text_config()
-    return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation)
+    return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation, refusal)
 
 
 def installed_versions() -> dict[str, str]:

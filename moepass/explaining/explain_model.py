@@ -30,6 +30,7 @@ from moepass.explaining.report import (
     Report,
     SaturationPart,
     SchedulePart,
+    ServingPart,
     StrategyPart,
     WorkloadPart,
 )
@@ -166,6 +167,7 @@ def explain(
         assumptions=tuple(assumptions),
         sources=_sources(found, machine),
         compiler=compiler,
+        serving=ServingPart("trie" if compiler.trie_refusal is None else "rows", compiler.trie_refusal),
         plan=_plan(shown, crossover),
         how_to_run=how_to_run(
             strategy,
@@ -235,6 +237,8 @@ def _without_numbers(
         assumptions=(*assumptions, f"no numbers: {found.unknown}"),
         sources=_sources(found, machine),
         compiler=compiler,
+        # A server counts in true FLOPs, so that it serves no model whose sizes are not known.
+        serving=ServingPart(None, found.unknown.partition(";")[0]),
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 from moepass.explaining.compiler_view import Explanation
 from moepass.passes.ir.decisions import Decisions
 from moepass.passes.ir.timeline import Event, Timeline, chrome_trace
+from moepass.runtime.serving.engine.step_engine import StepForm
 
 REPORT_SCHEMA = "moepass.explain/1"
 
@@ -190,15 +191,29 @@ class MemoryCurveRow(_Part, frozen=True):
 
 
 class CompilerPart(_Part, frozen=True):
-    """Capture and compilation up to lowering, of `captured_layers` layers of the model; the rest is by analogy."""
+    """Capture and compilation up to lowering, of `captured_layers` layers of the model; the rest is by analogy.
+
+    `trie_refusal` is why a server cannot compute shared prefixes of these layers once, or None.
+    """
 
     captured_layers: int
     is_cut: bool
     explanation: Explanation
+    trie_refusal: str | None
 
     @property
     def captured_text(self) -> str:
         return "the first layer" if self.captured_layers == 1 else f"the first {self.captured_layers} layers"
+
+
+class ServingPart(_Part, frozen=True):
+    """How `moepass serve` computes steps of the model: as tries, or as padded rows. None: it cannot serve the model.
+
+    `reason` says why it is not a trie, and is None for one.
+    """
+
+    form: StepForm | None
+    reason: str | None
 
 
 class Report(_Part, frozen=True):
@@ -227,6 +242,7 @@ class Report(_Part, frozen=True):
     assumptions: tuple[str, ...]
     sources: dict[str, str]
     compiler: CompilerPart
+    serving: ServingPart
     how_to_run: str = ""
     stored: StoredPart | None = None
     plan: Decisions | None = None

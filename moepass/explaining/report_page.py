@@ -8,7 +8,7 @@ from importlib import resources
 import msgspec
 
 from moepass.explaining.report import Report
-from moepass.explaining.report_text import host_memory_text, source_text, stored_text
+from moepass.explaining.report_text import host_memory_text, serving_text, source_text, stored_text
 
 
 def report_page(report: Report) -> str:
@@ -20,6 +20,7 @@ def report_page(report: Report) -> str:
         "@@TITLE@@": f"{report.model.name} on {report.hardware.name}",
         "@@CHECKPOINT@@": stored_text(report) if report.stored is not None else "",
         "@@HOST_MEMORY@@": host_memory_text(report) if report.memory is not None else "",
+        "@@SERVING@@": serving_text(report),
         "@@SOURCES@@": source_text(report),
     }
     # In one pass: what a name holds is no mark.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moepass.explaining.compiler_view import found_text, schedule_table, segments_text
 from moepass.explaining.report import Block, MemoryCurveRow, Report, SchedulePart
 from moepass.passes.ir.timeline import COMPUTE, HOST, Event
+from moepass.runtime.serving.engine.step_engine import step_form_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -182,6 +183,14 @@ def _compiler_rows(report: Report) -> Iterator[tuple[str, str]]:
     of = "of what was captured, " if report.compiler.is_cut else ""
     for plan in plans:
         yield "compile", of + segments_text(plan)
+    yield "serving", serving_text(report)
+
+
+def serving_text(report: Report) -> str:
+    """How a server computes steps of the model, or why it cannot serve it."""
+    if report.serving.form is None:
+        return f"cannot be served: {report.serving.reason}"
+    return step_form_text(report.serving.reason)
 
 
 def _refused(blocks: tuple[Block, ...], refusals: tuple[str, ...]) -> str:

@@ -22,14 +22,14 @@ from moepass.explaining.capture_model import capture_plans
 from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import explained_model
-from moepass.explaining.report import CompilerPart, Report
+from moepass.explaining.report import CompilerPart, Report, ServingPart
 from moepass.models.checkpoint.checkpoint_folders import meta_model, resolve_model
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.formulas import flops_per_token
 from moepass.models.sizes.cut_configs import cut_config, telling_prefix
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names
-from moepass.models.testing.tiny import TINY_FAMILIES
+from moepass.models.testing.tiny import TINY_FAMILIES, tiny_model
 from moepass.passes.ir.plan import MoEBlock, Plan, Refusal
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.planner.forecast import Forecast, forecast
@@ -123,6 +123,25 @@ def test_the_text_fits_its_width_and_says_where_numbers_come_from(olmoe: Report,
     text = " ".join(" ".join(lines).split())
     for word in ("datasheet:", "empirical:", "derived:", "tokens per rank and step", "compute", "copy", "pp_pp"):
         assert word in text
+
+
+def test_a_report_says_how_a_server_computes_steps(olmoe: Report) -> None:
+    assert olmoe.serving == ServingPart("trie", None)
+    for part, words in (
+        (olmoe.serving, "serving    tries: every shared prefix is computed once"),
+        (ServingPart("rows", "<conv1d> mixes neighbours"), "padded rows, because <conv1d> mixes neighbours"),
+        (ServingPart(None, "the sizes are not known"), "cannot be served: the sizes are not known"),
+    ):
+        report = msgspec.structs.replace(olmoe, serving=part)
+        assert words in report.text(120)
+        assert words.removeprefix("serving    ").replace("<", "&lt;").replace(">", "&gt;") in report.html()
+
+
+@pytest.mark.slow
+def test_a_model_with_recurrent_layers_is_served_as_padded_rows() -> None:
+    serving = moepass.explain(tiny_model("qwen3_next").config).serving
+    assert serving.form == "rows"
+    assert "convolution over tokens" in str(serving.reason)
 
 
 @pytest.mark.slow
@@ -290,7 +309,7 @@ def test_refusals_are_told_of_layers_that_were_not_captured() -> None:
     block = MoEBlock("model.layers.0.mlp.experts", "grouped_mm", 64, 8, 2048, 1024, True, "bfloat16", 1, (), None)
     plan = Plan(blocks=(block,), refusals=(refused, near_miss))
     explanation = Explanation("Olmoe", "olmoe", 2, 16, 2, 1, 0, 0, (plan,), "it looks at values")
-    blocks, refusals = explained_blocks(CompilerPart(1, True, explanation), architecture, "fp8")
+    blocks, refusals = explained_blocks(CompilerPart(1, True, explanation, None), architecture, "fp8")
     assert [one.name for one in blocks] == [*[f"model.layers.{n}.mlp.experts" for n in range(4)], "bmm_7"]
     assert [one.by_analogy for one in blocks] == [False, True, True, True, False]
     assert {one.refusal for one in blocks[:4]} == {"its weights are shared"}

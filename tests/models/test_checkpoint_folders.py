@@ -220,6 +220,9 @@ def test_prompt_file(checkpoint: Path, tmp_path: Path) -> None:
         ('{"labels": [1]}', r"Expected `str`, got `int` - at `\$.labels"),
         ('{"lables": []}', "unknown field `lables`"),
         ('{"max_text_tokens": 0}', "max_text_tokens is 0; it must be 1 or more"),
+        ('{"probe": {"input": "x", "answers": ["a"], "expected": "a"}}', "two answers or more"),
+        ('{"probe": {"input": "x", "answers": ["a", "a"], "expected": "a"}}', "none of them twice"),
+        ('{"probe": {"input": "x", "answers": ["a", "b"], "expected": "c"}}', "the expected one among them"),
     ],
 )
 def test_wrong_prompt_file(content: str, message: str, tmp_path: Path) -> None:

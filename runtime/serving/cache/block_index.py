@@ -76,6 +76,11 @@ class BlockIndex:
         """Blocks that are found."""
         return len(self._blocks)
 
+    @property
+    def used(self) -> int:
+        """Blocks that a lease holds."""
+        return len(self._pins) - self._pins.count(0)
+
     def lease(self) -> StepLease:
         self._now += 1
         return StepLease(self)

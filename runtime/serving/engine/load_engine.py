@@ -38,7 +38,7 @@ from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
 from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEngine, StatesRunner
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
-from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
+from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
 from moepass.runtime.torch_private import frames_compiled
@@ -114,7 +114,10 @@ def make_engine(
         runner = PaddedRows(compiled(RowsBackbone(head.backbone)), options.device, ROWS_TOKENS)
     facts = _facts(model, head, table, survey, refusal, options, free)
     counters = EngineCounters(_exposed_seconds(model), lambda: frames_compiled()[0])
-    engine = ModelEngine(head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters)
+    size = block_bytes(shapes) if blocks else 0
+    engine = ModelEngine(
+        head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters, block_bytes=size
+    )
     if store is not None:
         store.tells_of_uncompiled_calls = compile_module is not None
     warm_up(engine, _full_step_tokens(model, options))
@@ -212,9 +215,7 @@ def _facts(
         vector="class scores" if head.kind == "classes" else "embedding",
         class_names=tuple(str(names[number]) for number in sorted(names)),
         notes={
-            "steps": "tries: every shared prefix is computed once"
-            if refusal is None
-            else f"padded rows, because {refusal}",
+            "steps": step_form_text(refusal),
             "full step": f"{full} tokens, {_threshold_source(model, options)}",
             "largest step": f"{most_tokens} tokens",
         },

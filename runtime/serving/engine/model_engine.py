@@ -31,9 +31,12 @@ from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.out_of_memory import is_out_of_memory
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.engine.step_reads import StepReads
+from moepass.runtime.serving.engine.step_view import StepWatch
 from moepass.runtime.serving.engine.token_scores import score_tokens
+from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import halves, merged_answer
+from moepass.runtime.serving.requests.view import EngineView
 
 logger = logging.getLogger("moepass")
 
@@ -68,6 +71,7 @@ class ModelEngine:
         table: FLOPs of the model's architecture.
         facts: what the engine serves, and its limits.
         index: of the runner's blocks; one of 0 blocks where it has none.
+        block_bytes: of one of them.
         key: of the hashes of blocks.
     """
 
@@ -81,12 +85,14 @@ class ModelEngine:
         index: BlockIndex,
         key: bytes,
         counters: EngineCounters = _NO_COUNTERS,
+        block_bytes: int = 0,
     ) -> None:
         self._head, self._runner, self._table, self._key, self._counters = head, runner, table, key, counters
         self._facts, self._index = facts, index
         self._caches = index.block_count > 0
         self._most_tokens = facts.most_tokens
         self._hashes: dict[str, RequestHashes] = {}
+        self._watch = StepWatch(index, block_bytes)
 
     @property
     def facts(self) -> EngineFacts:
@@ -97,9 +103,14 @@ class ModelEngine:
         self._index.evict(self._index.block_count)
         self._index.drain_events()
         self._facts = dataclasses.replace(self._facts, flops_per_second=flops_per_second)
+        self._watch.forget()
 
     def compilations(self) -> int:
         return self._counters.compilations()
+
+    def look(self) -> EngineView:
+        """The last step and the cache, for people. Any thread may call this."""
+        return self._watch.look()
 
     def check(self, request: Request) -> None:
         """Raises InputError for tokens that the model does not have, too long sequences, and reads that the model's
@@ -163,7 +174,7 @@ class ModelEngine:
         finally:
             for request in requests:
                 self._hashes.pop(request.id, None)
-        return StepResult(
+        result = StepResult(
             answers=tuple(answer for part in parts for answer in part.answers),
             stored=tuple(block for part in parts for block in part.stored),
             evicted=tuple(block for part in parts for block in part.evicted),
@@ -175,6 +186,16 @@ class ModelEngine:
             refused=tuple(refusal for part in parts for refusal in part.refused),
             retries=len(parts) - 1,
         )
+        self._watch.ended(result, len(requests))
+        return result
+
+    def answer_now(self, request: Request) -> Answer:
+        """The answer to one request, in a step of its own. Raises InputError where it has none."""
+        self.check(request)
+        result = self.step([request])
+        for _, reason in result.refused:
+            raise InputError(f"request {request.id} cannot be computed: {reason}", name="request")
+        return result.answers[0]
 
     # ---- What a request adds to a step
 
@@ -251,6 +272,7 @@ class ModelEngine:
         with self._index.lease() as lease:
             matched = [lease.match(self._hashes_of(request)) for request in requests] if self._caches else None
             packed = pack(requests, self._table, matched)
+            self._watch.packed(packed.batch)
             self._check_size(packed, requests)
             blocks = lease.reserve(packed.offered)
             batch = packed.storing(blocks)

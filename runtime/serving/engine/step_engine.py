@@ -9,6 +9,13 @@ from typing import Literal, Protocol
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 
+StepForm = Literal["trie", "rows"]
+
+
+def step_form_text(refusal: str | None) -> str:
+    """How steps are computed, for people; `refusal` is why they are no tries, or None."""
+    return "tries: every shared prefix is computed once" if refusal is None else f"padded rows, because {refusal}"
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineFacts:
@@ -23,7 +30,7 @@ class EngineFacts:
     notes                 how the model runs, for people: a name and a sentence each
     """
 
-    form: Literal["trie", "rows"]
+    form: StepForm
     saturation_flops: int
     flops_per_second: float
     most_tokens: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moepass import __version__
 from moepass.models.limits import MOST_BODY_BYTES
-from moepass.runtime.serving.http import server_routes
+from moepass.runtime.serving.http import looking, server_routes
+from moepass.runtime.serving.http.tracing import TracingMiddleware, configured_tracer
 from moepass.runtime.serving.requests.backend import Backend
 from moepass.runtime.serving.routes import (
     chat,
@@ -36,18 +38,29 @@ from moepass.runtime.serving.routes.service import Call, Route, Service, new_id,
 
 ROUTES: tuple[Route, ...] = tuple(
     route
-    for family in (decisions, systemone, scores, completions, chat, token_routes, vectors, rerank, server_routes)
+    for family in (
+        decisions,
+        systemone,
+        scores,
+        completions,
+        chat,
+        token_routes,
+        vectors,
+        rerank,
+        server_routes,
+        looking,
+    )
     for route in family.ROUTES
 )
-# What is answered without a key.
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+# What is answered without a key. The page is the same for everyone, and asks for the key that its own calls need.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Nobody is left to read it, but the log is.
 _CLIENT_GONE = 499
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application that answers with `service`."""
+    """The application that answers with `service`; it is traced where the process or its environment asks for that."""
     app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None)
     for route in ROUTES:
         app.add_api_route(
@@ -61,6 +74,9 @@ def create_app(service: Service) -> FastAPI:
     add_handlers(app)
     asking = frozenset(route.path for route in ROUTES if route.bodies and route.asks_model)
     app.add_middleware(_Guard, api_key=service.settings.api_key, backend=service.backend, asking=asking)
+    tracer = configured_tracer(os.environ)
+    if tracer is not None:
+        app.add_middleware(TracingMiddleware, tracer=tracer)
     describe = app.openapi
     _, schemas = _schemas()
 
@@ -111,7 +127,7 @@ async def _read(request: HttpRequest, parts: list[bytes], service: Service) -> N
     seconds = service.settings.read_seconds
     try:
         await asyncio.wait_for(_read_parts(request, parts, service), seconds)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise HttpError(
             408, f"the body has not come within {seconds:g} seconds; {sum(map(len, parts))} bytes of it have"
         ) from None
@@ -159,10 +175,9 @@ class _Guard:
                 headers = MutableHeaders(scope=message)
                 total = (time.monotonic() - started) * 1000
                 call: Call | None = state.get("call")
-                backend = 0.0 if call is None else call.backend_seconds * 1000
                 headers["x-request-id"] = state["id"]
                 headers["openai-processing-ms"] = str(round(total))
-                headers["server-timing"] = f"total;dur={total:.1f}, backend;dur={backend:.1f}"
+                headers["server-timing"] = f"total;dur={total:.1f}{'' if call is None else _parts_of(call)}"
             await send(message)
 
         # Compared in constant time, so that nobody learns the key byte by byte.
@@ -194,6 +209,18 @@ class _Guard:
                 raise
             refusal = error_response(503, "the server has ended before this was answered", headers={"Retry-After": "1"})
             await refusal(scope, receive, send_timed)
+
+
+def _parts_of(call: Call) -> str:
+    """What a call waited for, in milliseconds: the backend, and of that the queue and the computation."""
+    parts = [f", backend;dur={1000 * call.backend_seconds:.1f}"]
+    found = [answered.times for answered in call.answered if answered.times is not None]
+    if found:
+        # Requests of one call run side by side.
+        queue = max(times.queue_seconds for times in found)
+        compute = max(times.compute_seconds for times in found)
+        parts.append(f", queue;dur={1000 * queue:.1f}, compute;dur={1000 * compute:.1f}")
+    return "".join(parts)
 
 
 def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from moepass import __version__
 from moepass.models.errors import InputError
+from moepass.runtime.serving.http.metrics_text import MEDIA_TYPE, metrics_text
 from moepass.runtime.serving.requests.backend import ServingState
 from moepass.runtime.serving.routes import chat, completions, decisions, rerank, scores, systemone, vectors
 from moepass.runtime.serving.routes.errors import ErrorReply, error_response
@@ -72,9 +73,10 @@ async def version(call: Call) -> VersionReply:
 
 
 async def metrics(call: Call) -> Response:
-    """In the text format of Prometheus, as the backend names them."""
-    lines = [f"{name} {value!r}" for name, value in sorted(call.service.backend.status().metrics.items())]
-    return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
+    """In the text format of Prometheus."""
+    backend = call.service.backend
+    view = await backend.view()
+    return Response(metrics_text(call.model, backend.status(), view), media_type=MEDIA_TYPE)
 
 
 async def invoke(call: Call) -> Any:

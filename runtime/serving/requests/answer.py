@@ -53,8 +53,19 @@ class Usage:
     flops: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerTimes:
+    """Seconds that a request waited until a rank began it, and those from then until its answer."""
+
+    queue_seconds: float
+    compute_seconds: float
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Answer:
+    """`times` are None where nobody measured them."""
+
     id: str
     pieces: tuple[PieceAnswer, ...]
     usage: Usage
+    times: AnswerTimes | None = None

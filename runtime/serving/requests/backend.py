@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.view import BackendView
 
 ServingState = Literal["starting", "ready", "draining", "no rank"]
 VectorKind = Literal["class scores", "embedding"]
@@ -45,7 +46,7 @@ class BackendStatus:
     vector                what `TokenPiece.vector` is answered with, None where it is not
     class_names           the classes of class scores, in their order
     details               for people: how the model runs, how full its ranks are
-    metrics               for machines: numbers by their Prometheus name
+    metrics               for machines: sums since the start, by name
     """
 
     state: ServingState
@@ -79,4 +80,8 @@ class Backend(Protocol):
 
     def status(self) -> BackendStatus:
         """How it is now; does not wait."""
+        ...
+
+    async def view(self) -> BackendView:
+        """What those see who look at it. It asks the ranks, and waits for them only shortly."""
         ...

@@ -86,6 +86,11 @@ class RankRouter(abc.ABC):
         return tuple(self._loads)
 
     @property
+    def saturation_flops(self) -> float:
+        """A rank with this load or more takes no more."""
+        return self._saturation_flops
+
+    @property
     def waiting_flops(self) -> int:
         """Of all that no rank has yet, without any sharing: the most that it can cost."""
         return self._queue.flops

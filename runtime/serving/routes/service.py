@@ -17,7 +17,7 @@ from moepass.models.errors import InputError, OptionError
 from moepass.models.limits import MOST_BODIES_BYTES, MOST_REQUEST_TOKENS, MOST_WAIT_SECONDS, check_limit, decode_json
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
-from moepass.runtime.serving.requests.answer import Answer, Usage
+from moepass.runtime.serving.requests.answer import Answer, AnswerTimes, Usage
 from moepass.runtime.serving.requests.backend import Backend, QueueFullError
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.routes.errors import HttpError
@@ -85,6 +85,15 @@ class Service:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnsweredRequest:
+    """What the answer to one request took; it `ended` at that time of the clock, in seconds."""
+
+    usage: Usage
+    times: AnswerTimes | None
+    ended: float
+
+
 @dataclasses.dataclass(slots=True)
 class Call:
     """One request of a client: its body, and what has been spent on it so far."""
@@ -93,7 +102,7 @@ class Call:
     raw: bytes
     id: str
     backend_seconds: float = 0.0
-    usages: list[Usage] = dataclasses.field(default_factory=list)
+    answered: list[AnsweredRequest] = dataclasses.field(default_factory=list)
 
     @property
     def writer(self) -> PromptWriter:
@@ -160,7 +169,7 @@ class Call:
             )
         finally:
             self.backend_seconds = max(self.backend_seconds, time.monotonic() - started)
-        self.usages.append(answer.usage)
+        self.answered.append(AnsweredRequest(answer.usage, answer.times, time.time()))
         return answer
 
     async def answer_tree(self, tree: RequestTree, salt: str | None = None, priority: int = 0) -> TreeAnswer:
@@ -180,11 +189,11 @@ class Call:
     @property
     def tokens(self) -> int:
         """Tokens of all requests of this call so far; what they share is counted once in each."""
-        return sum(usage.tokens for usage in self.usages)
+        return sum(answered.usage.tokens for answered in self.answered)
 
     @property
     def cached_tokens(self) -> int:
-        return sum(usage.cached_tokens for usage in self.usages)
+        return sum(answered.usage.cached_tokens for answered in self.answered)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,24 +36,30 @@ from moepass.runtime.serving.requests.backend import (
     ServingState,
 )
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
+from moepass.runtime.serving.workers.looks import Looks
 from moepass.runtime.serving.workers.messages import (
     Alive,
     Cancel,
     Drain,
+    Look,
     RankReady,
     RequestFailed,
     Run,
+    Seen,
     Started,
     StepDone,
     ToRank,
     decode_from_rank,
     encode,
 )
+from moepass.runtime.serving.workers.rank_views import rank_views
 from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
-from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor
+from moepass.runtime.serving.workers.request_times import RequestTimes
+from moepass.runtime.serving.workers.supervisor import RankStarter, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
 # A rank computes a step while the requests of the next one wait for it there, so that it never waits for the frontend.
@@ -75,6 +81,21 @@ class FrontendLimits:
     waiting_seconds: float = math.inf
     open_bytes: float = math.inf
 
+    def check(self, waiting_seconds: float, open_bytes: float) -> None:
+        """Raises QueueFullError where so much waits already that nothing is taken."""
+        for name, value, limit in (
+            ("seconds of work", waiting_seconds, self.waiting_seconds),
+            ("bytes", open_bytes, self.open_bytes),
+        ):
+            if value >= limit:
+                raise QueueFullError(
+                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
+                    retry_after_seconds=max(1.0, math.ceil(waiting_seconds)),
+                    name=name,
+                    value=value,
+                    expected=limit,
+                )
+
 
 @dataclasses.dataclass
 class ServingCounters:
@@ -83,7 +104,7 @@ class ServingCounters:
     requests: int = 0
     answered: int = 0
     refused: int = 0
-    turned_away: int = 0
+    refused_full: int = 0
     failed: int = 0
     given_up: int = 0
     rerun: int = 0
@@ -92,6 +113,7 @@ class ServingCounters:
     steps: int = 0
     split_steps: int = 0
     tokens: int = 0
+    request_tokens: int = 0
     cached_tokens: int = 0
     flops: int = 0
     unshared_flops: int = 0
@@ -112,12 +134,13 @@ class Frontend:
         limits: how much may wait before requests are refused.
         ends_together: ranks hold parts of one model and cannot go on without each other.
         hangs: when a rank counts as hung.
+        restarts: ranks that end are started again; otherwise `lost` tells of them.
     """
 
     def __init__(
         self,
         ranks: int,
-        command: Callable[[int, int, str], RankCommand],
+        command: Callable[[int, int, str], RankStarter],
         *,
         endpoint: str,
         formula: FlopsFormula,
@@ -126,11 +149,16 @@ class Frontend:
         limits: FrontendLimits,
         ends_together: bool = False,
         hangs: HangLimits = HANGS,
+        restarts: bool = True,
     ) -> None:
         self._ranks, self._endpoint, self._key, self._limits = ranks, endpoint, key, limits
         self._formula, self._make_router = formula, make_router
         self._supervisor = Supervisor(
-            ranks, lambda rank, attempt: command(rank, attempt, endpoint), self._lost, ends_together=ends_together
+            ranks,
+            lambda rank, attempt: command(rank, attempt, endpoint),
+            self._lost,
+            ends_together=ends_together,
+            restarts=restarts,
         )
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
@@ -147,6 +175,8 @@ class Frontend:
         self._compilations: dict[int, int] = {}
         self._watch = RankWatch(hangs)
         self._tasks: list[asyncio.Task[None]] = []
+        self._looks = Looks(lambda rank: self._send(rank, Look()))
+        self._times = RequestTimes()
         self.counters = ServingCounters()
 
     # ---- Life
@@ -162,6 +192,10 @@ class Frontend:
         self._shares_prefixes = all(one.form == "trie" for one in facts)
         self._router = self._make_router(self._ranks, self._formula, facts)
         self._state = "ready"
+
+    async def lost(self) -> None:
+        """Waits for a rank that ends and is not started again, once `start` is over. Raises RankLostError."""
+        await self._supervisor.lost()
 
     async def close(self, seconds: float) -> None:
         """Take nothing more, wait up to `seconds` for what is open, and end the ranks."""
@@ -186,19 +220,11 @@ class Frontend:
         idle server refuses nothing that its ranks can compute, and more than the limits waits by one call at most."""
         router = self._serving_router()
         seconds = router.waiting_flops / sum(facts.flops_per_second for facts in self._facts.values())
-        for name, value, limit in (
-            ("seconds of work", seconds, self._limits.waiting_seconds),
-            ("bytes", self._open_bytes, self._limits.open_bytes),
-        ):
-            if value >= limit:
-                self.counters.turned_away += 1
-                raise QueueFullError(
-                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
-                    retry_after_seconds=max(1.0, math.ceil(seconds)),
-                    name=name,
-                    value=value,
-                    expected=limit,
-                )
+        try:
+            self._limits.check(seconds, self._open_bytes)
+        except QueueFullError:
+            self.counters.refused_full += 1
+            raise
 
     async def answer(
         self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
@@ -220,13 +246,14 @@ class Frontend:
         )
         router.submit(routable)
         self.counters.requests += 1
-        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future())
+        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future(), now)
         self._waiting[number] = waiting
         self._open_bytes += size
         self._route_soon()
         try:
-            return await asyncio.wait_for(waiting.future, timeout_seconds)
-        except asyncio.TimeoutError:
+            answer = await asyncio.wait_for(waiting.future, timeout_seconds)
+            return self._times.answered(waiting, answer, time.monotonic())
+        except TimeoutError:
             raise AnswerTimeoutError(
                 f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
             ) from None
@@ -242,10 +269,8 @@ class Frontend:
         if state == "ready" and not self._facts:
             state = "no rank"
         facts = next(iter(self._facts.values()), None) or self._last_facts
-        loads = self._router.loads if self._router is not None else ()
         metrics = {name: float(value) for name, value in dataclasses.asdict(self.counters).items()}
         metrics["compilations_after_ready"] = float(sum(self._compilations.values()))
-        metrics |= {f"load_flops_rank_{rank}": float(load) for rank, load in enumerate(loads)}
         return BackendStatus(
             state=state,
             max_sequence_tokens=facts.max_sequence_tokens if facts else 0,
@@ -256,6 +281,24 @@ class Frontend:
             details=dict(facts.notes) if facts else {},
             metrics=metrics,
         )
+
+    async def view(self) -> BackendView:
+        """As `Backend.view`."""
+        seen = await self._looks.ask(list(self._facts))
+        running = sum(waiting.began is not None for waiting in self._waiting.values())
+        attempts, assigned = self._supervisor.attempts, self._assigned.values()
+        ranks = rank_views(self._ranks, self._router, self._facts, attempts, assigned, seen)
+        return BackendView(ranks, len(self._waiting) - running, running, self._times.histograms)
+
+    def engine_facts(self) -> tuple[EngineFacts, ...]:
+        """Of the ranks that are ready."""
+        return tuple(self._facts.values())
+
+    def held_blocks(self, most: int) -> list[bytes]:
+        """Hashes of up to `most` blocks that some rank holds, each after those before it."""
+        committed = self._router.tables.committed if self._router is not None else {}
+        # A block is stored after, and evicted before, those that come before it; the table is in the order of storing.
+        return [block for block in itertools.islice(committed, most) if isinstance(block, bytes)]
 
     # ---- Requests
 
@@ -328,6 +371,9 @@ class Frontend:
 
     def _heard(self, rank: int, content: bytes) -> None:
         message = decode_from_rank(content)
+        if isinstance(message, Seen):  # which says nothing of how long a step takes
+            self._looks.heard(rank, message.engine)
+            return
         self._watch.heard(rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None)
         if isinstance(message, Alive):
             return
@@ -343,6 +389,7 @@ class Frontend:
             self._watch.started(rank, message.ids)
             for number in message.ids:
                 self._router.started(int(number))
+                self._began(number)
         elif isinstance(message, StepDone):
             self._step_done(self._router, rank, message)
         elif isinstance(message, RequestFailed):
@@ -358,6 +405,12 @@ class Frontend:
                 self.counters.ranks_hung += 1
                 self._supervisor.kill(rank)
 
+    def _began(self, number: str) -> None:
+        assignment = self._assigned.get(number)
+        waiting = self._waiting.get(assignment.request_id) if assignment is not None else None
+        if waiting is not None and waiting.began is None:
+            waiting.began = time.monotonic()
+
     def _step_done(self, router: RankRouter, rank: int, message: StepDone) -> None:
         result = message.result
         for block in result.stored:
@@ -371,6 +424,7 @@ class Frontend:
                 continue  # withdrawn, or answered by another rank meanwhile
             waiting = self._waiting[assignment.request_id]
             waiting.add(assignment, answer)
+            self.counters.request_tokens += answer.usage.tokens
             self.counters.cached_tokens += answer.usage.cached_tokens
             if not remaining:
                 del self._waiting[assignment.request_id]
@@ -387,6 +441,7 @@ class Frontend:
         counters.steps += 1
         counters.split_steps += result.retries
         counters.tokens += result.tokens
+        self._times.stepped(result.tokens)
         counters.flops += result.flops
         counters.unshared_flops += result.unshared_flops
         counters.step_seconds += result.seconds
@@ -409,6 +464,7 @@ class Frontend:
         for rank in ranks:
             self._watch.forget(rank)
             self._facts.pop(rank, None)
+            self._looks.lost(rank)
             self._compilations.pop(rank, None)
             self.counters.ranks_lost += 1
             self._assigned = {

@@ -24,14 +24,17 @@ import zmq
 from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.engine.step_engine import StepEngine
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.view import EngineView
 from moepass.runtime.serving.workers.messages import (
     Alive,
     Cancel,
     Drain,
     FromRank,
+    Look,
     RankReady,
     RequestFailed,
     Run,
+    Seen,
     Started,
     StepDone,
     decode_for_rank,
@@ -65,13 +68,15 @@ class Mailbox:
         name: bytes,
         check: Callable[[Request], None],
         watch: ParentWatch,
+        look: Callable[[], EngineView] = EngineView,
     ) -> None:
-        """Connects to `endpoint` as `name`. `check` raises InputError for a request that is refused at once."""
+        """Connects to `endpoint` as `name`. `check` raises InputError for a request that is refused at once; `look`
+        gives what those see who look, and must not wait for a step."""
         self._condition = threading.Condition()
         self._waiting: dict[str, Request] = {}
         self._ends = False
         self._busy_since: float | None = None
-        self._check, self._watch = check, watch
+        self._check, self._watch, self._look = check, watch, look
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name)
         self._socket.setsockopt(zmq.LINGER, 2000)
@@ -143,6 +148,9 @@ class Mailbox:
             return
         if isinstance(message, Drain):
             self._end(drop=False)
+            return
+        if isinstance(message, Look):
+            self._socket.send(encode(Seen(self._look())))
             return
         taken = {}
         for request in message.requests if isinstance(message, Run) else ():

@@ -12,14 +12,16 @@ from moepass.runtime.serving.router.decisions import Assignment
 
 
 class WaitingRequest:
-    """A request whose answer somebody waits for in `future`.
+    """A request that `arrived` at that time, and whose answer somebody waits for in `future`. A rank `began` it.
 
     `prompt_pieces` of its pieces, from the first, are the prompt of all assignments; the others are the parts that the
     router may give to several ranks. What is read of the prompt is answered by the assignment that has part 0.
     """
 
-    def __init__(self, request: Request, prompt_pieces: int, future: asyncio.Future[Answer]) -> None:
+    def __init__(self, request: Request, prompt_pieces: int, future: asyncio.Future[Answer], arrived: float) -> None:
         self.request, self.prompt_pieces, self.future = request, prompt_pieces, future
+        self.arrived = arrived
+        self.began: float | None = None
         self._answers: list[tuple[RequestPart, Answer]] = []
 
     def work_of(self, assignment: Assignment) -> Request:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 from moepass.cli.arguments import parse_labels
 from moepass.cli.main import app
+from moepass.demo.comparison import run_demo
 from moepass.explaining.capture_model import capture_plans, explain_model
 from moepass.models.byte_counts import parse_bytes
 from moepass.passes.ir.plan import Plan
@@ -255,6 +257,7 @@ def test_explain_of_a_dense_model_says_that_there_is_nothing_to_do(dense: Path) 
     result = _run("explain", dense, "--seq", "16")
     assert result.exit_code == 0, result.output
     assert "no numbers: the sizes of model_type 'llama' are not known" in " ".join(result.stdout.split())
+    assert "cannot be served: the sizes of model_type 'llama' are not known" in result.stdout
     assert "resident: the graph has no MoE block, so there is nothing to move" in result.stdout
 
 
@@ -366,7 +369,8 @@ def test_help_and_version_do_not_import_torch() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0, finished.stderr
-    assert all(command in finished.stdout for command in ("score", "explain", "demo"))
+    listed = re.findall(r"^│ (\w+)  ", finished.stdout[finished.stdout.index("Commands") :], re.M)
+    assert listed == ["demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache"]
     assert _process("--version").stdout.startswith("moepass ")
 
 
@@ -388,8 +392,8 @@ def test_demo_refuses_more_texts_than_there_are() -> None:
     _assert_one_line(_run("demo", "--texts", "999999"), "texts is 999999, but only")
 
 
-def test_demo_compares_every_prediction() -> None:
-    result = _run("demo", "--texts", "40", "--lower", "eager")
-    assert result.exit_code == 0, result.output
-    assert "equal: 0 of 40 predictions differ" in result.stdout
-    assert "asyncep (eager), streamed" in result.stdout
+def test_demo_compares_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(40, "eager")
+    shown = capsys.readouterr().out
+    assert "equal: 0 of 40 predictions differ" in shown
+    assert "asyncep (eager), streamed" in shown

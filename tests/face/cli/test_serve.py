@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -79,8 +81,23 @@ def test_decisions_of_the_demo(tmp_path: Path) -> None:
             found = [one["probability"] for one in answer["probabilities"]]
             assert found == pytest.approx(expected(text, labels), abs=1e-4)
             assert answer["choice"] == "<de>"
-        assert "compilations_after_ready" in server.client.get("/metrics").text
+        assert "moepass_compilations_after_ready 0.0" in server.client.get("/metrics").text
+        check_what_is_seen(server)
         assert server.end() == 0
+
+
+def check_what_is_seen(server: Server) -> None:
+    """After one decision, on two ranks."""
+    assert "<title>moepass</title>" in server.client.get("/").text
+    assert server.client.get("/ready").json()["details"]["steps"].startswith("tries: ")
+    state = server.client.get("/v1/state").json()
+    assert [(rank["state"], rank["form"], rank["load_flops"]) for rank in state["ranks"]] == [("ready", "trie", 0)] * 2
+    assert "German" in state["labels"]
+    (step,) = [rank["engine"]["step"] for rank in state["ranks"] if rank["engine"]["step"] is not None]
+    assert (step["number"], step["requests"]) == (1, 1)
+    # Both questions are the same, so there is one place to read at.
+    assert [node["reads"] for node in step["nodes"]] == [1]
+    assert step["tokens"] == step["nodes"][0]["tokens"] == state["sums"]["request_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +139,31 @@ def test_a_dense_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     assert "A dense model has no experts to stream" in line
 
 
+@pytest.fixture
+def copied_demo(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(resolve_model("demo"), tmp_path / "copied"))
+
+
+def test_a_wrong_template_is_an_error_before_any_rank_starts(copied_demo: Path) -> None:
+    (copied_demo / "chat_template.jinja").write_text("{{ messages[0].role }}:")
+    done = CliRunner().invoke(app, ["serve", str(copied_demo), "--port", "0"])
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert "leaves out the text" in line
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_its_probe_is_not_served(copied_demo: Path, tmp_path: Path) -> None:
+    prompt = copied_demo / "prompt.json"
+    prompt.write_text(prompt.read_text().replace('"expected": "German"', '"expected": "Dutch"'))
+    program = [sys.executable, "-m", "moepass.cli", "serve", str(copied_demo), "--eager", "--port", "0"]
+    environment = {**os.environ, "MOEPASS_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=START_SECONDS)
+    assert done.returncode == 1
+    assert "rank 0: the model fails the probe of its prompt.json: it answers 'German'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -145,5 +187,38 @@ def test_nothing_compiles_after_ready(tmp_path: Path) -> None:
             response = server.client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text
         metrics = server.client.get("/metrics").text
-        assert re.search(r"^compilations_after_ready 0\.0$", metrics, re.M), metrics
+        assert re.search(r"^moepass_compilations_after_ready 0\.0$", metrics, re.M), metrics
+        assert server.end() == 0
+
+
+def snippets(page: str, start: str) -> list[str]:
+    """The code blocks of a page that begin with `start`."""
+    text = (Path(__file__).resolve().parents[3] / page).read_text(encoding="utf-8")
+    return [block for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S) if block.startswith(start)]
+
+
+def rounded(value: Any) -> Any:
+    """As numbers stand in a page."""
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+@pytest.mark.slow
+def test_what_pages_show_of_the_server_is_true(tmp_path: Path) -> None:
+    with serving("demo", "--eager", cache=tmp_path) as server:
+
+        def run(*program: str) -> str:
+            here = [re.sub(r"(http://)?(127\.0\.0\.1|localhost):8000", server.url, part) for part in program]
+            return subprocess.run(here, capture_output=True, text=True, timeout=60, check=True).stdout
+
+        for page in ("README.md", "docs/serving.md"):
+            (asked,), (answer,) = snippets(page, "curl "), snippets(page, '{"model": "demo"')
+            assert rounded(json.loads(run("bash", "-c", f"set -e; {asked}"))) == rounded(json.loads(answer)), page
+        (asked,), (answer,) = snippets("README.md", "import openai"), snippets("README.md", "German 0.")
+        assert run(sys.executable, "-c", asked) == answer
+        (asked,) = snippets("docs/api.md", "import openai")
+        assert run(sys.executable, "-c", asked).startswith("German 0.9")
         assert server.end() == 0

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, ScoredTokens, Usage
 from moepass.runtime.serving.requests.backend import BackendStatus, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece
+from moepass.runtime.serving.requests.view import BackendView
 
 
 class ReferenceBackend:
@@ -19,7 +20,7 @@ class ReferenceBackend:
 
     `requests` are those that it was asked; `error` is raised instead of an answer, and nothing is admitted while it
     `is_full`; `gate`, where there is one, is waited for before each answer. `cancelled` counts the requests that were
-    given up meanwhile.
+    given up meanwhile. `seen` is what those see who look at it.
     """
 
     def __init__(self, model: PreTrainedModel, class_names: tuple[str, ...] = ()) -> None:
@@ -33,6 +34,7 @@ class ReferenceBackend:
         self.gate: asyncio.Event | None = None
         self.cancelled = 0
         self.state = "ready"
+        self.seen = BackendView()
 
     def status(self) -> BackendStatus:
         config = self.model.config
@@ -45,8 +47,11 @@ class ReferenceBackend:
             vector="class scores" if is_classifier else "embedding",
             class_names=self.class_names,
             details={"attention": "eager"},
-            metrics={"moepass_requests_total": float(len(self.requests))},
+            metrics={"requests": float(len(self.requests))},
         )
+
+    async def view(self) -> BackendView:
+        return self.seen
 
     def check_room(self) -> None:
         if self.is_full:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import socket
 import time
@@ -16,9 +17,11 @@ import pytest
 from served import CHAT_TEMPLATE, Served, served
 
 from moepass import __version__
+from moepass.clients.batch_run import Batch
 from moepass.models.errors import CheckpointError, OptionError
 from moepass.models.limits import MOST_BODY_BYTES, MOST_ITEMS, MOST_REQUEST_TOKENS
-from moepass.runtime.serving.http.app import OPEN_PATHS, ROUTES
+from moepass.runtime.serving.http.app import OPEN_PATHS, ROUTES, create_app
+from moepass.runtime.serving.requests.answer import AnswerTimes
 from moepass.runtime.serving.requests.backend import (
     AnswerTimeoutError,
     NotServingError,
@@ -34,6 +37,18 @@ DECISION = {
     "input": "a text",
     "questions": [{"type": "predicate", "instructions": "Is it so?"}],
 }
+INVOCATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}, "/v1/systemone"),
+    (DECISION, "/v1/decisions"),
+    ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}, "/v1/chat/completions"),
+    ({"prompt": "a", "max_tokens": 1}, "/v1/completions"),
+    ({"query": "a", "items": ["b"], "label_token_ids": [5]}, "/v1/score"),
+    ({"queries": "a", "documents": ["b"]}, "/score"),
+    ({"query": "a", "documents": ["b"]}, "/rerank"),
+    ({"query": "a", "texts": ["b"]}, "/rerank"),
+    ({"input": "a"}, "/v1/embeddings"),
+    ({"inputs": "a"}, "/embed"),
+]
 
 
 @pytest.fixture
@@ -220,27 +235,35 @@ def test_responses_say_how_long_they_took(chat: Served) -> None:
     assert other.headers["x-request-id"].startswith("req-")
 
 
-@pytest.mark.parametrize(
-    ("body", "path"),
-    [
-        ({"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}, "/v1/systemone"),
-        (DECISION, "/v1/decisions"),
-        ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}, "/v1/chat/completions"),
-        ({"prompt": "a", "max_tokens": 1}, "/v1/completions"),
-        ({"query": "a", "items": ["b"], "label_token_ids": [5]}, "/v1/score"),
-        ({"queries": "a", "documents": ["b"]}, "/score"),
-        ({"query": "a", "documents": ["b"]}, "/rerank"),
-        ({"query": "a", "texts": ["b"]}, "/rerank"),
-        ({"input": "a"}, "/v1/embeddings"),
-        ({"inputs": "a"}, "/embed"),
-    ],
-)
+def test_responses_say_how_long_a_request_waited(chat: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = chat.backend.answer
+
+    async def answer(request: Any, **options: Any) -> Any:
+        return dataclasses.replace(await whole(request, **options), times=AnswerTimes(0.25, 1.5))
+
+    monkeypatch.setattr(chat.backend, "answer", answer)
+    timing = chat.client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1}).headers["server-timing"]
+    assert "queue;dur=250.0, compute;dur=1500.0" in timing
+
+
+def test_the_state_names_the_labels_that_a_model_knows(chat: Served, demo: Served, classes: Served) -> None:
+    assert "German" in demo.client.get("/v1/state").json()["labels"]
+    for one, predicts in ((chat, True), (classes, False)):
+        state = one.client.get("/v1/state").json()
+        assert (state["labels"], state["predicts_tokens"], state["ranks"]) == ([], predicts, [])
+
+
+@pytest.mark.parametrize(("body", "path"), INVOCATIONS)
 def test_an_invocation_is_the_route_that_its_body_means(chat: Served, body: Any, path: str) -> None:
     invoked, direct = chat.post("/invocations", body), chat.post(path, body)
-    for one in (invoked, direct):
-        for changing in ("id", "created") if isinstance(one, dict) else ():
-            one.pop(changing, None)
-    assert invoked == direct
+    assert lasting(invoked) == lasting(direct)
+
+
+def lasting(answer: Any) -> Any:
+    """Without what differs from call to call."""
+    if not isinstance(answer, dict):
+        return answer
+    return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
 def test_an_invocation_that_means_no_route_is_refused(chat: Served) -> None:
@@ -399,3 +422,26 @@ def test_the_document_describes_every_route(chat: Served) -> None:
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         ServerSettings(**{"model_names": ("tiny",)} | wrong)
+
+
+def test_a_batch_in_the_servers_process_is_answered_as_over_http(chat: Served, tmp_path: Path) -> None:
+    bodies = [*INVOCATIONS, ({"prompt": "a", "max_tokens": 9}, "/v1/completions"), ({}, "/no/route")]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": path, "body": body} for n, (body, path) in enumerate(bodies)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    async def ask(batch: Batch) -> None:
+        transport = httpx.ASGITransport(create_app(chat.service))
+        async with httpx.AsyncClient(base_url="http://here", transport=transport) as client:
+            await batch.run(client, most_open=4, patience_seconds=60)
+
+    with Batch(str(source), str(target)) as batch:
+        asyncio.run(ask(batch))
+    answers = {answer["custom_id"]: answer["response"] for answer in map(json.loads, target.open())}
+    assert len(answers) == len(bodies)
+    for number, (body, path) in enumerate(bodies):
+        response, answer = chat.client.post(path, json=body), answers[str(number)]
+        assert answer["status_code"] == response.status_code
+        assert lasting(answer["body"]) == lasting(response.json())

@@ -20,10 +20,12 @@ from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.serving.requests.view import BackendView, EngineView
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import HANGS, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.messages import RankReady, Seen, encode
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 
@@ -92,6 +94,26 @@ def is_right(asked: Request, answer: Answer) -> bool:
     return answer.id == asked.id and found == expected
 
 
+def test_ranks_are_seen_while_others_still_start(tmp_path: Path) -> None:
+    async def work() -> None:
+        def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+            raise AssertionError("no rank is started")
+
+        endpoint = f"ipc://{tmp_path}/ranks"
+        frontend = Frontend(
+            2, command, endpoint=endpoint, formula=TokensFormula(), make_router=make_router, key=KEY, limits=NO_LIMITS
+        )
+        frontend._heard(0, encode(RankReady(sum_rank.SumEngine.facts)))
+        looking = asyncio.create_task(frontend.view())
+        await asyncio.sleep(0)
+        frontend._heard(0, encode(Seen(EngineView(cache_blocks=3))))
+        ranks = (await looking).ranks
+        assert [(rank.state, rank.engine.cache_blocks) for rank in ranks] == [("ready", 3), ("starting", 0)]
+        frontend._context.destroy(linger=0)
+
+    run(work())
+
+
 def slow(rank: int, attempt: int) -> tuple[str, ...]:
     return ("--step-seconds", "0.05")
 
@@ -106,8 +128,23 @@ def test_every_request_gets_its_own_answer(tmp_path: Path) -> None:
             assert frontend._router is not None
             assert frontend._router.loads == (0, 0)
             assert frontend._open_bytes == 0
+            check_view(await frontend.view(), answers)
 
     run(work())
+
+
+def check_view(view: BackendView, answers: list[Answer]) -> None:
+    """Of two ranks that have answered all there was."""
+    assert [(rank.state, rank.load_flops, rank.open_requests) for rank in view.ranks] == [("ready", 0, 0)] * 2
+    assert {rank.most_load_flops for rank in view.ranks} == {2 * sum_rank.STEP_TOKENS}
+    assert (view.running, view.waiting) == (0, 0)
+    seconds = view.histograms["e2e_request_latency_seconds"]
+    assert seconds.cumulative[-1] == len(answers)
+    times = [answer.times for answer in answers if answer.times is not None]
+    assert len(times) == len(answers)
+    assert min(min(one.queue_seconds, one.compute_seconds) for one in times) >= 0
+    assert seconds.sum == pytest.approx(sum(one.queue_seconds + one.compute_seconds for one in times))
+    assert view.histograms["request_prompt_tokens"].sum == sum(answer.usage.tokens for answer in answers)
 
 
 def test_killed_ranks_lose_no_request_and_come_back(tmp_path: Path) -> None:
@@ -325,7 +362,7 @@ def test_an_idle_server_takes_a_call_whole_however_large(limits: FrontendLimits,
             with pytest.raises(QueueFullError):
                 await frontend.answer(one, timeout_seconds=TIMEOUT)
             assert all(map(is_right, many, await asyncio.gather(*asked)))
-            assert frontend.counters.turned_away == 2
+            assert frontend.counters.refused_full == 2
 
     run(work())
 

@@ -14,14 +14,17 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, Usage
 from moepass.runtime.serving.requests.request import Request, TokenPiece
+from moepass.runtime.serving.requests.view import EngineView
 from moepass.runtime.serving.workers.messages import (
     Alive,
     Cancel,
     Drain,
     FromRank,
+    Look,
     RankReady,
     RequestFailed,
     Run,
+    Seen,
     Started,
     StepDone,
     ToRank,
@@ -65,6 +68,9 @@ class CountingEngine:
     def compilations(self) -> int:
         return 3
 
+    def look(self) -> EngineView:
+        return EngineView(cache_blocks=7)
+
 
 class Watch:
     gone = False
@@ -88,7 +94,7 @@ class Frontend:
         self.thread.start()
 
     def _run(self, endpoint: str) -> None:
-        mailbox = Mailbox(self.context, endpoint, b"rank 0", self.engine.check, self.watch)
+        mailbox = Mailbox(self.context, endpoint, b"rank 0", self.engine.check, self.watch, self.engine.look)
         try:
             run_rank(self.engine, mailbox)
         except FailingRankError as error:
@@ -182,6 +188,15 @@ def test_cancelled_requests_do_not_run(frontend: Frontend) -> None:
     frontend.engine.gate.set()
     assert ids(frontend.receive()) == ["a"]
     assert frontend.receive() == Started(("c",))
+
+
+def test_a_rank_says_what_it_does_while_a_step_runs(frontend: Frontend) -> None:
+    frontend.receive()
+    frontend.engine.gate.clear()
+    frontend.send(Run((request("a"),)))
+    assert frontend.receive() == Started(("a",))
+    frontend.send(Look())
+    assert frontend.receive() == Seen(EngineView(cache_blocks=7))
 
 
 def test_a_draining_rank_answers_what_waits(frontend: Frontend) -> None:

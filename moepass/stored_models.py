@@ -1,4 +1,4 @@
-"""`moepass cache`: what is stored for later starts, and how to remove it."""
+"""The list of what `moepass.stored_compile` has stored for later starts, and its removal: `moepass cache`."""
 
 from __future__ import annotations
 

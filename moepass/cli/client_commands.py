@@ -1,0 +1,330 @@
+"""The commands that ask a server: `moepass batch` and `moepass bench`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import resource
+import signal
+import typing
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from moepass.cli.arguments import parse_labels, parse_range
+from moepass.cli.progress import progress_bar
+from moepass.cli.serve_command import rank_options_of, serve, served_names
+from moepass.cli.streams import check_compiler_cache
+from moepass.clients.workloads import PRESETS, ROUTES, WorkloadShape
+from moepass.models.errors import OptionError
+from moepass.models.limits import MOST_LINES, check_wait
+
+if TYPE_CHECKING:
+    from moepass.cli.rank_options import RankOptions
+    from moepass.clients.batch_run import Batch, BatchCounts
+    from moepass.clients.bench_report import BenchReport
+
+# Options of `serve` that say how ranks compute.
+_RANK_OPTIONS = tuple(inspect.signature(rank_options_of).parameters)[1:]
+
+
+def _with_rank_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, which gets as `rank_options` what it is given beside its own, with the options of `serve` for that."""
+    own = inspect.signature(command, eval_str=True).parameters
+    hints = typing.get_type_hints(serve, include_extras=True)
+    further = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(serve).parameters.items()
+        if name in _RANK_OPTIONS
+    ]
+    kept = [parameter for parameter in own.values() if parameter.name != "rank_options"]
+
+    def with_them(*given: Any, **named: Any) -> None:
+        rank_options = {name: named.pop(name) for name in _RANK_OPTIONS}
+        command(*given, **named, rank_options=rank_options)
+
+    signature = inspect.Signature([*kept, *further])
+    with_them.__signature__ = signature  # type: ignore[attr-defined]  # it is what typer reads
+    with_them.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    with_them.__name__, with_them.__doc__ = command.__name__, command.__doc__
+    return with_them
+
+
+@_with_rank_options
+def batch(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A checkpoint folder, or **demo**: asked in this process."),
+    ] = None,
+    *,
+    input: Annotated[str, typer.Option("--input", "-i", metavar="FILE", help="Requests, one JSON object per line.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Answers, added as they come.")],
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Ask this server instead of a MODEL, such as http://127.0.0.1:8000."),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="What --url asks for.")] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="What requests call the MODEL.", show_default="its last part"),
+    ] = None,
+    in_flight: Annotated[
+        int, typer.Option(min=1, max=1 << 16, metavar="N", help="Requests that are open at once.")
+    ] = 512,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Ask again what an earlier run answered with an error.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="SECONDS", help="A request not answered by then is an error.")
+    ] = 600.0,
+    patience: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="So long a full queue or a server that is away is waited for."),
+    ] = 600.0,
+    rank_options: dict[str, Any],
+) -> None:
+    """Answer a file of requests, in the shape of OpenAI's batches.
+
+    Each line in has **custom_id**, **method** (POST), **url** (a route of the server, such as /v1/decisions) and
+    **body**. Each line out has **custom_id**, **response** (status_code, request_id, body) and **error**, in the order
+    in which answers come. A line that is no request gets an error.
+
+    Stopped at any moment, by whatever, and started again: what has an answer in the output is not asked again.
+
+    Exit status: 0 when every line has an answer, 1 when some of them are errors or nothing answers any more, 130 when
+    it was stopped.
+    """
+    if (model is None) == (url is None):
+        raise OptionError("give either a MODEL or --url; the one runs here, the other runs already", name="model")
+    if url is not None:
+        _refuse_rank_options(context)
+    check_wait("timeout", timeout)
+    from moepass.clients.batch_run import Batch
+    from moepass.clients.server_address import parse_server_url
+
+    address = parse_server_url(url) if url is not None else None
+    ranks = rank_options_of(model, **rank_options) if model is not None else None
+    with Batch(input, output, retry_errors=retry_errors) as asked:
+        counts, stopped = asked.counts, 0
+        before = f", {counts.answered_before} of them answered before" if counts.answered_before else ""
+        typer.echo(f"{counts.lines} lines{before}", err=True)
+        if not asked.is_done:
+            with progress_bar("starting", counts.lines, rate="lines") as (bar, task):
+
+                def show(counts: BatchCounts) -> None:
+                    bar.update(task, completed=counts.done, description=f"{counts.errors} errors")
+
+                bar.update(task, completed=counts.done)
+                stopped = asyncio.run(
+                    _until_stopped(
+                        _ask_server(asked, address, api_key, timeout, in_flight, patience, show)
+                        if address is not None
+                        else _ask_model(
+                            asked, ranks, served_names(model or "", name), timeout, in_flight, patience, show
+                        )
+                    )
+                )
+    typer.echo(f"{counts.answered} lines answered now; {counts.errors} answers of {counts.done} are errors", err=True)
+    if stopped:
+        typer.echo(f"stopped: {counts.lines - counts.done} lines are left; start the same again to go on", err=True)
+        raise typer.Exit(128 + stopped)
+    if counts.errors:
+        typer.echo("--retry-errors asks again what was answered with an error", err=True)
+        raise typer.Exit(1)
+
+
+def bench(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server, such as http://127.0.0.1:8000.")],
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Lengths and sharing of {', '.join(PRESETS)}.", show_default="none"),
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Requests as lines of a batch, instead of made ones.")
+    ] = None,
+    route: Annotated[str, typer.Option(metavar=f"[{'|'.join(ROUTES)}]", help="What to ask.")] = "decisions",
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST_LINES, metavar="N", help="Requests to send.", show_default="256; all lines of --file"
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, metavar="N", help="Requests/s, at random times, however slow answers are.", show_default="none"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1 << 16, metavar="N", help="Without --rate: requests that are open at once.")
+    ] = 32,
+    prefixes: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Prefixes that requests share; 0: each has its own.", show_default="0"),
+    ] = None,
+    prefix_length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N[-M]", help="Of prefixes: tokens, or words where the route takes text.", show_default="0"
+        ),
+    ] = None,
+    own_length: Annotated[
+        str | None, typer.Option(metavar="N[-M]", help="Of what follows the prefix.", show_default="64")
+    ] = None,
+    items: Annotated[
+        int, typer.Option(min=1, max=4096, metavar="N", help="Questions, prompts, items or documents of a request.")
+    ] = 1,
+    labels: Annotated[str, typer.Option(metavar="A,B,...", help="The choices of decisions.")] = "yes,no",
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed makes the same requests.")] = 0,
+    goodput: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="MS", help="Count requests that were answered within it.", show_default="none"),
+    ] = None,
+    warmup: Annotated[
+        int, typer.Option(min=0, max=MOST_LINES, metavar="N", help="Requests before, which are not counted.")
+    ] = 8,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What to ask for.", show_default="what the server has")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="What the server asks for.")] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="SECONDS", help="A request not answered by then is an error.")
+    ] = 600.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Measure a server with a workload: latency, requests and tokens per second, goodput, hit rate, FLOPs.
+
+    Works with any server that has the route in OpenAI's, SGLang's (score) or Cohere's (rerank) shape. What it does not
+    tell is not guessed.
+
+    Exit status: 0 when every request was answered or refused because the queue was full, 1 otherwise.
+    """
+    check_wait("timeout", timeout)
+    if file is not None and workload is not None:
+        raise OptionError("--file has requests of its own; leave --workload out", name="workload")
+    if workload is not None and workload not in PRESETS:
+        raise OptionError.wrong("workload", workload, f"one of {', '.join(PRESETS)}")
+    start = PRESETS[workload] if workload is not None else WorkloadShape()
+    given: dict[str, Any] = {
+        "requests": requests if file is None or requests is not None else MOST_LINES,
+        "prefixes": prefixes,
+        "prefix_length": None if prefix_length is None else parse_range("prefix_length", prefix_length),
+        "own_length": None if own_length is None else parse_range("own_length", own_length),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    chosen = tuple(parse_labels(labels) or ())
+    shape = dataclasses.replace(start, route=route, items=items, labels=chosen, seed=seed, **given)
+    made = f"{workload or 'made'}, {route}"
+
+    from moepass.clients.bench_report import table_of
+    from moepass.clients.bench_run import BenchOptions, measure
+    from moepass.clients.server_address import parse_server_url
+
+    options = BenchOptions(
+        url=parse_server_url(url),
+        name=made if file is None else file,
+        shape=shape,
+        file=file,
+        rate=rate,
+        concurrency=concurrency,
+        goodput_ms=goodput,
+        warmup=warmup,
+        model=model,
+        api_key=api_key,
+        timeout_seconds=timeout,
+    )
+    _allow_many_files()
+    reports: list[BenchReport] = []
+    total = shape.requests if file is None else requests
+    with progress_bar("warming up", total, rate="requests") as (bar, task):
+
+        async def run() -> None:
+            reports.append(await measure(options, lambda: bar.update(task, advance=1, description="measuring")))
+
+        if stopped := asyncio.run(_until_stopped(run())):
+            raise typer.Exit(128 + stopped)
+    (report,) = reports
+    if json:
+        typer.echo(msgspec.json.encode(report))
+    else:
+        from rich.console import Console
+
+        Console().print(table_of(report), highlight=False)
+    if report.errors:
+        raise typer.Exit(1)
+
+
+def _allow_many_files() -> None:
+    """As many connections may be open as the system lets this process have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _refuse_rank_options(context: typer.Context) -> None:
+    for given in (*_RANK_OPTIONS, "name"):
+        source = context.get_parameter_source(given)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--" + given.replace("_", "-")
+            raise OptionError(f"{option} is for a MODEL; the server of --url runs already", name=given)
+
+
+async def _ask_server(
+    asked: Batch,
+    address: str,
+    api_key: str | None,
+    timeout: float,
+    in_flight: int,
+    patience: float,
+    show: Callable[[BatchCounts], None],
+) -> None:
+    from moepass.clients.server_address import make_client
+
+    async with make_client(address, api_key, timeout_seconds=timeout) as client:
+        await asked.run(client, most_open=in_flight, patience_seconds=patience, on_answer=show)
+
+
+async def _ask_model(
+    asked: Batch,
+    ranks: RankOptions | None,
+    names: tuple[str, ...],
+    timeout: float,
+    in_flight: int,
+    patience: float,
+    show: Callable[[BatchCounts], None],
+) -> None:
+    assert ranks is not None
+    check_compiler_cache()
+    from moepass.cli.serving import in_process
+    from moepass.clients.server_address import make_client
+    from moepass.runtime.serving.routes.service import ServerSettings
+
+    async with contextlib.AsyncExitStack() as opened:
+        transport = await opened.enter_async_context(in_process(ranks, ServerSettings(names, None, timeout)))
+        client = make_client("http://moepass", None, timeout_seconds=None, transport=transport)
+        await opened.enter_async_context(client)
+        await asked.run(client, most_open=in_flight, patience_seconds=patience, on_answer=show)
+
+
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> int:
+    """Run `work` until it is done, or cancelled by a signal, whose number this gives; else 0."""
+    task = asyncio.ensure_future(work)
+    signals: list[int] = []
+
+    def stop(number: int) -> None:
+        signals.append(number)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, int(number))
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not signals:
+            raise
+    return signals[0] if signals else 0

@@ -1,0 +1,77 @@
+"""The probe of a checkpoint's `prompt.json`: a question whose answer the model must know, asked before it serves.
+
+A wrong template, a wrong head or damaged weights make scores that are bad without a word. The checkpoint's own example
+tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moepass.models.checkpoint.checkpoint_folders import PROMPT_FILE, KnownAnswer
+from moepass.models.errors import CheckpointError, InputError
+from moepass.runtime.serving.questions.ask_questions import QuestionTree
+from moepass.runtime.serving.questions.prompts import PromptWriter
+from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
+from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
+from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.request import Request
+
+# Of its own, so that nothing of it is shared with clients.
+_SALT = b"probe"
+
+
+def check_known_answer(writer: PromptWriter, ask: Callable[[Request], Answer], class_names: Sequence[str] = ()) -> None:
+    """Ask the probe of `writer.prompt`, where there is one, with `ask`.
+
+    `class_names` are those of a model that scores classes, and empty for one that predicts tokens.
+
+    Raises CheckpointError where the expected answer is not the most probable one, or the probe cannot be asked.
+    """
+    probe = writer.prompt.probe
+    if probe is None:
+        return
+    try:
+        found = _class_scores(writer, probe, ask, class_names) if class_names else _probabilities(writer, probe, ask)
+    except InputError as error:
+        raise CheckpointError(f"the probe of {PROMPT_FILE} cannot be asked: {error}", name="probe") from error
+    best = max(found, key=found.__getitem__)
+    if found[probe.expected] < found[best]:
+        raise CheckpointError(
+            f"the model fails the probe of its {PROMPT_FILE}: it answers {best!r} with {found[best]:.3g}, and the "
+            f"expected {probe.expected!r} has {found[probe.expected]:.3g}; its template is wrong, or its weights are",
+            name="probe",
+            value=best,
+            expected=probe.expected,
+        )
+
+
+def _probabilities(writer: PromptWriter, probe: KnownAnswer, ask: Callable[[Request], Answer]) -> dict[str, float]:
+    question = Question("choice", probe.question, tuple(map(Option, probe.answers)))
+    tree = QuestionTree(writer, probe.input, [question], SYSTEMONE, names=["the probe"])
+    request = tree.request("probe", _SALT)
+    (answer,) = tree.answers(None if request is None else TreeAnswer(tree.tree, ask(request)))
+    if answer.refusal is not None:
+        raise InputError(answer.refusal, name="probe")
+    return dict(zip(probe.answers, answer.probabilities, strict=True))
+
+
+def _class_scores(
+    writer: PromptWriter, probe: KnownAnswer, ask: Callable[[Request], Answer], class_names: Sequence[str]
+) -> dict[str, float]:
+    unknown = [answer for answer in probe.answers if answer not in class_names]
+    if unknown:
+        raise InputError(
+            f"{unknown[0]!r} is none of the model's classes: {', '.join(class_names)}",
+            name="answers",
+            value=unknown[0],
+            expected=tuple(class_names),
+        )
+    tree = RequestTree(writer.most_tokens)
+    sequence = tree.add(writer.encode_plain([probe.input], name="the probe")[0], "the probe")
+    tree.vector(sequence, "last")
+    scores = np.asarray(TreeAnswer(tree, ask(tree.request("probe", _SALT))).vector(sequence)).tolist()
+    by_class = dict(zip(class_names, scores, strict=True))
+    return {answer: by_class[answer] for answer in probe.answers}

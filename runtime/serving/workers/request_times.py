@@ -1,0 +1,49 @@
+"""How long requests take and how large they are, as histograms under vLLM's names, with its bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from moepass.runtime.serving.requests.answer import Answer, AnswerTimes
+from moepass.runtime.serving.requests.histogram import Histogram
+from moepass.runtime.serving.workers.waiting_request import WaitingRequest
+
+# vLLM's bounds begin at 0.3 seconds. Its own stay, so that both can be added; decisions take less.
+_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_REQUEST_TOKENS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
+
+
+class RequestTimes:
+    """Histograms of all requests that were answered, and of all steps."""
+
+    def __init__(self) -> None:
+        self._total, self._queue, self._compute = Histogram(_SECONDS), Histogram(_SECONDS), Histogram(_SECONDS)
+        self._request_tokens, self._step_tokens = Histogram(_REQUEST_TOKENS), Histogram(_STEP_TOKENS)
+
+    @property
+    def histograms(self) -> Mapping[str, Histogram]:
+        return {
+            "e2e_request_latency_seconds": self._total,
+            "request_queue_time_seconds": self._queue,
+            "request_inference_time_seconds": self._compute,
+            "request_prompt_tokens": self._request_tokens,
+            "iteration_tokens_total": self._step_tokens,
+        }
+
+    def answered(self, waiting: WaitingRequest, answer: Answer, now: float) -> Answer:
+        """`answer`, which is there at `now`, with its times."""
+        began = now if waiting.began is None else waiting.began
+        times = AnswerTimes(began - waiting.arrived, now - began)
+        self._total.observe(now - waiting.arrived)
+        self._queue.observe(times.queue_seconds)
+        self._compute.observe(times.compute_seconds)
+        self._request_tokens.observe(answer.usage.tokens)
+        return dataclasses.replace(answer, times=times)
+
+    def stepped(self, tokens: int) -> None:
+        self._step_tokens.observe(tokens)

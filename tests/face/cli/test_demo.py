@@ -1,0 +1,50 @@
+"""`moepass demo` as a process: its last act is a decision over HTTP, and it leaves nothing running."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from moepass.demo.decision import REQUEST, readable
+
+PROGRAM = [sys.executable, "-m", "moepass.cli", "demo", "--texts", "40", "--lower", "eager"]
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_demo_ends_with_a_decision_over_http() -> None:
+    finished = subprocess.run(PROGRAM, capture_output=True, text=True, timeout=280)
+    assert finished.returncode == 0, finished.stderr
+    assert "equal: 0 of 40 predictions differ" in finished.stdout
+    request, answer = (json.loads(found) for found in re.findall(r"^\{$.*?^\}$", finished.stdout, re.M | re.S))
+    assert request == REQUEST
+    assert [one["choice"] for one in answer["answers"]] == ["German", "German"]
+    address = re.search(r"POST (http://127\.0\.0\.1:\d+)/v1/decisions", finished.stdout)
+    assert address
+    assert address[1] in finished.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_demo_with_its_server(number: signal.Signals) -> None:
+    with subprocess.Popen(PROGRAM, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        shown = ""
+        while "starting" not in shown:
+            shown = process.stderr.readline()
+            assert shown, "it has ended"
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(60) in (130, 128 + number)
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+
+
+def test_what_is_shown_is_json() -> None:
+    assert json.loads(readable(REQUEST)) == REQUEST
+    assert "gültige" in readable(REQUEST)

@@ -1,0 +1,80 @@
+"""/v1/state says how ranks are, and / is the page that shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi.responses import Response
+
+from moepass.models.checkpoint.checkpoint_folders import Prompt
+from moepass.runtime.serving.http import looking
+from moepass.runtime.serving.requests.backend import BackendStatus
+from moepass.runtime.serving.requests.view import BackendView, EngineView, RankView, StepNode, StepView
+from moepass.runtime.serving.routes.service import Call, ServerSettings, Service
+
+STEP = StepView(4, 0.5, 2, 9, 16, 800, 1600, 0.25, (StepNode(-1, 16, True, 0), StepNode(0, 9, False, 2)), 1)
+VIEW = BackendView(
+    (
+        RankView(0, "ready", 30, 50, 120.0, 3, 1e6, "trie", "tries: …", EngineView(STEP, 8, 6, 2, 64)),
+        RankView(1, "lost", 0, 0, None, 0, 0.0, None, "", EngineView()),
+    ),
+    waiting=2,
+    running=1,
+)
+
+
+class Backend:
+    def status(self) -> BackendStatus:
+        return BackendStatus("ready", 8, 8, metrics={"answered": 5.0})
+
+    async def view(self) -> BackendView:
+        return VIEW
+
+
+def test_the_state_holds_ranks_and_steps_in_sizes() -> None:
+    writer: Any = SimpleNamespace(
+        has_chat_template=False, prompt=Prompt(labels=("<a>", "<b>"), label_names={"<a>": "A"})
+    )
+    service = Service(Backend(), writer, ServerSettings(("tiny",)))  # type: ignore[arg-type]
+    found = msgspec.json.decode(msgspec.json.encode(asyncio.run(looking.state(Call(service, b"", "id")))))
+    assert (found["state"], found["model"], found["running"], found["waiting"]) == ("ready", "tiny", 1, 2)
+    assert found["labels"] == ["A", "<b>"]
+    assert found["sums"] == {"answered": 5}
+    first, second = found["ranks"]
+    assert (first["load_flops"], first["most_load_flops"], first["form_text"]) == (30, 120.0, "tries: …")
+    step = first["engine"]["step"]
+    assert step["nodes"][1] == {"parent": 0, "tokens": 9, "is_cached": False, "reads": 2}
+    assert (step["left_out"], step["cached_tokens"]) == (1, 16)
+    assert (second["state"], second["most_load_flops"], second["engine"]["step"]) == ("lost", None, None)
+
+
+@pytest.fixture(scope="module")
+def response() -> Response:
+    call: Any = None
+    return asyncio.run(looking.page(call))
+
+
+def test_the_page_runs_nothing_but_its_own_script(response: Response) -> None:
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    for element in ("script", "style"):
+        (content,) = re.findall(f"<{element}>(.*?)</{element}>", bytes(response.body).decode(), re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[f"{element}-src"] == f"'sha256-{digest}'"
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_fetches_nothing_from_elsewhere_and_makes_no_html_of_texts(response: Response) -> None:
+    text = bytes(response.body).decode().replace("http://www.w3.org/2000/svg", "")  # a name, which nobody fetches
+    assert not re.findall(r"https?:|//[a-z]|@import|url\(|<img|<iframe|import\(| src=", text)
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", text)
+    assert not re.findall(r"localStorage|sessionStorage|document\.cookie", text)
+    assert not re.findall(r"\son[a-z]+=|\sstyle=", text)  # the policy would not run them

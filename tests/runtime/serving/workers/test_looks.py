@@ -1,0 +1,67 @@
+"""Ranks are asked when somebody looks: once for all who look, and nobody waits long for one that is silent."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.requests.view import EngineView
+from moepass.runtime.serving.router.decisions import Assignment
+from moepass.runtime.serving.workers import looks
+from moepass.runtime.serving.workers.looks import Looks
+from moepass.runtime.serving.workers.rank_views import rank_views
+
+FACTS = EngineFacts("rows", 10, 1e6, 100, 50, 32, True, None, (), {"steps": "padded rows, because it is recurrent"})
+
+
+def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        sent: list[int] = []
+        asking = Looks(sent.append)
+        both = [asyncio.create_task(asking.ask([0, 1])) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert sent == [0, 1]
+        for rank in (0, 1):
+            asking.heard(rank, EngineView(cache_blocks=rank + 5))
+        for seen in await asyncio.gather(*both):
+            assert [seen[rank].cache_blocks for rank in (0, 1)] == [5, 6]
+        # It is fresh, so nobody is asked again; later they are.
+        assert (await asking.ask([0, 1]))[0].cache_blocks == 5
+        assert sent == [0, 1]
+        monkeypatch.setattr(looks, "FRESH_SECONDS", 0.0)
+        monkeypatch.setattr(looks, "ANSWER_SECONDS", 0.01)
+        await asking.ask([0])
+        assert sent == [0, 1, 0]
+
+    asyncio.run(work())
+
+
+def test_a_silent_rank_shows_what_it_said_last_and_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(looks, "FRESH_SECONDS", 0.0)
+
+    async def work() -> None:
+        sent: list[int] = []
+        asking = Looks(sent.append)
+        asking.heard(0, EngineView(cache_blocks=5))  # it may say so unasked
+        for _ in range(3):
+            assert (await asking.ask([0]))[0].cache_blocks == 5
+        assert sent == [0]
+        asking.lost(0)
+        assert 0 not in await asking.ask([])
+        await asking.ask([0])
+        assert sent == [0, 0]
+
+    asyncio.run(work())
+
+
+def test_a_rank_is_starting_ready_or_lost() -> None:
+    assigned = [Assignment(number, "a", 1, None, 0, 5, 1) for number in range(3)]
+    views = rank_views(3, None, {1: FACTS}, {0: 0, 1: 2, 2: 1}, assigned, {1: EngineView(cache_blocks=9)})
+    assert [view.state for view in views] == ["starting", "ready", "lost"]
+    assert [view.open_requests for view in views] == [0, 3, 0]
+    assert [view.engine.cache_blocks for view in views] == [0, 9, 0]
+    assert (views[1].form, views[1].form_text) == ("rows", "padded rows, because it is recurrent")
+    assert (views[0].form, views[0].form_text, views[0].most_load_flops) == (None, "", None)
