@@ -22,21 +22,19 @@ from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.models.errors import InputError
-from moepass.models.sizes.architecture import short_dtype
-from moepass.models.sizes.families import from_config
-from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, peak_activation_bytes
+from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.offload.loading import load_pretrained, offload_report
 from moepass.runtime.serving.attention.probe import probe_trie
 from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
-from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
 from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEngine, StatesRunner
 from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.model_sizes import ModelSizes, model_sizes
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.engine.trie_states import TrieStates
@@ -68,6 +66,7 @@ class EngineOptions:
     cache_bytes     for prefix blocks: 0 switches the cache off, None is a part of the memory that is free
     step_tokens     a step is full from so many tokens on; None: as the plan says
     sharers         processes that share the memory of this device, this one included
+    warms_up        before the first request, so that none waits for a compiler
     """
 
     home: HomeOptions | None
@@ -79,6 +78,7 @@ class EngineOptions:
     cache_bytes: int | None = None
     step_tokens: int | None = None
     sharers: int = 1
+    warms_up: bool = True
 
 
 def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | None, key: bytes) -> ModelEngine:
@@ -92,14 +92,14 @@ def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | 
 def make_engine(
     model: PreTrainedModel, options: EngineOptions, compile_module: Compile | None, key: bytes
 ) -> ModelEngine:
-    """An engine of `model`, which belongs to it from then on, warmed up."""
+    """An engine of `model`, which belongs to it from then on, warmed up where that is asked for."""
     store = _placed_store(model)
     if store is not None:
         store.tells_of_uncompiled_calls = False  # the survey and the probe are no compiled calls, and short
     head = ModelHead(model)
     survey = survey_attention(model)
     refusal = survey.refusal or probe_trie(model, survey)
-    table = FlopsTable(from_config(model.config))
+    sizes = model_sizes(model)
     free = _free_bytes(options.device) // options.sharers
     shapes = survey.shapes if refusal is None else ()
     blocks = _block_count(shapes, options, free)
@@ -112,12 +112,13 @@ def make_engine(
     else:
         logger.info("every sequence is computed by itself, as padded rows: %s", refusal)
         runner = PaddedRows(compiled(RowsBackbone(head.backbone)), options.device, ROWS_TOKENS)
-    facts = _facts(model, head, table, survey, refusal, options, free)
+    facts = _facts(model, head, sizes, survey, refusal, options, free)
     counters = EngineCounters(_exposed_seconds(model), lambda: frames_compiled()[0])
-    engine = ModelEngine(head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters)
+    engine = ModelEngine(head, runner, sizes.table, facts, index=BlockIndex(blocks), key=key, counters=counters)
     if store is not None:
         store.tells_of_uncompiled_calls = compile_module is not None
-    warm_up(engine, _full_step_tokens(model, options))
+    if options.warms_up:
+        warm_up(engine, facts.full_step_tokens)
     return engine
 
 
@@ -169,7 +170,7 @@ def _loaded(folder: Path, options: EngineOptions) -> PreTrainedModel:
 def _facts(
     model: PreTrainedModel,
     head: ModelHead,
-    table: FlopsTable,
+    sizes: ModelSizes,
     survey: AttentionSurvey,
     refusal: str | None,
     options: EngineOptions,
@@ -178,13 +179,12 @@ def _facts(
     config = model.config.get_text_config()
     limits = (getattr(config, "max_position_embeddings", None), survey.position_limit)
     longest = min((int(limit) for limit in limits if limit), default=1 << 30)
-    token_bytes = peak_activation_bytes(from_config(model.config), 1, short_dtype(model.dtype))
-    most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / token_bytes))
+    most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / sizes.token_bytes))
     full = _full_step_tokens(model, options)
     names = model.config.id2label if head.kind == "classes" else {}
     return EngineFacts(
         form="trie" if refusal is None else "rows",
-        saturation_flops=full * table.total(1),
+        saturation_flops=full * sizes.table.total(1),
         flops_per_second=0.0,
         most_tokens=most_tokens,
         max_sequence_tokens=longest,
@@ -198,7 +198,9 @@ def _facts(
             else f"padded rows, because {refusal}",
             "full step": f"{full} tokens, {_threshold_source(model, options)}",
             "largest step": f"{most_tokens} tokens",
+            **({} if sizes.note is None else {"costs": sizes.note}),
         },
+        full_step_tokens=full,
     )
 
 
