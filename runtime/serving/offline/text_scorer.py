@@ -30,8 +30,9 @@ from moepass.runtime.serving.questions.labels import (
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.requests.request import NO_TOKENS, Tokens
 
-# Full steps of a window. [Empirical] More of them share hardly more, and answers come later.
-WINDOW_STEPS = 16
+# Full steps of a window. [Empirical] Of 20,000 short lines, one window of them all would compute a sixth less, windows
+# of 16 steps a tenth more; and the longer a window, the later its answers come.
+WINDOW_STEPS = 32
 # A window has no more texts than that, and they are encoded in parts of at most so many texts and characters.
 MOST_TEXTS, PART_TEXTS, PART_CHARACTERS = 1 << 15, 1024, 1 << 20
 # Labels behind so many different last words are remembered.
