@@ -71,7 +71,7 @@ ROOMS = {
         "captures": (*_EXECUTE, "execute"),
         "calibrate": (*_EXECUTE, "offload", "execute"),
         "integrations": (*_EXECUTE, "offload", "execute"),
-        "serving": ("execute", "offload", "ranks"),
+        "serving": (),
         "serving/requests": (),
         "serving/batching": ("serving/requests",),
         "serving/cache": _BATCHING,
