@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import gc
 import os
@@ -20,6 +21,7 @@ from moepass.models.homes import HOMES
 from moepass.models.limits import MOST_BATCH_SIZE, MOST_TOKENS, check_limit
 
 if TYPE_CHECKING:
+    from moepass.backend import Compilation
     from moepass.runtime.serving.offline.text_scorer import ScoredWindow
 
 # What `score` writes itself; where an input line has a key of that name, it comes back as `input_KEY`.
@@ -139,10 +141,8 @@ def score(
         import torch
         from torch import nn
 
-        from moepass.backend import record_compilations
         from moepass.models.sizes.architecture import DTYPES
         from moepass.runtime.serving.offline.load_scorer import ScorerOptions, compiling_pays, load_scorer
-        from moepass.stored_compile import StoredModule
 
         def compile_module(module: nn.Module) -> StoredModule:
             return StoredModule(module, {"lower": "inductor" if lower is None else lower.value}, model)
@@ -161,12 +161,18 @@ def score(
             link=link,
         )
         compiles = not eager and (lower is not None or compiling_pays(model, lines.known_bytes(input)))
+        recording: contextlib.AbstractContextManager[list[Compilation]] = contextlib.nullcontext([])
+        if compiles:  # what compiles takes a while to import
+            from moepass.backend import record_compilations
+            from moepass.stored_compile import StoredModule
+
+            recording = record_compilations()
         scorer = load_scorer(options, compile_module if compiles else None)
         gc.freeze()
     for warning in lines.first_text(scorer.warnings):
         typer.echo(f"moepass: warning: {warning}", err=True)
     written = agreeing = labelled = 0
-    with record_compilations() as compilations, open_output(output, target) as sink, progress_bar("scoring") as shown:
+    with recording as compilations, open_output(output, target) as sink, progress_bar("scoring") as shown:
         bar, task = shown
         for window in scorer.windows(lines, stops=on_error is _OnError.stop):
             for line, answer in _answers(window, scorer.labels, lines):
