@@ -28,7 +28,6 @@ from moepass.models.errors import InputError, one_of
 from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
-from moepass.runtime.offload.offload import check_device
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
@@ -43,7 +42,6 @@ from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Fro
 from moepass.runtime.serving.workers.launched_ranks import LaunchedRank
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankLostError, RankStarter
-from moepass.runtime.transfer.link import parse_link
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -121,8 +119,15 @@ def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable
 
 def _check(options: RankOptions) -> None:
     """What a rank would refuse, before one starts. Raises OptionError and InputError."""
-    check_device(options.device)
-    parse_link(options.link)
+    # The defaults need no check, and these imports bring torch, which takes seconds: a server has no other use for it.
+    if options.device != "cpu":
+        from moepass.runtime.offload.offload import check_device
+
+        check_device(options.device)
+    if options.link != "real":
+        from moepass.runtime.transfer.link import parse_link
+
+        parse_link(options.link)
     if options.hardware is not None:
         load_hardware(options.hardware)
 
@@ -142,31 +147,14 @@ def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
     return from_config(config)
 
 
-def make_writer(folder: Path) -> PromptWriter:
-    """The prompts of the checkpoint in `folder`. Raises CheckpointError."""
+def read_model(name: str) -> tuple[PromptWriter, Architecture]:
+    """What the server itself needs of a model. Raises InputError for one that is not served."""
+    folder = resolve_model(name)
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
+    architecture = _architecture(config, name)
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
     writer.check()
-    return writer
-
-
-def make_service(
-    rank_options: RankOptions,
-    meeting: str,
-    settings: ServerSettings,
-    limits: FrontendLimits,
-    launched: LaunchedProcess | None = None,
-) -> tuple[Frontend, Service]:
-    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder.
-
-    Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
-    Raises OptionError and InputError for what a rank would refuse.
-    """
-    _check(rank_options)
-    folder = resolve_model(rank_options.model)
-    architecture = _architecture(load_config(folder), rank_options.model)
-    writer = make_writer(folder)
     highest = max(writer.tokenizer.get_vocab().values(), default=0)
     if highest >= architecture.vocab:
         Console(stderr=True).print(
@@ -174,6 +162,25 @@ def make_service(
             "texts that need the others are refused",
             highlight=False,
         )
+    return writer, architecture
+
+
+def make_frontend(
+    rank_options: RankOptions,
+    meeting: str,
+    limits: FrontendLimits,
+    formula: FlopsFormula | asyncio.Future[FlopsFormula],
+    *,
+    timeout_seconds: float,
+    launched: LaunchedProcess | None = None,
+) -> Frontend:
+    """What starts the ranks of a model, which meet in the folder `meeting`. It is to be started and closed.
+
+    `timeout_seconds`: what a request is given up after; a step that takes as long as half of it counts as hung.
+    Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
+    Raises OptionError for what a rank would refuse.
+    """
+    _check(rank_options)
     key = bytes.fromhex(rank_options.key) or secrets.token_bytes(32)
     told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
     given = msgspec.json.encode(told)
@@ -187,21 +194,48 @@ def make_service(
 
     if launched is not None:
         tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), told))
-
-    frontend = Frontend(
+    return Frontend(
         rank_options.ranks,
         command,
         endpoint=endpoint,
-        formula=FlopsTable(architecture),
-        make_router=_make_router,
+        formula=formula,
+        make_router=make_router,
         key=key,
         limits=limits,
         ends_together=home_named(rank_options.home).is_spread,
         # Early enough for requests to run once more.
-        hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, settings.timeout_seconds / 2)),
+        hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, timeout_seconds / 2)),
         restarts=launched is None,
     )
-    return frontend, Service(frontend, writer, settings)
+
+
+@contextlib.asynccontextmanager
+async def _starting(
+    rank_options: RankOptions,
+    meeting: str,
+    settings: ServerSettings,
+    limits: FrontendLimits,
+    end_seconds: float,
+    launched: LaunchedProcess | None = None,
+) -> AsyncIterator[tuple[Service, Frontend, asyncio.Task[None]]]:
+    """The service of a model, its frontend, and the start of its ranks, which end with the block.
+
+    Ranks begin before the server reads the model: both import libraries for seconds. Raises OptionError and InputError
+    for what a rank would refuse.
+    """
+    formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
+    frontend = make_frontend(
+        rank_options, meeting, limits, formula, timeout_seconds=settings.timeout_seconds, launched=launched
+    )
+    starting = asyncio.create_task(frontend.start())
+    try:
+        writer, architecture = await asyncio.to_thread(read_model, rank_options.model)
+        formula.set_result(FlopsTable(architecture))
+        yield Service(frontend, writer, settings), frontend, starting
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await frontend.close(end_seconds)
 
 
 @contextlib.asynccontextmanager
@@ -211,12 +245,10 @@ async def in_process(rank_options: RankOptions, settings: ServerSettings) -> Asy
     Nothing is refused because the queue is full: who holds this bounds what is open. Raises RankStartError.
     """
     with tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        frontend, service = make_service(rank_options, folder, settings, FrontendLimits())
-        try:
-            await frontend.start()
+        async with _starting(rank_options, folder, settings, FrontendLimits(), 0.0) as (service, _, starting):
+            await starting
+            keep_what_is_there()
             yield httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
-        finally:
-            await frontend.close(0.0)
 
 
 async def _serve(
@@ -230,38 +262,43 @@ async def _serve(
     console = Console(stderr=True)
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
     limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
-    frontend, service = make_service(rank_options, meeting, settings, limits, launched)
-    server = server_of(service, drain_seconds=options.drain_seconds)
-    url = f"http://{options.host}:{listening.getsockname()[1]}"
-    console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
-    serving = asyncio.create_task(server.serve([listening]))
-    starting = asyncio.create_task(frontend.start())
-    tasks: list[asyncio.Future[None]] = [serving, starting]
-    try:
-        await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            keep_what_is_there()
-            console.print("ready", highlight=False)
-            tasks.append(asyncio.create_task(frontend.lost()))
-            if visit is not None:
-                tasks.append(asyncio.ensure_future(visit(url)))
-            await asyncio.wait((serving, *tasks[2:]), return_when=asyncio.FIRST_COMPLETED)
-            for ended in (task for task in tasks[2:] if task.done()):
-                ended.result()
-            console.print("ending: what is open is answered", highlight=False)
-    except RankLostError:
-        await frontend.close(0.0)  # the answers that are open will not come
-        raise
-    finally:
-        server.should_exit = True
-        for task in tasks[1:]:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await frontend.close(min(RANKS_END_SECONDS, options.drain_seconds))
+    end_seconds = min(RANKS_END_SECONDS, options.drain_seconds)
+    async with _starting(rank_options, meeting, settings, limits, end_seconds, launched) as (
+        service,
+        frontend,
+        starting,
+    ):
+        server = server_of(service, drain_seconds=options.drain_seconds)
+        url = f"http://{options.host}:{listening.getsockname()[1]}"
+        console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
+        serving = asyncio.create_task(server.serve([listening]))
+        later: list[asyncio.Future[None]] = []
+        try:
+            await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                keep_what_is_there()
+                console.print("ready", highlight=False)
+                later.append(asyncio.create_task(frontend.lost()))
+                if visit is not None:
+                    later.append(asyncio.ensure_future(visit(url)))
+                await asyncio.wait((serving, *later), return_when=asyncio.FIRST_COMPLETED)
+                for ended in (task for task in later if task.done()):
+                    ended.result()
+                console.print("ending: what is open is answered", highlight=False)
+        except RankLostError:
+            await frontend.close(0.0)  # the answers that are open will not come
+            raise
+        finally:
+            server.should_exit = True
+            starting.cancel()
+            for task in later:
+                task.cancel()
+            await asyncio.gather(serving, *later, return_exceptions=True)
 
 
-def _make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
+def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
+    """The router of a server: its ranks are saturated by the steps that may be at a rank at once."""
     saturation = STEPS_AT_A_RANK * max(one.saturation_flops for one in facts)
     rate = min(one.flops_per_second for one in facts)
     return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=rate)

@@ -1,27 +1,14 @@
-"""What requests take without a cache: needed tokens piece by piece, and FLOPs if nothing were shared."""
+"""What requests take if nothing were shared and nothing cached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from moepass.runtime.serving.batching.cached_chains import cached_chains
-from moepass.runtime.serving.batching.needed_outputs import NeededOutputs, needed_outputs
-from moepass.runtime.serving.batching.piece_trie import PieceTrie, build_trie
+from moepass.runtime.serving.batching.needed_outputs import needed_outputs
+from moepass.runtime.serving.batching.piece_trie import build_trie
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.requests.request import Request
-
-
-def needed_tokens(request: Request) -> list[int]:
-    """[pieces] how many tokens of each piece, from its first, a step computes where the cache holds nothing.
-
-    Fewer than it has where the others are not needed for what is read: of a scored label, all but the last.
-    """
-    trie, _, ends = _needed_ends([request])
-    for piece in reversed(range(len(trie.pieces))):
-        parent = trie.piece_parents[piece]
-        if parent >= 0:
-            ends[parent] = max(ends[parent], min(ends[piece], trie.piece_depths[piece]))
-    return [max(end - depth, 0) for end, depth in zip(ends, trie.piece_depths, strict=True)]
 
 
 def sequence_lengths(request: Request) -> list[int]:
@@ -39,7 +26,12 @@ def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     Every piece with a needed output, and none in the pieces behind it, is a sequence of its own, from its first token
     to the last needed one. Outputs are read once per piece.
     """
-    trie, needed, ends = _needed_ends(requests)
+    trie = build_trie(requests)
+    needed = needed_outputs(trie, cached_chains(trie, [None] * len(requests)))
+    # Of each piece, where the tokens end in its sequence that its own outputs need.
+    ends = [0] * len(trie.pieces)
+    for piece, _, end in needed.spans:
+        ends[piece] = max(ends[piece], end)
     is_inside = [False] * len(trie.pieces)
     flops = table.logit_flops * sum(needed.logits[1::3])
     for piece in reversed(range(len(trie.pieces))):
@@ -49,13 +41,3 @@ def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
         if parent >= 0 and (ends[piece] or is_inside[piece]):
             is_inside[parent] = True
     return flops
-
-
-def _needed_ends(requests: Sequence[Request]) -> tuple[PieceTrie, NeededOutputs, list[int]]:
-    """Also: of each piece, where the tokens end in its sequence that its own outputs need."""
-    trie = build_trie(requests)
-    needed = needed_outputs(trie, cached_chains(trie, [None] * len(requests)))
-    ends = [0] * len(trie.pieces)
-    for piece, _, end in needed.spans:
-        ends[piece] = max(ends[piece], end)
-    return trie, needed, ends

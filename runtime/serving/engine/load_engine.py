@@ -13,6 +13,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.models.errors import CheckpointError, InputError
-from moepass.models.sizes.architecture import short_dtype
+from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.families import from_config
 from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, peak_activation_bytes
 from moepass.runtime.banks.banks import BankStore
@@ -40,7 +41,7 @@ from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
 from moepass.runtime.serving.engine.trie_states import TrieStates
-from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
 from moepass.runtime.torch_private import frames_compiled
 
 logger = logging.getLogger("moepass")
@@ -81,6 +82,13 @@ class EngineOptions:
     sharers: int = 1
 
 
+class _FullStep(NamedTuple):
+    """From how many tokens on a step is full, and who says so."""
+
+    tokens: int
+    source: str
+
+
 def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | None, key: bytes) -> ModelEngine:
     """An engine of the checkpoint in `folder`; `compile_module` None runs the model uncompiled.
 
@@ -99,7 +107,8 @@ def make_engine(
     head = ModelHead(model)
     survey = survey_attention(model)
     refusal = survey.refusal or probe_trie(model, survey)
-    table = FlopsTable(from_config(model.config))
+    architecture = from_config(model.config)
+    table = FlopsTable(architecture)
     free = _free_bytes(options.device) // options.sharers
     shapes = survey.shapes if refusal is None else ()
     blocks = _block_count(shapes, options, free)
@@ -112,15 +121,16 @@ def make_engine(
     else:
         logger.info("every sequence is computed by itself, as padded rows: %s", refusal)
         runner = PaddedRows(compiled(RowsBackbone(head.backbone)), options.device, ROWS_TOKENS)
-    facts = _facts(model, head, table, survey, refusal, options, free)
-    counters = EngineCounters(_exposed_seconds(model), lambda: frames_compiled()[0])
+    full_step = _full_step(store, options)
+    facts = _facts(model, head, architecture, full_step, survey, refusal, free)
+    counters = EngineCounters(_exposed_seconds(store), lambda: frames_compiled()[0])
     size = block_bytes(shapes) if blocks else 0
     engine = ModelEngine(
         head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters, block_bytes=size
     )
     if store is not None:
         store.tells_of_uncompiled_calls = compile_module is not None
-    warm_up(engine, _full_step_tokens(model, options))
+    warm_up(engine, full_step.tokens)
     return engine
 
 
@@ -137,9 +147,9 @@ def warm_up(engine: ModelEngine, full_step_tokens: int) -> None:
         return (TokenRead(place, tokens[:1], 1),) if facts.predicts_tokens else ()
 
     def request(number: int, length: int, branches: int = 0) -> Request:
-        vector = None if facts.predicts_tokens else "last"
-        pieces = [TokenPiece(-1, np.roll(tokens, number)[:length], read(length - 1), vector=vector)]  # type: ignore[arg-type]
-        pieces += [TokenPiece(0, tokens[place : place + 1], read(0), vector=vector) for place in range(branches)]  # type: ignore[arg-type]
+        vector: Vector | None = None if facts.predicts_tokens else "last"
+        pieces = [TokenPiece(-1, np.roll(tokens, number)[:length], read(length - 1), vector=vector)]
+        pieces += [TokenPiece(0, tokens[place : place + 1], read(0), vector=vector) for place in range(branches)]
         return Request(f"warm-up {number}", tuple(pieces), salt=b"warm-up")
 
     trie = request(1, max(1, min(longest - 1, 40)), min(3, longest - 1))
@@ -191,22 +201,21 @@ def _loaded(folder: Path, options: EngineOptions) -> PreTrainedModel:
 def _facts(
     model: PreTrainedModel,
     head: ModelHead,
-    table: FlopsTable,
+    architecture: Architecture,
+    full_step: _FullStep,
     survey: AttentionSurvey,
     refusal: str | None,
-    options: EngineOptions,
     free_bytes: int,
 ) -> EngineFacts:
     config = model.config.get_text_config()
     limits = (getattr(config, "max_position_embeddings", None), survey.position_limit)
     longest = min((int(limit) for limit in limits if limit), default=1 << 30)
-    token_bytes = peak_activation_bytes(from_config(model.config), 1, short_dtype(model.dtype))
+    token_bytes = peak_activation_bytes(architecture, 1, short_dtype(model.dtype))
     most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / token_bytes))
-    full = _full_step_tokens(model, options)
     names = model.config.id2label if head.kind == "classes" else {}
     return EngineFacts(
         form="trie" if refusal is None else "rows",
-        saturation_flops=full * table.total(1),
+        saturation_flops=full_step.tokens * FlopsTable(architecture).total(1),
         flops_per_second=0.0,
         most_tokens=most_tokens,
         max_sequence_tokens=longest,
@@ -216,26 +225,20 @@ def _facts(
         class_names=tuple(str(names[number]) for number in sorted(names)),
         notes={
             "steps": step_form_text(refusal),
-            "full step": f"{full} tokens, {_threshold_source(model, options)}",
+            "full step": f"{full_step.tokens} tokens, {full_step.source}",
             "largest step": f"{most_tokens} tokens",
         },
     )
 
 
-def _full_step_tokens(model: PreTrainedModel, options: EngineOptions) -> int:
-    return options.step_tokens or _threshold_tokens(model) or MICRO_BATCH_TOKENS
-
-
-def _threshold_source(model: PreTrainedModel, options: EngineOptions) -> str:
+def _full_step(store: BankStore | None, options: EngineOptions) -> _FullStep:
     if options.step_tokens:
-        return "as asked for"
-    return "the plan's saturation threshold" if _threshold_tokens(model) else "[Empirical], without a plan"
-
-
-def _threshold_tokens(model: PreTrainedModel) -> int | None:
-    """By the plan of an offloaded model, where a profile of the machine was known."""
-    placed = _placed_store(model)
-    return None if placed is None or placed.placed is None else placed.placed.decisions.threshold_tokens or None
+        return _FullStep(options.step_tokens, "as asked for")
+    # By the plan of an offloaded model, where a profile of the machine was known.
+    threshold = None if store is None or store.placed is None else store.placed.decisions.threshold_tokens
+    if threshold:
+        return _FullStep(threshold, "the plan's saturation threshold")
+    return _FullStep(MICRO_BATCH_TOKENS, "[Empirical], without a plan")
 
 
 def _placed_store(model: PreTrainedModel) -> BankStore | None:
@@ -245,8 +248,7 @@ def _placed_store(model: PreTrainedModel) -> BankStore | None:
         return None
 
 
-def _exposed_seconds(model: PreTrainedModel) -> Callable[[], float]:
-    store = _placed_store(model)
+def _exposed_seconds(store: BankStore | None) -> Callable[[], float]:
     if store is None or not store.banks:
         return lambda: 0.0
     return lambda: store.ring().statistics.waited_seconds

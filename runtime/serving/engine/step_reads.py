@@ -70,9 +70,7 @@ class StepReads:
             for place, piece in enumerate(request.pieces):
                 vector = None
                 if piece.vector is not None:
-                    parts = request.path(place) if piece.vector == "mean" else (place,)
-                    positions = np.concatenate([placement.positions(part) for part in parts])
-                    rows = self._rows_of(positions if piece.vector == "mean" else positions[-1:])
+                    rows = self._rows_of(placement.vector_positions(place))
                     vector = vectors(rows).float().mean(0).cpu().numpy()
                 pieces.append(PieceAnswer(tuple(next(reads) for _ in piece.reads), scored.get((number, place)), vector))
             found.append(Answer(request.id, tuple(pieces), placement.usage))

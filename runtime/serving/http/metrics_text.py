@@ -43,7 +43,7 @@ _VLLM_SUMS = {
         ("vllm:prompt_tokens_cached_total", "Of the tokens of answered requests those that came from the cache."),
         ("vllm:prefix_cache_hits_total", "Tokens that were found in the cache."),
     ),
-    "refused_full": (("vllm:admission_rejections_total", "Requests that were refused because the queue was full."),),
+    "turned_away": (("vllm:admission_rejections_total", "Requests that were refused because the queue was full."),),
 }
 _FINISHED = {"answered": "stop", "given_up": "abort", "failed": "error"}
 _HISTOGRAMS = {

@@ -128,7 +128,7 @@ class Frontend:
         ranks: how many.
         command: how rank r is started for the a-th time, given the endpoint that it must connect to as `rank_name`.
         endpoint: an `ipc://` address that nobody uses yet.
-        formula: what tokens cost.
+        formula: what tokens cost, or a future of it: ranks may start before it is known.
         make_router: makes the router when the facts of all engines are known.
         key: of the hashes of blocks; the ranks' engines have the same.
         limits: how much may wait before requests are refused.
@@ -143,7 +143,7 @@ class Frontend:
         command: Callable[[int, int, str], RankStarter],
         *,
         endpoint: str,
-        formula: FlopsFormula,
+        formula: FlopsFormula | asyncio.Future[FlopsFormula],
         make_router: Callable[[int, FlopsFormula, list[EngineFacts]], RankRouter],
         key: bytes,
         limits: FrontendLimits,
@@ -190,7 +190,8 @@ class Frontend:
         await self._supervisor.start()
         facts = [self._facts[rank] for rank in sorted(self._facts)]
         self._shares_prefixes = all(one.form == "trie" for one in facts)
-        self._router = self._make_router(self._ranks, self._formula, facts)
+        formula = await self._formula if isinstance(self._formula, asyncio.Future) else self._formula
+        self._router = self._make_router(self._ranks, formula, facts)
         self._state = "ready"
 
     async def lost(self) -> None:
@@ -223,7 +224,7 @@ class Frontend:
         try:
             self._limits.check(seconds, self._open_bytes)
         except QueueFullError:
-            self.counters.refused_full += 1
+            self.counters.turned_away += 1
             raise
 
     async def answer(

@@ -144,7 +144,7 @@ def copied_demo(tmp_path: Path) -> Path:
     return Path(shutil.copytree(resolve_model("demo"), tmp_path / "copied"))
 
 
-def test_a_wrong_template_is_an_error_before_any_rank_starts(copied_demo: Path) -> None:
+def test_a_wrong_template_is_an_error_at_once(copied_demo: Path) -> None:
     (copied_demo / "chat_template.jinja").write_text("{{ messages[0].role }}:")
     done = CliRunner().invoke(app, ["serve", str(copied_demo), "--port", "0"])
     assert done.exit_code == 1

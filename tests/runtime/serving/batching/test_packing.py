@@ -29,7 +29,7 @@ from moepass.models.formulas import attention_flops, flops_per_token, head_flops
 from moepass.models.sizes.architecture import Architecture, Attention, Layer
 from moepass.runtime.serving.batching.block_hashes import request_hashes
 from moepass.runtime.serving.batching.pack import PackedStep, pack
-from moepass.runtime.serving.batching.request_costs import needed_tokens, unshared_flops
+from moepass.runtime.serving.batching.request_costs import unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable, batch_flops
 from moepass.runtime.serving.requests.request import Request
@@ -306,15 +306,3 @@ def test_without_a_cache_nothing_is_cached_or_offered(requests: list[Request]) -
     looked_up = pack(requests, TABLE, nothing)
     assert packed.batch.tokens.tolist() == looked_up.batch.tokens.tolist()
     assert packed.flops == looked_up.flops <= unshared_flops(requests, TABLE)
-
-
-@many
-@given(requests_to_pack(most_requests=1))
-def test_needed_tokens_are_those_computed_without_a_cache(requests: list[Request]) -> None:
-    (request,) = requests
-    needed = {
-        (request.salt, full_path(request, piece)[:end])
-        for piece, count in enumerate(needed_tokens(request))
-        for end in range(piece_depth(request, piece) + 1, piece_depth(request, piece) + count + 1)
-    }
-    assert needed == naive_step([request], NaiveCache()).computed

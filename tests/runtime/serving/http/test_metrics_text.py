@@ -63,7 +63,7 @@ def test_every_counter_of_the_server_has_a_name() -> None:
         (f"vllm:prompt_tokens_total{{{label}}}", "request_tokens"),
         (f"vllm:prefix_cache_queries_total{{{label}}}", "request_tokens"),
         (f"vllm:prefix_cache_hits_total{{{label}}}", "cached_tokens"),
-        (f"vllm:admission_rejections_total{{{label}}}", "refused_full"),
+        (f"vllm:admission_rejections_total{{{label}}}", "turned_away"),
         (f'vllm:request_success_total{{{label},finished_reason="stop"}}', "answered"),
         (f'vllm:request_success_total{{{label},finished_reason="abort"}}', "given_up"),
         (f'vllm:request_success_total{{{label},finished_reason="error"}}', "failed"),

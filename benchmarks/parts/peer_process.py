@@ -1,0 +1,67 @@
+"""Another engine in a process of its own, which stays alive: it is given prompts, and tells its time and answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from parts.serving_workloads import Prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """`seconds` for all prompts; of each its most likely next token with its log-probability, and its latency.
+
+    `processor_seconds` are those of all threads of all processes that took part.
+    """
+
+    seconds: float
+    tokens: list[int]
+    log_probabilities: list[float]
+    latencies: list[float] = dataclasses.field(default_factory=list)
+    processor_seconds: float = 0.0
+
+
+def processor_seconds(process: int) -> float:
+    """What `process` and its children have used so far."""
+    root = psutil.Process(process)
+    times = [one.cpu_times() for one in (root, *root.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+class Peer:
+    """Runs `script` by `python`. A line of JSON goes in for each run and one comes out; its errors go to our own."""
+
+    def __init__(self, python: str, script: str, *arguments: object) -> None:
+        command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
+        environment = dict(os.environ)
+        if python != sys.executable:  # another interpreter has its own packages
+            environment = {name: value for name, value in environment.items() if not name.startswith("PYTHON")}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._line()  # it says so when it is ready
+
+    def ask(self, prompts: Prompts, **options: object) -> Run:
+        assert self._process.stdin is not None
+        before = processor_seconds(self._process.pid)
+        self._process.stdin.write(json.dumps({"prompts": prompts, **options}) + "\n")
+        self._process.stdin.flush()
+        run = Run(**self._line())  # type: ignore[arg-type]
+        return dataclasses.replace(run, processor_seconds=processor_seconds(self._process.pid) - before)
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _line(self) -> dict[str, object]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args!r} has ended; its own message tells why")
+        found: dict[str, object] = json.loads(line)
+        return found

@@ -1,0 +1,143 @@
+"""Router and ranks as `moepass serve` has them, without HTTP: requests go in together, answers are timed one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import msgspec
+import numpy as np
+import psutil
+from parts.peer_process import Run
+from parts.serving_workloads import Prompts, ServedModel
+
+from moepass.cli.rank_options import RankOptions
+from moepass.models.checkpoint.checkpoint_folders import load_config
+from moepass.models.homes import home_named
+from moepass.models.sizes.families import from_config
+from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead
+from moepass.runtime.serving.router.routable import FlopsFormula
+from moepass.runtime.serving.router.router import RankRouter
+from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
+from moepass.runtime.serving.workers.supervisor import RankCommand
+
+MakeRouter = Callable[[int, FlopsFormula, list[EngineFacts]], RankRouter]
+_TIMEOUT_SECONDS = 600.0
+
+
+class ServedRanks:
+    """`shares` False: no two requests share a token, in a step or in the cache, as if each had its own tenant."""
+
+    def __init__(
+        self, model: ServedModel, make_router: MakeRouter, *, ranks: int, threads: int, home: str, shares: bool = True
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="moepass-")
+        self._shares, self._runs = shares, 0
+        self._endpoint = f"ipc://{self._folder.name}/ranks"
+        key = bytes(32)
+        options = RankOptions(
+            model="demo" if model.name == "demo" else str(model.folder),
+            ranks=ranks,
+            home=home,
+            device="cpu",
+            lower="inductor",
+            compiled=True,
+            link="real",
+            key=key.hex(),
+            meeting=self._folder.name,
+            threads=threads,
+            cache_bytes=None if shares else 0,
+        )
+
+        def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+            words = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt))
+            return RankCommand((*words, str(os.getpid())), msgspec.json.encode(options))
+
+        self._loop = asyncio.new_event_loop()
+        self._frontend = self._loop.run_until_complete(
+            self._started(model, make_router, ranks, command, key, home_named(home).is_spread)
+        )
+
+    async def _started(
+        self,
+        model: ServedModel,
+        make_router: MakeRouter,
+        ranks: int,
+        command: Callable[[int, int, str], RankCommand],
+        key: bytes,
+        ends_together: bool,
+    ) -> Frontend:
+        frontend = Frontend(
+            ranks,
+            command,
+            endpoint=self._endpoint,
+            formula=FlopsTable(from_config(load_config(model.folder))),
+            make_router=make_router,
+            key=key,
+            limits=FrontendLimits(),
+            ends_together=ends_together,
+        )
+        await frontend.start()
+        return frontend
+
+    def ask(self, prompts: Prompts) -> Run:
+        """All prompts at once. What earlier runs left in the cache is not found: every run is a tenant of its own."""
+        self._runs += 1
+        requests = [self._request(number, prompt) for number, prompt in enumerate(prompts)]
+        before = self._processor_seconds()
+        run = self._loop.run_until_complete(self._answers(requests))
+        return dataclasses.replace(run, processor_seconds=self._processor_seconds() - before)
+
+    def _processor_seconds(self) -> float:
+        """Of the ranks, and of this process, which holds the router."""
+        own = os.times()
+        ranks = [one.cpu_times() for one in psutil.Process().children() if self._endpoint in one.cmdline()]
+        return own.user + own.system + sum(one.user + one.system for one in ranks)
+
+    def _request(self, number: int, prompt: list[int]) -> Request:
+        read = TokenRead(len(prompt) - 1, NO_TOKENS, top=1)
+        salt = f"{self._runs}" if self._shares else f"{self._runs}.{number}"
+        return Request(str(number), (TokenPiece(-1, np.array(prompt, np.int32), (read,)),), salt.encode())
+
+    async def _answers(self, requests: list[Request]) -> Run:
+        started = time.perf_counter()
+
+        async def timed(request: Request) -> tuple[Answer, float]:
+            answer = await self._frontend.answer(request, timeout_seconds=_TIMEOUT_SECONDS)
+            return answer, time.perf_counter() - started
+
+        found = await asyncio.gather(*(timed(request) for request in requests))
+        seconds = time.perf_counter() - started
+        reads = [answer.pieces[0].reads[0] for answer, _ in found]
+        return Run(
+            seconds,
+            [int(read.top_tokens[0]) for read in reads],
+            [float(read.top_log_probabilities[0]) for read in reads],
+            [latency for _, latency in found],
+        )
+
+    def compilations_after_ready(self) -> int:
+        return int(self._frontend.status().metrics["compilations_after_ready"])
+
+    def unshared_per_executed_flops(self) -> float:
+        counters = self._frontend.counters
+        return counters.unshared_flops / counters.flops
+
+    def __enter__(self) -> ServedRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.run_until_complete(self._frontend.close(1.0))
+        self._loop.close()
+        self._folder.cleanup()

@@ -1,0 +1,82 @@
+"""Models and workloads for measurements of serving: checkpoints from a seed, prompts as token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from common import reference_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
+
+LARGER_LAYERS = 8
+# Ids below this stand for padding, begin and end of text.
+_FIRST_ORDINARY_ID = 3
+
+Prompts = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    name: str
+    folder: Path
+    vocabulary: int
+    longest: int
+
+
+def larger_model(folder: Path) -> ServedModel:
+    """The geometry of the measurements in `folder`: 8 layers of 50 MB of experts each, and a tokenizer of bytes."""
+    reference_model(LARGER_LAYERS).save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|pad|>", "<|start|>", "<|end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>").save_pretrained(
+        folder
+    )
+    return _described("8 layers, hidden 512", folder)
+
+
+def demo_model() -> ServedModel:
+    return _described("demo", resolve_model("demo"))
+
+
+def _described(name: str, folder: Path) -> ServedModel:
+    config = load_config(folder).get_text_config()
+    return ServedModel(name, folder, int(config.vocab_size), int(config.max_position_embeddings))
+
+
+def prompts_of(workload: str, model: ServedModel, scale: int, seed: int) -> Prompts:
+    """Prompts of a workload of the method's source, scaled down; counts are divided by `scale` once more.
+
+    shared   256 prompts, 4 prefixes of 512 tokens, 64 tokens of their own
+    none     64 prompts of 512 tokens, nothing shared
+    mixed    128 prompts, 16 to 1024 tokens, half of them with one of 8 prefixes of 128 tokens
+
+    Lengths are halved until they fit the model.
+    """
+    rng = np.random.default_rng(seed)
+    fit = 1
+    while {"shared": 576, "none": 512, "mixed": 1024}[workload] // fit > model.longest:
+        fit *= 2
+
+    def drawn(count: int) -> list[int]:
+        return [int(one) for one in rng.integers(_FIRST_ORDINARY_ID, model.vocabulary, max(1, count // fit))]
+
+    if workload == "shared":
+        prefixes = [drawn(512) for _ in range(4)]
+        return [prefixes[number % 4] + drawn(64) for number in range(256 // scale)]
+    if workload == "none":
+        return [drawn(512) for _ in range(64 // scale)]
+    prefixes = [drawn(128) for _ in range(8)]
+    lengths = np.exp(rng.uniform(np.log(16), np.log(1024), 128 // scale)).astype(int).tolist()
+    return [
+        prefixes[number % 8] + drawn(length - 128) if number % 2 and length > 160 else drawn(length)
+        for number, length in enumerate(lengths)
+    ]

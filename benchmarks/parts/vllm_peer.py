@@ -1,0 +1,44 @@
+"""vLLM as it is asked offline: python vllm_peer.py FOLDER LONGEST THREADS. See `peer_process`.
+
+THREADS 0 leaves that to vLLM, which keeps one core for its front end: on two cores it computes with one thread.
+
+Runs in an environment that has vLLM and not moepass. Prefixes are cached within a run, and forgotten between runs.
+"""
+
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    # What others print must not get among the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    folder, longest, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if threads:
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(model=folder, dtype="float32", max_model_len=longest, enable_prefix_caching=True, seed=0)
+    wanted = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, detokenize=False)
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(line)["prompts"]]
+        engine.reset_prefix_cache()
+        started = time.perf_counter()
+        outputs = engine.generate(prompts, wanted, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        tokens = [output.outputs[0].token_ids[0] for output in outputs]
+        values = [output.outputs[0].logprobs[0][token].logprob for output, token in zip(outputs, tokens, strict=True)]
+        found = {"seconds": seconds, "tokens": tokens, "log_probabilities": values}
+        print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

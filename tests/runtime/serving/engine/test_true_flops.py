@@ -1,0 +1,122 @@
+"""What a step executes is what its trie takes at least, counted where it happens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from naive_trie import Sequence_, naive_step
+from torch.utils.flop_counter import FlopCounterMode
+
+from moepass.models.sizes.families import from_config
+from moepass.models.testing.tiny import tiny_model
+from moepass.runtime.serving.attention.running_step import RunningStep
+from moepass.runtime.serving.attention.survey import survey_attention
+from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
+from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.cache.block_index import BlockIndex
+from moepass.runtime.serving.engine import trie_states
+from moepass.runtime.serving.engine.backbones import TrieBackbone
+from moepass.runtime.serving.engine.model_engine import ModelEngine
+from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
+from moepass.runtime.serving.engine.trie_states import TrieStates
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+
+CPU = torch.device("cpu")
+MODEL = tiny_model("qwen3_moe", max_position_embeddings=2048, num_hidden_layers=2)
+LAYERS = survey_attention(MODEL).layers
+MODEL.set_attn_implementation(TRIE_ATTENTION_NAME)
+CONFIG = MODEL.config
+
+
+@dataclasses.dataclass(frozen=True)
+class Executed:
+    """FLOPs of matrix products, counted as they are called, and of attention, counted by its kernels' shapes."""
+
+    products: int
+    attention: int
+    result: StepResult
+
+
+def execute(requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> Executed:
+    facts = EngineFacts("trie", 1 << 60, 1e9, 100_000, 2048, CONFIG.vocab_size, True, "embedding", (), {})
+    runner = TrieStates(TrieBackbone(MODEL.base_model), LAYERS, None, CPU)
+    table = FlopsTable(from_config(CONFIG))
+    engine = ModelEngine(ModelHead(MODEL), runner, table, facts, index=BlockIndex(0), key=bytes(16))
+    steps: list[RunningStep] = []
+
+    def recorded(*arguments: Any) -> RunningStep:
+        steps.append(RunningStep(*arguments))
+        return steps[-1]
+
+    monkeypatch.setattr(trie_states, "RunningStep", recorded)
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_mm_flops}) as counter:
+        result = engine.step(requests)
+    return Executed(counter.get_total_flops(), sum(step.attention_flops for step in steps), result)
+
+
+def _grouped_mm_flops(rows: torch.Size, weights: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * rows[0] * rows[1] * weights[2]
+
+
+def least_flops(sequences: list[Sequence_]) -> tuple[int, int]:
+    """Of products and of attention, from a dictionary of prefixes. The logits behind each sequence are read."""
+    step, _ = naive_step(sequences)
+    hidden, queries = CONFIG.hidden_size, CONFIG.num_attention_heads * CONFIG.head_dim
+    keys = CONFIG.num_key_value_heads * CONFIG.head_dim
+    attention_weights = hidden * (queries + 2 * keys) + queries * hidden
+    expert_weights = CONFIG.num_experts_per_tok * 3 * hidden * CONFIG.moe_intermediate_size
+    weights = CONFIG.num_hidden_layers * (attention_weights + hidden * CONFIG.num_experts + expert_weights)
+    products = 2 * (weights * step.count + hidden * CONFIG.vocab_size * len({*sequences}))
+    pairs = int((step.depth + 1).sum())
+    return products, 4 * queries * CONFIG.num_hidden_layers * pairs
+
+
+def drawn(rng: np.random.Generator, count: int) -> Sequence_:
+    return tuple(rng.integers(3, CONFIG.vocab_size, count).tolist())
+
+
+def asked(number: int, sequence: Sequence_) -> Request:
+    read = TokenRead(len(sequence) - 1, np.array([1, 2], np.int32))
+    return Request(str(number), (TokenPiece(-1, np.array(sequence, np.int32), (read,)),))
+
+
+def test_a_step_executes_what_its_trie_takes_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    prefixes = [drawn(rng, 64) for _ in range(2)]
+    examples = [prefix + drawn(rng, 32) for prefix in prefixes for _ in range(2)]
+    sequences = [examples[number % 4] + drawn(rng, 8) for number in range(32)]
+    executed = execute([asked(*one) for one in enumerate(sequences)], monkeypatch)
+    products, attention = least_flops(sequences)
+    assert executed.result.flops == products + attention
+    assert executed.products == products
+    # In tries as small as this one, pairs are computed that a mask hides: more calls of kernels would take longer.
+    assert attention <= executed.attention <= 2 * attention
+    assert executed.result.unshared_flops >= 3 * executed.result.flops
+    alone = [least_flops([sequence]) for sequence in sequences]
+    assert executed.result.unshared_flops == sum(map(sum, alone))
+
+
+def test_a_hundred_questions_over_a_thousand_tokens_cost_what_their_trie_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    prompt = drawn(rng, 1000)
+    questions = [drawn(rng, int(count)) for count in rng.integers(3, 20, 100)]
+    pieces = [TokenPiece(-1, np.array(prompt, np.int32))]
+    pieces += [
+        TokenPiece(0, np.array(one, np.int32), (TokenRead(len(one) - 1, np.array([1, 2], np.int32)),))
+        for one in questions
+    ]
+    executed = execute([Request("many", tuple(pieces))], monkeypatch)
+    # The oracle takes the square of the tokens: it is asked for the prompt alone and for what each question adds.
+    table = FlopsTable(from_config(CONFIG))
+    least = table.total(1000)
+    for beginning in {question[:end] for question in questions for end in range(1, len(question) + 1)}:
+        least += table.flops(1000 + len(beginning) - 1, 1)
+    least += table.logit_flops * len({*questions})
+    assert executed.result.flops == least
+    assert executed.products + executed.attention <= 1.1 * least
+    assert executed.result.unshared_flops > 30 * executed.result.flops
