@@ -104,7 +104,7 @@ class ServingCounters:
     requests: int = 0
     answered: int = 0
     refused: int = 0
-    refused_full: int = 0
+    turned_away: int = 0
     failed: int = 0
     given_up: int = 0
     rerun: int = 0

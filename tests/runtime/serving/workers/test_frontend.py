@@ -362,7 +362,7 @@ def test_an_idle_server_takes_a_call_whole_however_large(limits: FrontendLimits,
             with pytest.raises(QueueFullError):
                 await frontend.answer(one, timeout_seconds=TIMEOUT)
             assert all(map(is_right, many, await asyncio.gather(*asked)))
-            assert frontend.counters.refused_full == 2
+            assert frontend.counters.turned_away == 2
 
     run(work())
 
