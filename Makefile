@@ -72,6 +72,8 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/memory_budget.py
 	$(BIN)/python benchmarks/company.py
 	$(BIN)/python benchmarks/published.py
+	$(BIN)/python benchmarks/load/faults.py
+	$(BIN)/python benchmarks/load/overload.py
 	$(BIN)/python benchmarks/routing.py
 	$(BIN)/python benchmarks/serving.py compare
 	$(BIN)/python benchmarks/serving.py questions

@@ -91,6 +91,7 @@ ROOMS = {
         "clients": (),
         "demo": ("explaining", ""),
         "cli": ("clients", "demo", "explaining", ""),
+        "ray_serve": ("cli", ""),
         "": ("explaining",),
     },
 }

@@ -133,7 +133,7 @@ async def client(port: int, known: list[KnownRequest], outcome: Outcome, end: fl
                 outcome.problem("duplicated", f"{connection.surplus()} bytes")
                 connection.close()
             status, body = await asyncio.wait_for(connection.ask(asked.data), TIMEOUT_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             outcome.problem("hung", f"no answer in {TIMEOUT_SECONDS:g} s")
             connection.close()
             continue

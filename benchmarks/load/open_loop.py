@@ -21,6 +21,7 @@ from served import Connection, posted
 
 PROMPTS, PROMPT_TOKENS = 4, 400
 BODIES = 1024
+REFUSED_PAUSE_SECONDS = 0.2
 # How long those that were asked last may be answered.
 DRAIN_SECONDS = 60.0
 
@@ -42,7 +43,8 @@ class Load:
         prompts = [[self.random.randrange(5, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
         return posted("/v1/completions", {"prompt": prompts, "max_tokens": 1})
 
-    async def ask(self, data: bytes) -> None:
+    async def ask(self, data: bytes) -> int:
+        """The status; 0 where there is none."""
         connection = self.free.pop() if self.free else Connection(self.port)
         began = time.monotonic()
         try:
@@ -50,21 +52,23 @@ class Load:
         except (OSError, asyncio.IncompleteReadError) as error:
             self.errors[type(error).__name__] += 1
             connection.close()
-            return
+            return 0
         now = time.monotonic()
         self.seconds_by_status[status].append(now - began)
         self.answered_in_time += status == 200 and now <= self.end
         self.free.append(connection)
+        return status
 
     async def closed(self, clients: int) -> None:
         async def client() -> None:
             while time.monotonic() < self.end:
-                await self.ask(self.random.choice(self.requests))
+                if await self.ask(self.random.choice(self.requests)) != 200:
+                    await asyncio.sleep(REFUSED_PAUSE_SECONDS)
 
         await asyncio.gather(*(client() for _ in range(clients)))
 
     async def open(self, rate: float) -> None:
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[int]] = set()
         due = time.monotonic()
         while due < self.end:
             await asyncio.sleep(max(0.0, due - time.monotonic()))

@@ -19,6 +19,10 @@ import psutil
 MOST_START_SECONDS = 600.0
 
 
+_METRIC = re.compile(r'^([a-z_:]+)(?:\{(?:[^}]*finished_reason="(\w+)")?[^}]*\})? (\S+)$', re.M)
+_FINISHED = {"stop": "answered", "abort": "given_up", "error": "failed"}
+
+
 class ServedProcess:
     """A server that is ready, at 127.0.0.1 `port`."""
 
@@ -43,8 +47,12 @@ class ServedProcess:
             return error.code, error.read().decode()
 
     def metrics(self) -> dict[str, float]:
-        lines = [line.split() for line in self.get("/metrics")[1].splitlines() if not line.startswith("#")]
-        return {words[0]: float(words[1]) for words in lines if len(words) == 2}
+        """What the server counts, by the short names that it has for it."""
+        found: dict[str, float] = {}
+        for name, reason, value in _METRIC.findall(self.get("/metrics")[1]):
+            short = name.removeprefix("moepass_").removesuffix("_total").removeprefix("requests_")
+            found[_FINISHED.get(reason, short)] = float(value)
+        return found
 
     def end(self) -> int:
         """Its exit status, after SIGTERM."""

@@ -149,7 +149,10 @@ def bench(
     ] = None,
     route: Annotated[str, typer.Option(metavar=f"[{'|'.join(ROUTES)}]", help="What to ask.")] = "decisions",
     requests: Annotated[
-        int | None, typer.Option(min=1, max=MOST_LINES, metavar="N", help="Requests to send.", show_default="256")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_LINES, metavar="N", help="Requests to send.", show_default="256; all lines of --file"
+        ),
     ] = None,
     rate: Annotated[
         float | None,
@@ -208,7 +211,7 @@ def bench(
         raise OptionError.wrong("workload", workload, f"one of {', '.join(PRESETS)}")
     start = PRESETS[workload] if workload is not None else WorkloadShape()
     given: dict[str, Any] = {
-        "requests": requests,
+        "requests": requests if file is None or requests is not None else MOST_LINES,
         "prefixes": prefixes,
         "prefix_length": None if prefix_length is None else parse_range("prefix_length", prefix_length),
         "own_length": None if own_length is None else parse_range("own_length", own_length),
@@ -237,7 +240,8 @@ def bench(
     )
     _allow_many_files()
     reports: list[BenchReport] = []
-    with progress_bar("warming up", shape.requests, rate="requests") as (bar, task):
+    total = shape.requests if file is None else requests
+    with progress_bar("warming up", total, rate="requests") as (bar, task):
 
         async def run() -> None:
             reports.append(await measure(options, lambda: bar.update(task, advance=1, description="measuring")))

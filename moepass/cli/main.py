@@ -41,24 +41,24 @@ _LONGEST_ERROR = 1000
 _ORDER = ("demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache")
 
 
-class _Lowering(str, enum.Enum):
+class _Lowering(enum.StrEnum):
     inductor = "inductor"
     eager = "eager"
 
 
-class _DeviceKind(str, enum.Enum):
+class _DeviceKind(enum.StrEnum):
     cpu = "cpu"
     cuda = "cuda"
 
 
-class _Format(str, enum.Enum):
+class _Format(enum.StrEnum):
     text = "text"
     json = "json"
     html = "html"
     trace = "trace"
 
 
-class _Dtype(str, enum.Enum):
+class _Dtype(enum.StrEnum):
     bf16 = "bf16"
     fp8 = "fp8"
     fp32 = "fp32"

@@ -10,18 +10,19 @@ import typer
 
 from moepass.cli.rank_options import RankOptions
 from moepass.cli.streams import check_compiler_cache
+from moepass.cli.torchrun import checked_ranks, launched_process, run_launched_rank
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.homes import HOMES, home_named
 from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
 
 
-class _ServedDtype(str, enum.Enum):
+class _ServedDtype(enum.StrEnum):
     bf16 = "bf16"
     fp16 = "fp16"
     fp32 = "fp32"
 
 
-class _Lower(str, enum.Enum):
+class _Lower(enum.StrEnum):
     inductor = "inductor"
     eager = "eager"
 
@@ -145,9 +146,10 @@ def serve(
     """
     most_bytes = parse_bytes(queue_bytes, "queue_bytes")
     assert most_bytes is not None
+    launched = launched_process()
     rank_options = rank_options_of(
         model,
-        ranks=ranks,
+        ranks=ranks if launched is None else checked_ranks(launched, ranks),
         home=home,
         device=device,
         dtype=dtype,
@@ -162,6 +164,8 @@ def serve(
         threads=threads,
     )
     check_compiler_cache()
+    if launched is not None and launched.rank > 0:
+        raise typer.Exit(run_launched_rank(launched))
 
     from moepass.cli.serving import ServeOptions, run_server
 
@@ -177,6 +181,7 @@ def serve(
             drain_seconds=drain,
         ),
         rank_options,
+        launched=launched,
     )
 
 

@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from moepass.cli.progress import keep_what_is_there
 from moepass.cli.rank_options import RankOptions
+from moepass.cli.torchrun import LaunchedProcess, RankStart, tell_ranks
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
 from moepass.models.homes import home_named
@@ -37,8 +39,9 @@ from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.routes.service import ServerSettings, Service
 from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.launched_ranks import LaunchedRank
 from moepass.runtime.serving.workers.rank_watch import HangLimits
-from moepass.runtime.serving.workers.supervisor import RankCommand
+from moepass.runtime.serving.workers.supervisor import RankCommand, RankLostError, RankStarter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -61,15 +64,19 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_server(
-    options: ServeOptions, rank_options: RankOptions, visit: Callable[[str], Awaitable[None]] | None = None
+    options: ServeOptions,
+    rank_options: RankOptions,
+    visit: Callable[[str], Awaitable[None]] | None = None,
+    launched: LaunchedProcess | None = None,
 ) -> None:
     """Serve until a signal ends it, or `visit`, which is called with the server's URL when it is ready, has returned.
 
-    Raises OptionError for an address that cannot be had, and RankStartError.
+    Raises OptionError for an address that cannot be had, RankStartError, and RankLostError where a rank ends that was
+    `launched` with this process.
     """
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        asyncio.run(_serve(options, rank_options, folder, listening, visit))
+        asyncio.run(_serve(options, rank_options, folder, listening, visit, launched))
 
 
 def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:
@@ -112,7 +119,7 @@ def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable
 
 def _check(options: RankOptions) -> None:
     """What a rank would refuse, before one starts. Raises OptionError and InputError."""
-    # The defaults need no check, and these imports bring torch, which takes seconds: a server has no other use for it.
+    # The defaults need no check, and these imports bring torch, which takes seconds.
     if options.device != "cpu":
         from moepass.runtime.offload.offload import check_device
 
@@ -140,14 +147,36 @@ def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
     return from_config(config)
 
 
-def _read_model(name: str) -> tuple[PromptWriter, Architecture]:
-    """What the server itself needs of a model. Raises InputError for one that is not served."""
-    folder = resolve_model(name)
+def make_writer(folder: Path) -> PromptWriter:
+    """The prompts of the checkpoint in `folder`. Raises CheckpointError."""
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
-    architecture = _architecture(config, name)
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
     writer.check()
+    return writer
+
+
+def make_service(
+    rank_options: RankOptions,
+    meeting: str,
+    settings: ServerSettings,
+    limits: FrontendLimits,
+) -> tuple[Frontend, Service]:
+    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder.
+
+    Raises OptionError and InputError for what a rank would refuse.
+    """
+    _check(rank_options)
+    writer, architecture = _read_model(rank_options.model)
+    frontend = _make_frontend(rank_options, meeting, settings, limits, FlopsTable(architecture), None)
+    return frontend, Service(frontend, writer, settings)
+
+
+def _read_model(name: str) -> tuple[PromptWriter, Architecture]:
+    """What the server itself needs of a model. Raises InputError for one that is not served, and CheckpointError."""
+    folder = resolve_model(name)
+    architecture = _architecture(load_config(folder), name)
+    writer = make_writer(folder)
     highest = max(writer.tokenizer.get_vocab().values(), default=0)
     if highest >= architecture.vocab:
         Console(stderr=True).print(
@@ -158,29 +187,33 @@ def _read_model(name: str) -> tuple[PromptWriter, Architecture]:
     return writer, architecture
 
 
-@contextlib.asynccontextmanager
-async def _starting(
-    rank_options: RankOptions, meeting: str, settings: ServerSettings, limits: FrontendLimits, end_seconds: float
-) -> AsyncIterator[tuple[Service, asyncio.Task[None]]]:
-    """The service of a model, and the start of its ranks, which meet in the folder `meeting` and end with the block.
+def _make_frontend(
+    rank_options: RankOptions,
+    meeting: str,
+    settings: ServerSettings,
+    limits: FrontendLimits,
+    formula: FlopsFormula | asyncio.Future[FlopsFormula],
+    launched: LaunchedProcess | None,
+) -> Frontend:
+    """Where this process was `launched` with others, they are the ranks but for the first; none is started again."""
+    key = bytes.fromhex(rank_options.key) or secrets.token_bytes(32)
+    told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
+    given = msgspec.json.encode(told)
+    endpoint = f"ipc://{meeting}/ranks"
 
-    Ranks begin before the server reads the model: both import libraries for seconds.
-
-    Raises OptionError and InputError for what a rank would refuse.
-    """
-    _check(rank_options)
-    key = secrets.token_bytes(32)
-    given = msgspec.json.encode(msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting))
-
-    def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+    def command(rank: int, attempt: int, endpoint: str) -> RankStarter:
+        if launched is not None and rank != launched.rank:
+            return LaunchedRank(Path(meeting), rank)
         program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
         return RankCommand(program, given)
 
-    formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
-    frontend = Frontend(
+    if launched is not None:
+        tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), told))
+
+    return Frontend(
         rank_options.ranks,
         command,
-        endpoint=f"ipc://{meeting}/ranks",
+        endpoint=endpoint,
         formula=formula,
         make_router=make_router,
         key=key,
@@ -188,16 +221,8 @@ async def _starting(
         ends_together=home_named(rank_options.home).is_spread,
         # Early enough for requests to run once more.
         hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, settings.timeout_seconds / 2)),
+        restarts=launched is None,
     )
-    starting = asyncio.create_task(frontend.start())
-    try:
-        writer, architecture = await asyncio.to_thread(_read_model, rank_options.model)
-        formula.set_result(FlopsTable(architecture))
-        yield Service(frontend, writer, settings), starting
-    finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await frontend.close(end_seconds)
 
 
 @contextlib.asynccontextmanager
@@ -207,9 +232,12 @@ async def in_process(rank_options: RankOptions, settings: ServerSettings) -> Asy
     Nothing is refused because the queue is full: who holds this bounds what is open. Raises RankStartError.
     """
     with tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        async with _starting(rank_options, folder, settings, FrontendLimits(), 0.0) as (service, starting):
-            await starting
+        frontend, service = make_service(rank_options, folder, settings, FrontendLimits())
+        try:
+            await frontend.start()
             yield httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
+        finally:
+            await frontend.close(0.0)
 
 
 async def _serve(
@@ -218,37 +246,51 @@ async def _serve(
     meeting: str,
     listening: socket.socket,
     visit: Callable[[str], Awaitable[None]] | None,
+    launched: LaunchedProcess | None,
 ) -> None:
     console = Console(stderr=True)
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
     limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
-    end_seconds = min(RANKS_END_SECONDS, options.drain_seconds)
-    async with _starting(rank_options, meeting, settings, limits, end_seconds) as (service, starting):
-        server = server_of(service, drain_seconds=options.drain_seconds)
-        url = f"http://{options.host}:{listening.getsockname()[1]}"
-        console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
-        serving = asyncio.create_task(server.serve([listening]))
-        tasks: list[asyncio.Future[None]] = [serving]
-        try:
-            await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()
-                keep_what_is_there()
-                console.print("ready", highlight=False)
-                if visit is not None:
-                    tasks.append(visiting := asyncio.ensure_future(visit(url)))
-                    await asyncio.wait((serving, visiting), return_when=asyncio.FIRST_COMPLETED)
-                    if visiting.done():
-                        visiting.result()
-                else:
-                    await serving
-                console.print("ending: what is open is answered", highlight=False)
-        finally:
-            server.should_exit = True
-            for task in tasks[1:]:
-                task.cancel()
-            starting.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    _check(rank_options)
+    formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
+    frontend = _make_frontend(rank_options, meeting, settings, limits, formula, launched)
+    # Ranks begin before the server reads the model: both import libraries for seconds.
+    starting = asyncio.create_task(frontend.start())
+    try:
+        writer, architecture = await asyncio.to_thread(_read_model, rank_options.model)
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await frontend.close(0.0)
+        raise
+    formula.set_result(FlopsTable(architecture))
+    server = server_of(Service(frontend, writer, settings), drain_seconds=options.drain_seconds)
+    url = f"http://{options.host}:{listening.getsockname()[1]}"
+    console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
+    serving = asyncio.create_task(server.serve([listening]))
+    tasks: list[asyncio.Future[None]] = [serving, starting]
+    try:
+        await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            keep_what_is_there()
+            console.print("ready", highlight=False)
+            tasks.append(asyncio.create_task(frontend.lost()))
+            if visit is not None:
+                tasks.append(asyncio.ensure_future(visit(url)))
+            await asyncio.wait((serving, *tasks[2:]), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (task for task in tasks[2:] if task.done()):
+                ended.result()
+            console.print("ending: what is open is answered", highlight=False)
+    except RankLostError:
+        await frontend.close(0.0)  # the answers that are open will not come
+        raise
+    finally:
+        server.should_exit = True
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await frontend.close(min(RANKS_END_SECONDS, options.drain_seconds))
 
 
 def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:

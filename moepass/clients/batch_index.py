@@ -47,9 +47,12 @@ class BatchIndex:
         done = self._database.execute("UPDATE lines SET answered = 1 WHERE key = ?", (_key(custom_id, number),))
         return done.rowcount == 1
 
-    def is_answered(self, custom_id: str | None, number: int) -> bool:
-        row = self._database.execute("SELECT answered FROM lines WHERE key = ?", (_key(custom_id, number),)).fetchone()
-        return row is not None and row[0] == 1
+    def is_left(self, custom_id: str | None, number: int) -> bool:
+        """Whether the file has that line, in that place, without an answer of an earlier run."""
+        row = self._database.execute(
+            "SELECT 1 FROM lines WHERE key = ? AND number = ? AND answered = 0", (_key(custom_id, number), number)
+        )
+        return row.fetchone() is not None
 
     def count(self, *, answered: bool) -> int:
         """Lines that are answered, or that are not."""

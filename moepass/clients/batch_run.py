@@ -3,7 +3,7 @@
 Pseudo-code
     read the input once: every line gets a place in the index; a custom_id that comes twice is an error
     read the output: what has an answer there is not asked again
-    N workers: take the next line, wait for a place, ask until there is an answer, write it
+    N workers: take the next line, wait until its bytes have a place, ask until there is an answer, write it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moepass.clients.batch_lines import (
     read_batch,
 )
 from moepass.clients.batch_output import BatchOutput, StoredAnswer
-from moepass.clients.open_requests import OpenRequests
+from moepass.clients.places import Places
 from moepass.clients.server_address import reason_of, retry_after
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.limits import decode_json
@@ -42,8 +42,8 @@ TEMPORARY_STATUSES = frozenset({FULL_STATUS, 502, 503})
 # Every line would be answered with it.
 KEY_STATUSES = frozenset({401, 403})
 _MOST_PAUSE_SECONDS = 60.0
-# Bytes of the bodies of open requests; half of what a server takes of all its clients.
-_MOST_OPEN_BYTES = 256 << 20
+# Bytes of the lines that are being asked; half of what a server takes of all its clients.
+_MOST_HELD_BYTES = 256 << 20
 
 
 class ServerGoneError(MoepassError, RuntimeError):
@@ -113,7 +113,7 @@ class Batch:
         Raises ServerGoneError where nothing is answered for `patience_seconds`, KeyRefusedError where the server asks
         for another key, and InputError where the output cannot be written.
         """
-        asker = _Asker(client, OpenRequests(most_open, _MOST_OPEN_BYTES), patience_seconds)
+        asker = _Asker(client, Places(most_open), patience_seconds)
         self._source.seek(0)
         lines = read_batch(self._source)
 
@@ -123,10 +123,23 @@ class Batch:
             self.counts.errors += answer.is_error
             on_answer(self.counts)
 
-        workers = [
-            asyncio.create_task(self._work(lines, asker, write))
-            for _ in range(min(most_open, self.counts.lines - self.counts.done))
-        ]
+        turn, held_bytes = asyncio.Lock(), Places(_MOST_HELD_BYTES)
+
+        async def work() -> None:
+            while True:
+                async with contextlib.AsyncExitStack() as held:
+                    async with turn:  # no more than one holds a line that has no place yet
+                        line = await self._next(lines)
+                        if line is None:
+                            return
+                        size = len(line.body) if isinstance(line, BatchRequest) else 0
+                        await held.enter_async_context(held_bytes.take(size))
+                    if isinstance(line, BatchRequest):
+                        write(answer_to(line, await asker.answer(line)))
+                    else:
+                        write(answer_to_bad_line(line))
+
+        workers = [asyncio.create_task(work()) for _ in range(min(most_open, self.counts.lines - self.counts.done))]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -135,17 +148,13 @@ class Batch:
             await asyncio.gather(*workers, return_exceptions=True)
             self._output.save()
 
-    async def _work(
-        self, lines: Iterator[BatchRequest | BadBatchLine], asker: _Asker, write: Callable[[BatchAnswer], None]
-    ) -> None:
-        for line in lines:  # each worker takes the next one
-            if self._index.is_answered(line.custom_id, line.number):
-                await asyncio.sleep(0)  # a signal must be heard meanwhile
-            elif isinstance(line, BadBatchLine):
-                write(answer_to_bad_line(line))
-                await asyncio.sleep(0)
-            else:
-                write(answer_to(line, await asker.answer(line)))
+    async def _next(self, lines: Iterator[BatchRequest | BadBatchLine]) -> BatchRequest | BadBatchLine | None:
+        """The next line without an answer; None where there is none. What was added to the file meanwhile is left."""
+        for line in lines:
+            if self._index.is_left(line.custom_id, line.number):
+                return line
+            await asyncio.sleep(0)  # a signal must be heard meanwhile
+        return None
 
     def _read_output(self, source: str, target: str, retry_errors: bool) -> None:
         def is_kept(answer: StoredAnswer) -> bool:
@@ -173,7 +182,7 @@ class Batch:
 class _Asker:
     """Asks a server until it answers."""
 
-    def __init__(self, client: httpx.AsyncClient, places: OpenRequests, patience_seconds: float) -> None:
+    def __init__(self, client: httpx.AsyncClient, places: Places, patience_seconds: float) -> None:
         self._client, self._places, self._patience = client, places, patience_seconds
         self._last_answer = -float("inf")
         self._refusal = ""
@@ -184,7 +193,7 @@ class _Asker:
         """
         since: float | None = None
         while True:
-            async with self._places.place(len(line.body)):
+            async with self._places.take():
                 found, pause = await self._asked(line)
                 now = time.monotonic()
                 if pause is None:

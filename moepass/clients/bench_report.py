@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -44,6 +44,7 @@ class Goodput(msgspec.Struct, frozen=True):
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of one run. What the server does not tell is None.
 
+    settings          what was sent, and how
     requests          that were sent, warm-up aside: the sum of answered, refused (429) and errors
     seconds           from the first that was due to the last that was done
     latency           of those answered, from when they were due
@@ -55,6 +56,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     url: str
     workload: str
+    settings: dict[str, Any]
     requests: int
     answered: int
     refused: int
@@ -77,6 +79,7 @@ def report_of(
     *,
     url: str,
     workload: str,
+    settings: dict[str, Any],
     goodput_ms: float | None,
     is_open_loop: bool,
     metrics_before: str,
@@ -98,6 +101,7 @@ def report_of(
     return BenchReport(
         url=url,
         workload=workload,
+        settings=settings,
         requests=len(outcomes),
         answered=len(answered),
         refused=refused,

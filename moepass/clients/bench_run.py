@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import msgspec
@@ -28,7 +29,7 @@ class BenchError(MoepassError, RuntimeError):
 class BenchOptions:
     """How a server is measured.
 
-    shape        of the requests; `file`, where it is given, has them as batch lines instead
+    shape        of the requests; `file`, where it is given, has them as batch lines instead, at most `shape.requests`
     rate         requests of a second, arriving at random; None: `concurrency` are open at all times
     goodput_ms   a request answered within it is a good one
     warmup       requests before, which are of the same form and not counted
@@ -74,11 +75,19 @@ async def measure(options: BenchOptions, on_done: Callable[[], None] = lambda: N
         outcomes,
         url=options.url,
         workload=options.name,
+        settings=_settings(options),
         goodput_ms=options.goodput_ms,
         is_open_loop=options.rate is not None,
         metrics_before=before,
         metrics_after=after,
     )
+
+
+def _settings(options: BenchOptions) -> dict[str, Any]:
+    """What has to be known to measure the same again, but for the key."""
+    load = {"concurrency": options.concurrency} if options.rate is None else {"rate": options.rate}
+    further = {"file": options.file} if options.file is not None else dataclasses.asdict(options.shape)
+    return {**load, "warmup": options.warmup, "timeout_seconds": options.timeout_seconds, **further}
 
 
 async def _workload(client: httpx.AsyncClient, options: BenchOptions) -> tuple[list[BenchRequest], list[BenchRequest]]:

@@ -113,7 +113,7 @@ def calibrate(
         *_remarks_on_cores(measurements),
     ]
     conditions = Conditions(
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         device=measurements[0].device,
         ranks=ranks,
         threads_per_rank=threads,

@@ -25,8 +25,8 @@ from typing import Any
 OUR_PACKAGES = ("moepass", "moepass.models", "moepass.passes", "moepass.runtime")
 # Python runs these at each start. Whoever installs Python may write them, and so may its user.
 _AT_START = ("sitecustomize", "usercustomize")
-# Namespace packages have no code. Python 3.10 calls their loader by the second name.
-_OF_NAMESPACES = ("NamespaceLoader", "_NamespaceLoader")
+# Namespace packages have no code.
+_OF_NAMESPACES = ("NamespaceLoader",)
 # Modules that code written by Cython makes.
 _OF_CYTHON = ("cython_runtime", "_cython_")
 _OF_PACKAGES = (f"site-packages{os.sep}", f"dist-packages{os.sep}")

@@ -127,7 +127,7 @@ async def _read(request: HttpRequest, parts: list[bytes], service: Service) -> N
     seconds = service.settings.read_seconds
     try:
         await asyncio.wait_for(_read_parts(request, parts, service), seconds)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise HttpError(
             408, f"the body has not come within {seconds:g} seconds; {sum(map(len, parts))} bytes of it have"
         ) from None

@@ -24,6 +24,7 @@ _SUMS = {
     "refused": ("moepass_requests_refused_total", "Requests that no rank can answer."),
     "rerun": ("moepass_requests_rerun_total", "Requests that ran once more because their rank was lost."),
     "ranks_lost": ("moepass_ranks_lost_total", "Ranks that ended."),
+    "ranks_hung": ("moepass_ranks_hung_total", "Ranks that were ended because they hung."),
     "steps": ("moepass_steps_total", "Steps of all ranks."),
     "split_steps": ("moepass_steps_split_total", "Times that a step was split because memory did not suffice."),
     "tokens": ("moepass_computed_tokens_total", "Tokens that were computed, what a step shares once."),
@@ -42,7 +43,7 @@ _VLLM_SUMS = {
         ("vllm:prompt_tokens_cached_total", "Of the tokens of answered requests those that came from the cache."),
         ("vllm:prefix_cache_hits_total", "Tokens that were found in the cache."),
     ),
-    "refused_full": (("vllm:admission_rejections_total", "Requests that were refused because the queue was full."),),
+    "turned_away": (("vllm:admission_rejections_total", "Requests that were refused because the queue was full."),),
 }
 _FINISHED = {"answered": "stop", "given_up": "abort", "failed": "error"}
 _HISTOGRAMS = {

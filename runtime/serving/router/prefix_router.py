@@ -25,6 +25,7 @@ class PrefixRouter(RankRouter):
     Args:
         saturation_flops: from the plan; a rank with this load or more takes no more.
         flops_per_second: that a rank reaches, from the plan.
+        splits: questions of one request may go to several ranks.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class PrefixRouter(RankRouter):
         flops_per_second: float,
         priority_seconds: float = 1.0,
         keeps_blocks: bool = True,
+        splits: bool = True,
     ) -> None:
         if not (flops_per_second > 0 and math.isfinite(flops_per_second)):
             raise InputError.wrong("flops_per_second", flops_per_second, "a number above 0")
@@ -47,6 +49,7 @@ class PrefixRouter(RankRouter):
             keeps_blocks=keeps_blocks,
         )
         self._flops_per_second = flops_per_second
+        self._splits = splits
         self._passed_over = 0
 
     def route(self, now: float) -> Round:
@@ -65,7 +68,7 @@ class PrefixRouter(RankRouter):
                 return ()
             holders, blocks = self._tables.deepest(request.blocks, open_ranks)
         rank = self._least_loaded(holders & open_ranks)
-        if len(work.questions) > 1 and self._loads[rank] + work.flops > self._saturation_flops:
+        if self._splits and len(work.questions) > 1 and self._loads[rank] + work.flops > self._saturation_flops:
             return self._split(work, rank, blocks)
         return ((rank, blocks, work.questions),)
 

@@ -59,7 +59,7 @@ from moepass.runtime.serving.workers.messages import (
 from moepass.runtime.serving.workers.rank_views import rank_views
 from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
 from moepass.runtime.serving.workers.request_times import RequestTimes
-from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor
+from moepass.runtime.serving.workers.supervisor import RankStarter, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
 # A rank computes a step while the requests of the next one wait for it there, so that it never waits for the frontend.
@@ -81,6 +81,21 @@ class FrontendLimits:
     waiting_seconds: float = math.inf
     open_bytes: float = math.inf
 
+    def check(self, waiting_seconds: float, open_bytes: float) -> None:
+        """Raises QueueFullError where so much waits already that nothing is taken."""
+        for name, value, limit in (
+            ("seconds of work", waiting_seconds, self.waiting_seconds),
+            ("bytes", open_bytes, self.open_bytes),
+        ):
+            if value >= limit:
+                raise QueueFullError(
+                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
+                    retry_after_seconds=max(1.0, math.ceil(waiting_seconds)),
+                    name=name,
+                    value=value,
+                    expected=limit,
+                )
+
 
 @dataclasses.dataclass
 class ServingCounters:
@@ -89,7 +104,7 @@ class ServingCounters:
     requests: int = 0
     answered: int = 0
     refused: int = 0
-    refused_full: int = 0
+    turned_away: int = 0
     failed: int = 0
     given_up: int = 0
     rerun: int = 0
@@ -119,12 +134,13 @@ class Frontend:
         limits: how much may wait before requests are refused.
         ends_together: ranks hold parts of one model and cannot go on without each other.
         hangs: when a rank counts as hung.
+        restarts: ranks that end are started again; otherwise `lost` tells of them.
     """
 
     def __init__(
         self,
         ranks: int,
-        command: Callable[[int, int, str], RankCommand],
+        command: Callable[[int, int, str], RankStarter],
         *,
         endpoint: str,
         formula: FlopsFormula | asyncio.Future[FlopsFormula],
@@ -133,11 +149,16 @@ class Frontend:
         limits: FrontendLimits,
         ends_together: bool = False,
         hangs: HangLimits = HANGS,
+        restarts: bool = True,
     ) -> None:
         self._ranks, self._endpoint, self._key, self._limits = ranks, endpoint, key, limits
         self._formula, self._make_router = formula, make_router
         self._supervisor = Supervisor(
-            ranks, lambda rank, attempt: command(rank, attempt, endpoint), self._lost, ends_together=ends_together
+            ranks,
+            lambda rank, attempt: command(rank, attempt, endpoint),
+            self._lost,
+            ends_together=ends_together,
+            restarts=restarts,
         )
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
@@ -173,6 +194,10 @@ class Frontend:
         self._router = self._make_router(self._ranks, formula, facts)
         self._state = "ready"
 
+    async def lost(self) -> None:
+        """Waits for a rank that ends and is not started again, once `start` is over. Raises RankLostError."""
+        await self._supervisor.lost()
+
     async def close(self, seconds: float) -> None:
         """Take nothing more, wait up to `seconds` for what is open, and end the ranks."""
         was_starting, self._state = self._state == "starting", "draining"
@@ -196,19 +221,11 @@ class Frontend:
         idle server refuses nothing that its ranks can compute, and more than the limits waits by one call at most."""
         router = self._serving_router()
         seconds = router.waiting_flops / sum(facts.flops_per_second for facts in self._facts.values())
-        for name, value, limit in (
-            ("seconds of work", seconds, self._limits.waiting_seconds),
-            ("bytes", self._open_bytes, self._limits.open_bytes),
-        ):
-            if value >= limit:
-                self.counters.refused_full += 1
-                raise QueueFullError(
-                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
-                    retry_after_seconds=max(1.0, math.ceil(seconds)),
-                    name=name,
-                    value=value,
-                    expected=limit,
-                )
+        try:
+            self._limits.check(seconds, self._open_bytes)
+        except QueueFullError:
+            self.counters.turned_away += 1
+            raise
 
     async def answer(
         self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
@@ -237,7 +254,7 @@ class Frontend:
         try:
             answer = await asyncio.wait_for(waiting.future, timeout_seconds)
             return self._times.answered(waiting, answer, time.monotonic())
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise AnswerTimeoutError(
                 f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
             ) from None
@@ -273,6 +290,16 @@ class Frontend:
         attempts, assigned = self._supervisor.attempts, self._assigned.values()
         ranks = rank_views(self._ranks, self._router, self._facts, attempts, assigned, seen)
         return BackendView(ranks, len(self._waiting) - running, running, self._times.histograms)
+
+    def engine_facts(self) -> tuple[EngineFacts, ...]:
+        """Of the ranks that are ready."""
+        return tuple(self._facts.values())
+
+    def held_blocks(self, most: int) -> list[bytes]:
+        """Hashes of up to `most` blocks that some rank holds, each after those before it."""
+        committed = self._router.tables.committed if self._router is not None else {}
+        # A block is stored after, and evicted before, those that come before it; the table is in the order of storing.
+        return [block for block in itertools.islice(committed, most) if isinstance(block, bytes)]
 
     # ---- Requests
 
@@ -345,6 +372,9 @@ class Frontend:
 
     def _heard(self, rank: int, content: bytes) -> None:
         message = decode_from_rank(content)
+        if isinstance(message, Seen):  # which says nothing of how long a step takes
+            self._looks.heard(rank, message.engine)
+            return
         self._watch.heard(rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None)
         if isinstance(message, Alive):
             return
@@ -361,9 +391,6 @@ class Frontend:
             for number in message.ids:
                 self._router.started(int(number))
                 self._began(number)
-        elif isinstance(message, Seen):
-            self._looks.heard(rank, message.engine)
-            return
         elif isinstance(message, StepDone):
             self._step_done(self._router, rank, message)
         elif isinstance(message, RequestFailed):

@@ -87,7 +87,8 @@ ToRank = Run | Cancel | Drain | Look
 FromRank = RankReady | Started | StepDone | RequestFailed | Alive | Seen
 
 
-def _extension(value: Any) -> msgspec.msgpack.Ext:
+def extension_of_array(value: Any) -> msgspec.msgpack.Ext:
+    """An array, for an encoder of msgspec; it raises NotImplementedError for anything else."""
     for code, kind in _TYPES.items():
         if isinstance(value, np.ndarray) and value.dtype == kind and value.ndim <= _MOST_DIMENSIONS:
             header = struct.pack(f"<B{value.ndim}I", value.ndim, *value.shape)
@@ -95,7 +96,8 @@ def _extension(value: Any) -> msgspec.msgpack.Ext:
     raise NotImplementedError(f"{type(value).__name__} has no form as a message")
 
 
-def _array(code: int, data: memoryview) -> Any:
+def array_of_extension(code: int, data: memoryview) -> Any:
+    """The array, for a decoder of msgspec. Raises ValueError for what is none."""
     kind = _TYPES.get(code)
     if kind is None or not len(data) or data[0] > _MOST_DIMENSIONS or len(data) < 1 + 4 * data[0]:
         raise ValueError(f"extension {code} is no array that a message can hold")
@@ -106,9 +108,9 @@ def _array(code: int, data: memoryview) -> Any:
     return np.frombuffer(numbers, kind).reshape(shape)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_extension)
-_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, ext_hook=_array)
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank, ext_hook=_array)
+_encoder = msgspec.msgpack.Encoder(enc_hook=extension_of_array)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, ext_hook=array_of_extension)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank, ext_hook=array_of_extension)
 
 
 def encode(message: ToRank | FromRank) -> bytes:
@@ -148,7 +150,9 @@ __all__ = [
     "Started",
     "StepDone",
     "ToRank",
+    "array_of_extension",
     "decode_for_rank",
     "decode_from_rank",
     "encode",
+    "extension_of_array",
 ]

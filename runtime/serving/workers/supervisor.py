@@ -2,7 +2,8 @@
 
 A rank that ends before it was ever ready would end again, so the first start fails then. Later a rank is started again
 at once, and with growing pauses where it ends before it was ready, or soon after. Ranks that hold parts of one model
-end together, because none of them can go on without the others.
+end together, because none of them can go on without the others. Ranks of a launcher are not started again: their
+launcher starts all of them again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from moepass.models.errors import MoepassError
 
@@ -27,12 +29,54 @@ class RankStartError(MoepassError, RuntimeError):
     """A rank ended before it was ready; `rank` tells which, `value` its exit status. Its own message came before."""
 
 
+class RankLostError(MoepassError, RuntimeError):
+    """A rank ended, and nobody here starts it again; `rank` tells which."""
+
+
+class RankProcess(Protocol):
+    """What a supervisor needs of asyncio's processes."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
+class RankStarter(Protocol):
+    """How a rank comes to life."""
+
+    async def start(self) -> RankProcess: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class RankCommand:
     """How a rank is started: a program with its arguments, and what it reads from its standard input."""
 
     arguments: Sequence[str]
     options: bytes
+
+    async def start(self) -> RankProcess:
+        process = await asyncio.create_subprocess_exec(*self.arguments, stdin=asyncio.subprocess.PIPE)
+        assert process.stdin is not None
+        try:
+            with contextlib.suppress(ConnectionError):  # it has ended already, which its status tells
+                process.stdin.write(self.options)
+                await process.stdin.drain()
+                process.stdin.close()
+        except BaseException:
+            await _end(process)
+            raise
+        return process
+
+
+def next_pause(seconds: float) -> float:
+    """Behind a rank that ended too soon, when the last pause was so long."""
+    return min(max(FIRST_PAUSE_SECONDS, 2 * seconds), MOST_PAUSE_SECONDS)
 
 
 class Supervisor:
@@ -42,18 +86,21 @@ class Supervisor:
         command: the command of a rank, and of which attempt to run it, from 0 on; messages carry both.
         on_lost: called with the ranks whose processes have ended, before they are started again.
         ends_together: a rank that ends takes all others with it; they are started again together, as one attempt.
+        restarts: a rank that ends is started again. Otherwise `lost` tells of it.
     """
 
     def __init__(
         self,
         ranks: int,
-        command: Callable[[int, int], RankCommand],
+        command: Callable[[int, int], RankStarter],
         on_lost: Callable[[Sequence[int]], None],
         *,
         ends_together: bool = False,
+        restarts: bool = True,
     ) -> None:
         self._command, self._on_lost, self._ends_together = command, on_lost, ends_together
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._restarts = restarts
+        self._processes: dict[int, RankProcess] = {}
         self._ready_since: dict[int, float] = {}
         self._ready: dict[int, asyncio.Event] = {rank: asyncio.Event() for rank in range(ranks)}
         self._attempts = dict.fromkeys(range(ranks), 0)
@@ -98,6 +145,11 @@ class Supervisor:
             everyone.cancel()
             self._failure.result()
 
+    async def lost(self) -> None:
+        """Waits for a rank that ends and is not started again, once `start` is over. Raises RankLostError."""
+        assert self._failure is not None
+        await asyncio.shield(self._failure)
+
     async def close(self, seconds: float) -> None:
         """Wait for the ranks to end by themselves, which they have been told to, and after `seconds` end them."""
         self._is_closing = True
@@ -135,23 +187,25 @@ class Supervisor:
             if not was_ready:
                 self._fail(rank, status)
                 return
+            if not self._restarts:
+                logger.error("rank %d has ended", rank)
+                self._on_lost(ranks)
+                assert self._failure is not None
+                if not self._failure.done():
+                    text = f"rank {rank} has ended; who launched the ranks must start all of them again"
+                    self._failure.set_exception(RankLostError(text, rank=rank))
+                return
             logger.error("rank %d ended with status %d; it is started again", rank, status)
             for one in ranks:
                 self._ready[one].clear()
                 self._attempts[one] += 1
             self._on_lost(ranks)
-            pause = 0.0 if is_steady else min(max(FIRST_PAUSE_SECONDS, 2 * pause), MOST_PAUSE_SECONDS)
+            pause = 0.0 if is_steady else next_pause(pause)
             await asyncio.sleep(pause)
 
-    async def _started(self, rank: int) -> asyncio.subprocess.Process:
-        command = self._command(rank, self._attempts[rank])
-        process = await asyncio.create_subprocess_exec(*command.arguments, stdin=asyncio.subprocess.PIPE)
+    async def _started(self, rank: int) -> RankProcess:
+        process = await self._command(rank, self._attempts[rank]).start()
         self._processes[rank] = process
-        assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended already, which its status tells
-            process.stdin.write(command.options)
-            await process.stdin.drain()
-            process.stdin.close()
         return process
 
     def _fail(self, rank: int, status: int) -> None:
@@ -161,7 +215,7 @@ class Supervisor:
             self._failure.set_exception(RankStartError(text, rank=rank, value=status))
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: RankProcess) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

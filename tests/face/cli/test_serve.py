@@ -81,8 +81,23 @@ def test_decisions_of_the_demo(tmp_path: Path) -> None:
             found = [one["probability"] for one in answer["probabilities"]]
             assert found == pytest.approx(expected(text, labels), abs=1e-4)
             assert answer["choice"] == "<de>"
-        assert "compilations_after_ready" in server.client.get("/metrics").text
+        assert "moepass_compilations_after_ready 0.0" in server.client.get("/metrics").text
+        check_what_is_seen(server)
         assert server.end() == 0
+
+
+def check_what_is_seen(server: Server) -> None:
+    """After one decision, on two ranks."""
+    assert "<title>moepass</title>" in server.client.get("/").text
+    assert server.client.get("/ready").json()["details"]["steps"].startswith("tries: ")
+    state = server.client.get("/v1/state").json()
+    assert [(rank["state"], rank["form"], rank["load_flops"]) for rank in state["ranks"]] == [("ready", "trie", 0)] * 2
+    assert "German" in state["labels"]
+    (step,) = [rank["engine"]["step"] for rank in state["ranks"] if rank["engine"]["step"] is not None]
+    assert (step["number"], step["requests"]) == (1, 1)
+    # Both questions are the same, so there is one place to read at.
+    assert [node["reads"] for node in step["nodes"]] == [1]
+    assert step["tokens"] == step["nodes"][0]["tokens"] == state["sums"]["request_tokens"]
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,17 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stub_server import echo, stub_server
 from typer.testing import CliRunner
 
 from moepass.cli.main import app
-from moepass.clients import batch_lines
+from moepass.clients import batch_lines, batch_run
 from moepass.clients.batch_lines import BadBatchLine, read_batch
 from moepass.clients.batch_run import Batch, KeyRefusedError, ServerGoneError
-from moepass.clients.open_requests import OpenRequests
+from moepass.clients.places import Places
 from moepass.models.errors import InputError, OptionError
 
 ROUTE = "/v1/decisions"
@@ -280,32 +281,65 @@ def test_a_wrong_key_ends_it_before_every_line_is_an_error(files: tuple[Path, Pa
     assert answered(target) == []
 
 
-def test_no_more_requests_are_open_than_may_be() -> None:
+def test_no_more_places_are_taken_than_there_are() -> None:
     async def check() -> None:
-        places = OpenRequests(3, 100)
-        most = [0, 0]
+        places, most = Places(100), 0
 
-        async def one(size: int) -> None:
-            async with places.place(size):
-                most[:] = max(most[0], places.count), max(most[1], places.bytes if places.count > 1 else 0)
+        async def one(count: int) -> None:
+            nonlocal most
+            async with places.take(count):
+                most = max(most, places.taken if places.taken != 500 else 0)
                 await asyncio.sleep(0)
 
-        tasks = [asyncio.create_task(one(size)) for size in (10, 90, 90, 500, 1, 1, 1, 1, 20, 99, 100) * 3]
+        tasks = [asyncio.create_task(one(count)) for count in (10, 90, 90, 500, 1, 1, 0, 1, 20, 99, 100) * 3]
         await asyncio.sleep(0)
         for task in tasks[::5]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert most[0] == 3
-        assert 0 < most[1] <= 100
-        assert (places.count, places.bytes) == (0, 0)
-        async with places.place(1), places.place(1):
+        assert (most, places.taken) == (100, 0)
+        async with places.take(), places.take(), places.take():
             places.refused()
-            assert places.allowed == 1
-        for _ in range(10):
+            assert places.allowed == 2
+        for _ in range(100):
             places.answered()
-        assert places.allowed == 3
+        assert 10 < places.allowed < 20
 
     asyncio.run(check())
+
+
+def test_lines_that_wait_for_a_full_queue_are_held_within_bounds(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = files
+    source.write_text("".join(line(str(number), text="x" * 100) for number in range(30)))
+    monkeypatch.setattr(batch_run, "_MOST_HELD_BYTES", 500)
+    seen: set[str] = set()
+
+    def ask(request: httpx.Request) -> httpx.Response:
+        name = json.loads(request.content)["name"]
+        seen.add(name)
+        held = len(seen) - len(answered(target))
+        assert held <= 4
+        if name not in refused:
+            refused.add(name)
+            return httpx.Response(429, headers={"retry-after": "0"})
+        return echoed(request)
+
+    refused: set[str] = set()
+    batch = Batch(str(source), str(target))
+    run(batch, ask, most_open=20)
+    assert (batch.counts.answered, batch.counts.errors) == (30, 0)
+
+
+def test_lines_that_are_added_meanwhile_wait_for_the_next_start(files: tuple[Path, Path]) -> None:
+    source, target = files
+    write_batch(source, ["a", "b"])
+    batch = Batch(str(source), str(target))
+    source.write_text(source.read_text() + line("a") + line("c"))
+    run(batch, echoed)
+    assert [answer["custom_id"] for answer in answered(target)] == ["a", "b"]
+    with pytest.raises(InputError, match="lines 1 and 3"):
+        Batch(str(source), str(target))
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------
@@ -435,3 +469,12 @@ def test_a_model_of_this_process_goes_on_after_a_kill(files: tuple[Path, Path]) 
     found = answered(target)
     assert Counter(answer["custom_id"] for answer in found) == Counter(names)
     assert {answer["response"]["body"]["answers"][0]["type"] for answer in found} == {"choice"}
+
+
+def test_a_model_runs_with_the_options_of_serve() -> None:
+    found = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    ours, theirs = ({option.name: option for option in found[name].params} for name in ("batch", "serve"))
+    shared = {"ranks", "home", "device", "dtype", "memory_budget", "slots", "hardware", "kv_cache", "lower", "threads"}
+    assert shared <= set(ours)
+    for name in shared:
+        assert (ours[name].opts, ours[name].default) == (theirs[name].opts, theirs[name].default)

@@ -244,7 +244,7 @@ def test_connections_are_kept_and_none_is_shared() -> None:
 
 def _report(outcomes: list[RequestOutcome], **further: Any) -> BenchReport:
     given: dict[str, Any] = {
-        "url": "u", "workload": "w", "goodput_ms": None, "is_open_loop": True,
+        "url": "u", "workload": "w", "settings": {}, "goodput_ms": None, "is_open_loop": True,
         "metrics_before": "", "metrics_after": "",
     }  # fmt: skip
     return report_of(outcomes, **given | further)
@@ -312,6 +312,7 @@ def test_bench_measures_a_server(tmp_path: Path) -> None:
             "moepass.bench/1", 20, 0.5, 0,
         )  # fmt: skip
         assert report["goodput"]["share"] == 1
+        assert (report["settings"]["rate"], report["settings"]["own_length"]) == (5000, [64, 64])
         asked = [value for route, value in stub.asked if route == "/v1/decisions"]
         assert len(asked) == 28
         assert {value["model"] for value in asked} == {"theirs"}
@@ -324,7 +325,8 @@ def test_bench_measures_a_server(tmp_path: Path) -> None:
         result = bench(f"{stub.url}/v1", "--file", str(file), "--warmup", "2", "--requests", "5")
         assert result.exit_code == 0, result.output
         assert "5 answered" in result.stdout
-        asked_of_file = [value["n"] for route, value in stub.asked if route == "/predict"]
+        assert "7 answered" in bench(stub.url, "--file", str(file), "--warmup", "2").stdout
+        asked_of_file = [value["n"] for route, value in stub.asked if route == "/predict"][:7]
         assert sorted(asked_of_file[:2]) == [0, 1]
         assert sorted(asked_of_file) == list(range(7))
 

@@ -55,13 +55,15 @@ def text_of(counters: dict[str, float], view: BackendView, model: str = "tiny") 
 def test_every_counter_of_the_server_has_a_name() -> None:
     counters = {name: float(place) for place, name in enumerate(vars(ServingCounters()), 1)}
     view = BackendView((rank(0),), 4, 2, RequestTimes().histograms)
-    samples, kinds = parsed(text_of(counters | {"compilations_after_ready": 0.0}, view))
+    text = text_of(counters | {"compilations_after_ready": 0.0}, view)
+    samples, kinds = parsed(text)
+    assert sorted(re.findall(r"^# HELP (\S+) \S", text, re.M)) == sorted(kinds), "a counter without a word"
     label = 'model_name="tiny"'
     for name, source in (
         (f"vllm:prompt_tokens_total{{{label}}}", "request_tokens"),
         (f"vllm:prefix_cache_queries_total{{{label}}}", "request_tokens"),
         (f"vllm:prefix_cache_hits_total{{{label}}}", "cached_tokens"),
-        (f"vllm:admission_rejections_total{{{label}}}", "refused_full"),
+        (f"vllm:admission_rejections_total{{{label}}}", "turned_away"),
         (f'vllm:request_success_total{{{label},finished_reason="stop"}}', "answered"),
         (f'vllm:request_success_total{{{label},finished_reason="abort"}}', "given_up"),
         (f'vllm:request_success_total{{{label},finished_reason="error"}}', "failed"),

@@ -143,7 +143,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
 
 def test_ranks_and_the_trie_of_the_last_step_are_shown(page: Page, chat: Served) -> None:
     assert texts(page, ".rank .state") == ["ready", "lost"]
-    assert "30 FLOP in 3 requests; a full step is 50 FLOP, takes no more from 120 FLOP on" in text(page, ".rank")
+    assert "30 FLOP in 3 requests; a full step is 50 FLOP, it takes no more from 120 FLOP on" in text(page, ".rank")
     load, cache = page.value("[...document.querySelectorAll('.rank .fill')].map(one => parseFloat(one.style.width))")
     assert (load, cache) == (25, 75)
     assert "9 tokens computed, 16 from the cache; each request alone would take 2.0" in text(page, "#step")

@@ -20,11 +20,12 @@ from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
-from moepass.runtime.serving.requests.view import BackendView
+from moepass.runtime.serving.requests.view import BackendView, EngineView
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import HANGS, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.messages import RankReady, Seen, encode
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 
@@ -91,6 +92,26 @@ def is_right(asked: Request, answer: Answer) -> bool:
         expected.append((expected[piece.parent] if piece.parent >= 0 else 0) + float(piece.tokens.sum()))
     found = [piece.reads[0].log_probabilities[0] for piece in answer.pieces]
     return answer.id == asked.id and found == expected
+
+
+def test_ranks_are_seen_while_others_still_start(tmp_path: Path) -> None:
+    async def work() -> None:
+        def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+            raise AssertionError("no rank is started")
+
+        endpoint = f"ipc://{tmp_path}/ranks"
+        frontend = Frontend(
+            2, command, endpoint=endpoint, formula=TokensFormula(), make_router=make_router, key=KEY, limits=NO_LIMITS
+        )
+        frontend._heard(0, encode(RankReady(sum_rank.SumEngine.facts)))
+        looking = asyncio.create_task(frontend.view())
+        await asyncio.sleep(0)
+        frontend._heard(0, encode(Seen(EngineView(cache_blocks=3))))
+        ranks = (await looking).ranks
+        assert [(rank.state, rank.engine.cache_blocks) for rank in ranks] == [("ready", 3), ("starting", 0)]
+        frontend._context.destroy(linger=0)
+
+    run(work())
 
 
 def slow(rank: int, attempt: int) -> tuple[str, ...]:
@@ -341,7 +362,7 @@ def test_an_idle_server_takes_a_call_whole_however_large(limits: FrontendLimits,
             with pytest.raises(QueueFullError):
                 await frontend.answer(one, timeout_seconds=TIMEOUT)
             assert all(map(is_right, many, await asyncio.gather(*asked)))
-            assert frontend.counters.refused_full == 2
+            assert frontend.counters.turned_away == 2
 
     run(work())
 

@@ -16,7 +16,7 @@ from moepass.runtime.serving.workers.rank_views import rank_views
 FACTS = EngineFacts("rows", 10, 1e6, 100, 50, 32, True, None, (), {"steps": "padded rows, because it is recurrent"})
 
 
-def test_all_who_look_share_one_question() -> None:
+def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         sent: list[int] = []
         asking = Looks(sent.append)
@@ -27,14 +27,20 @@ def test_all_who_look_share_one_question() -> None:
             asking.heard(rank, EngineView(cache_blocks=rank + 5))
         for seen in await asyncio.gather(*both):
             assert [seen[rank].cache_blocks for rank in (0, 1)] == [5, 6]
-        assert await asking.ask([]) is not None
+        # It is fresh, so nobody is asked again; later they are.
+        assert (await asking.ask([0, 1]))[0].cache_blocks == 5
         assert sent == [0, 1]
+        monkeypatch.setattr(looks, "FRESH_SECONDS", 0.0)
+        monkeypatch.setattr(looks, "ANSWER_SECONDS", 0.01)
+        await asking.ask([0])
+        assert sent == [0, 1, 0]
 
     asyncio.run(work())
 
 
 def test_a_silent_rank_shows_what_it_said_last_and_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(looks, "FRESH_SECONDS", 0.0)
 
     async def work() -> None:
         sent: list[int] = []

@@ -89,9 +89,9 @@ def test_a_damaged_message_is_an_error_or_a_message(place: int) -> None:
 )
 def test_damaged_arrays_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="array"):
-        messages._array(1, memoryview(data))
+        messages.array_of_extension(1, memoryview(data))
 
 
 def test_what_has_no_form_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="object"):
-        messages._extension(object())
+        messages.extension_of_array(object())

@@ -1,0 +1,82 @@
+"""The application: replicas, and before them the HTTP server of `moepass serve` with a router for replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from moepass.cli.rank_options import RankOptions
+from moepass.cli.serving import make_writer
+from moepass.models.checkpoint.checkpoint_folders import resolve_model
+from moepass.ray_serve.ray_backend import RayBackend
+from moepass.ray_serve.ray_options import parse_options
+from moepass.ray_serve.replica import TOLD_SECONDS, Replica
+from moepass.runtime.serving.http.app import create_app
+from moepass.runtime.serving.routes.service import ServerSettings, Service
+from moepass.runtime.serving.workers.frontend import FrontendLimits
+
+# The router gives a replica no more than it computes in two steps, by FLOPs; Ray's own limits count requests.
+_MOST_REQUESTS = 100_000
+# A line for each request would cost more than the request.
+_LOGGING = {"enable_access_log": False}
+
+
+class HttpFrontend:
+    """Takes the HTTP requests of all routes."""
+
+    async def __init__(self, replicas: Any, name: str, rank_options: bytes, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
+        options = msgspec.json.decode(rank_options, type=RankOptions)
+        limits = FrontendLimits(settings.pop("waiting_seconds"), settings.pop("open_bytes"))
+        self._backend = RayBackend(replicas, name, bytes.fromhex(options.key), limits)
+        self._service = Service(self._backend, make_writer(resolve_model(options.model)), ServerSettings(**settings))
+        self._starting = asyncio.create_task(self._backend.started())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._service)
+
+
+def application(given: Mapping[str, Any]) -> Any:
+    """The application with the options `given`. Raises OptionError."""
+    options = parse_options(given)
+    # All replicas and their routers call a block by the same name.
+    key, name = secrets.token_bytes(32), secrets.token_hex(8)
+    rank_options = msgspec.json.encode(options.rank_options(key))
+    router = RequestRouterConfig(
+        request_router_class="moepass.ray_serve.request_router.PrefixRequestRouter",
+        request_router_kwargs={"model": options.model, "name": name},
+        request_routing_stats_period_s=TOLD_SECONDS,
+    )
+    replicas = serve.deployment(
+        Replica,
+        name="Replica",
+        num_replicas=options.replicas,
+        max_ongoing_requests=_MOST_REQUESTS,
+        ray_actor_options=options.actor_resources,
+        graceful_shutdown_timeout_s=options.drain,
+        request_router_config=router,
+        logging_config=_LOGGING,
+    )
+    settings = {
+        "model_names": options.names,
+        "api_key": options.api_key,
+        "timeout_seconds": options.timeout,
+        "waiting_seconds": options.queue_seconds,
+        "open_bytes": options.open_bytes,
+    }
+    frontend = serve.deployment(
+        serve.ingress()(HttpFrontend),
+        name="Frontend",
+        max_ongoing_requests=_MOST_REQUESTS,
+        num_replicas=options.frontends,
+        logging_config=_LOGGING,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=options.drain,
+    )
+    return frontend.bind(replicas.bind(rank_options), name, rank_options, settings)

@@ -1,0 +1,214 @@
+"""The state machine behind Ray's router: replicas come and go, requests wait, loads return to 0."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepass.ray_serve.replica_routing import ReplicaFacts, ReplicaRouting
+from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
+
+FACTS = ReplicaFacts(saturation_flops=100, flops_per_second=100.0)
+
+
+class TokensFormula:
+    def flops(self, prefix_tokens: int, new_tokens: int) -> int:
+        return new_tokens
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(first_block: int, tokens: int = 40, deadline: float = 60.0) -> RoutableRequest:
+    blocks = (bytes([first_block]) * 16, bytes([first_block, 1]) * 8)
+    return RoutableRequest("", blocks, tokens, deadline=deadline)
+
+
+def run(work: Callable[[ReplicaRouting, Clock], Awaitable[None]]) -> None:
+    clock = Clock()
+    asyncio.run(asyncio.wait_for(work(ReplicaRouting(TokensFormula(), clock), clock), 10))  # type: ignore[arg-type]
+
+
+def test_equal_prefixes_meet_on_a_replica_and_loads_return_to_zero() -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": FACTS, "b": FACTS})
+        first = await routing.place("1", request(1))
+        other = await routing.place("2", request(2))
+        assert {first, other} == {"a", "b"}
+        assert await routing.place("3", request(1)) == first
+        assert routing.loads == {first: 48, other: 40}  # of the third, 32 tokens are shared
+        for number in ("1", "2", "3"):
+            routing.started(number)
+            routing.over(number, is_answered=True)
+            routing.over(number, is_answered=True)
+        assert routing.loads == {"a": 0, "b": 0}
+        # Answered prompts are held until the replica says what it really holds, and one report longer.
+        assert await routing.place("4", request(2)) == other
+        assert routing.loads[other] == 8
+
+    run(work)
+
+
+def test_what_a_replica_says_it_holds_replaces_what_was_taken_for_granted() -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": FACTS, "b": FACTS})
+        held = request(7)
+        routing.holds("b", frozenset(held.blocks))
+        routing.holds("unknown", frozenset(held.blocks))
+        assert await routing.place("1", held) == "b"
+        assert routing.loads["b"] == 8
+        routing.over("1", is_answered=True)
+        answered = request(8)
+        assert await routing.place("2", answered) == "a"
+        routing.over("2", is_answered=True)
+        routing.holds("a", frozenset())  # it may have been sent before the answer
+        assert await routing.place("3", answered) == "a"
+        assert routing.loads["a"] == 8
+        routing.over("3", is_answered=False)
+        routing.holds("a", frozenset())
+        routing.holds("b", frozenset())
+        await routing.place("4", answered)
+        assert sum(routing.loads.values()) == 40
+
+    run(work)
+
+
+def test_requests_wait_for_a_replica_that_takes_more() -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": FACTS})
+        assert await routing.place("1", request(1, 120)) == "a"
+        waiting = asyncio.create_task(routing.place("2", request(2)))
+        await asyncio.sleep(0)
+        assert routing.waiting_flops == 40
+        routing.over("1", is_answered=True)
+        assert await waiting == "a"
+        given_up = asyncio.create_task(routing.place("3", request(3, 120)))
+        later = asyncio.create_task(routing.place("4", request(4)))
+        assert await given_up == "a"
+        await asyncio.sleep(0)
+        assert not later.done()
+        routing.over("4", is_answered=False)
+        with pytest.raises(asyncio.CancelledError):
+            await later
+        assert routing.waiting_flops == 0
+
+    run(work)
+
+
+def test_a_lost_replica_forgets_its_requests_and_its_blocks() -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": FACTS, "b": FACTS})
+        lost = await routing.place("1", request(1, 150))
+        (kept,) = {"a", "b"} - {lost}
+        await routing.place("2", request(2, 150))
+        waiting = asyncio.create_task(routing.place("3", request(3)))
+        await asyncio.sleep(0)
+        routing.lost(lost)
+        routing.lost(lost)
+        assert routing.loads == {kept: 150}
+        routing.over("1", is_answered=True)  # Ray tells of it, too
+        again = asyncio.create_task(routing.place("1 again", request(1)))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        routing.update({kept: FACTS, "c": FACTS})
+        assert await waiting == await again == "c"
+        assert routing.loads == {kept: 150, "c": 80}
+        routing.update({})
+        assert routing.loads == {}
+
+    run(work)
+
+
+def test_a_replica_without_ranks_gets_nothing_until_it_is_ready_again() -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": dataclasses.replace(FACTS, is_ready=False)})
+        waiting = asyncio.create_task(routing.place("1", request(1)))
+        await asyncio.sleep(0)
+        assert routing.waiting_flops == 40
+        routing.update({"a": FACTS})
+        assert await waiting == "a"
+        routing.update({"a": dataclasses.replace(FACTS, is_ready=False), "b": FACTS})
+        assert await routing.place("2", request(1)) == "b"
+        assert routing.loads == {"b": 40}
+
+    run(work)
+
+
+def test_a_request_whose_end_nobody_tells_is_over_after_its_deadline() -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": FACTS})
+        await routing.place("1", request(1, 150, deadline=5))
+        routing.started("1")
+        late = asyncio.create_task(routing.place("2", request(2, deadline=5)))
+        await asyncio.sleep(0)
+        clock.now = 6
+        routing.route()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        assert routing.loads == {"a": 150}
+        clock.now = 16
+        routing.route()
+        assert routing.loads == {"a": 0}
+
+    run(work)
+
+
+def test_questions_of_a_request_stay_together() -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": FACTS, "b": FACTS})
+        many = RoutableRequest("", (), 10, tuple(RoutablePart(-1, 10) for _ in range(50)))
+        assert await routing.place("1", many) in ("a", "b")
+        assert sorted(routing.loads.values()) == [0, 510]
+
+    run(work)
+
+
+NAMES = "abc"
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["place", "over", "lost", "update", "holds", "later"]), st.integers(0, 20))))
+def test_after_any_events_every_request_is_placed_and_loads_return_to_zero(events: list[tuple[str, int]]) -> None:
+    async def work(routing: ReplicaRouting, clock: Clock) -> None:
+        routing.update({"a": FACTS})
+        tasks: dict[str, asyncio.Task[str]] = {}
+        for kind, number in events:
+            if kind == "place":
+                name = str(len(tasks))
+                asked = request(number % 4, 33 + 10 * number, deadline=clock.now + 30)
+                tasks[name] = asyncio.create_task(routing.place(name, asked))
+            elif kind == "over":
+                routing.over(str(number), is_answered=number % 2 == 0)
+            elif kind == "lost":
+                routing.lost(NAMES[number % 3])
+            elif kind == "holds":
+                routing.holds(NAMES[number % 3], frozenset(request(number % 4).blocks[: number % 3]))
+            elif kind == "update":
+                routing.update({name: FACTS for place, name in enumerate(NAMES) if number >> place & 1})
+            else:
+                clock.now += number
+                routing.route()
+            await asyncio.sleep(0)
+            assert all(load >= 0 for load in routing.loads.values())
+        # With replicas, every request that is neither over nor late gets one.
+        routing.update(dict.fromkeys(NAMES, FACTS))
+        for _ in range(len(tasks) + 1):
+            await asyncio.sleep(0)
+            for name, task in tasks.items():
+                if task.done():
+                    assert task.cancelled() or task.result() in NAMES
+                    routing.over(name, is_answered=True)
+        assert all(task.done() for task in tasks.values())
+        assert routing.loads == dict.fromkeys(NAMES, 0)
+        assert routing.waiting_flops == 0
+
+    run(work)

@@ -1,0 +1,52 @@
+"""Ranks that end again and again, as processes that do nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from moepass.runtime.serving.workers import supervisor
+from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor, next_pause
+
+
+def test_pauses_grow_up_to_the_longest() -> None:
+    pauses = [0.0]
+    while pauses[-1] != next_pause(pauses[-1]):
+        pauses.append(next_pause(pauses[-1]))
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+
+
+@pytest.mark.parametrize(("steady_seconds", "expected"), [(0.0, [0.0, 0.0]), (60.0, [0.5, 1.0])])
+def test_a_rank_that_was_steady_starts_again_without_a_pause(
+    steady_seconds: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def work() -> None:
+        done = asyncio.Event()
+
+        def lost(ranks: Sequence[int]) -> None:
+            if len(pauses) == 1:
+                done.set()
+
+        def command(rank: int, attempt: int) -> RankCommand:
+            made.ready(rank)
+            return RankCommand(("true",), b"")
+
+        made = Supervisor(1, command, lost)
+        await made.start()
+        await asyncio.wait_for(done.wait(), 20)
+        while len(pauses) < 2:
+            await real_sleep(0.01)
+        await made.close(0)
+
+    real_sleep = asyncio.sleep
+    monkeypatch.setattr(supervisor, "STEADY_SECONDS", steady_seconds)
+    monkeypatch.setattr(supervisor.asyncio, "sleep", pause)
+    asyncio.run(work())
+    assert pauses[:2] == expected
