@@ -62,6 +62,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/bank_memory.py
 	$(BIN)/python benchmarks/compile_time.py start
+	$(BIN)/python benchmarks/compile_time.py serve
 	$(BIN)/python benchmarks/two_ranks.py
 	$(BIN)/python benchmarks/idle_rank.py
 	$(BIN)/python benchmarks/load_memory.py
@@ -74,6 +75,8 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/load/faults.py
 	$(BIN)/python benchmarks/load/overload.py
 	$(BIN)/python benchmarks/routing.py
+	$(BIN)/python benchmarks/serving.py compare
+	$(BIN)/python benchmarks/serving.py questions
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
