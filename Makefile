@@ -70,13 +70,13 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/hybrid.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/memory_budget.py
-	$(BIN)/python benchmarks/company.py
+	$(BIN)/python benchmarks/serving/company.py
 	$(BIN)/python benchmarks/published.py
-	$(BIN)/python benchmarks/load/faults.py
-	$(BIN)/python benchmarks/load/overload.py
-	$(BIN)/python benchmarks/routing.py
-	$(BIN)/python benchmarks/serving.py compare
-	$(BIN)/python benchmarks/serving.py questions
+	$(BIN)/python benchmarks/serving/faults.py
+	$(BIN)/python benchmarks/serving/overload.py
+	$(BIN)/python benchmarks/serving/routing.py
+	$(BIN)/python benchmarks/serving/throughput.py compare
+	$(BIN)/python benchmarks/serving/throughput.py questions
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,4 +1,4 @@
-"""The fault run of `benchmarks/load/faults.py`, for half a minute."""
+"""The fault run of `benchmarks/serving/faults.py`, for half a minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-FAULTS = Path(__file__).parents[4] / "benchmarks" / "load" / "faults.py"
+FAULTS = Path(__file__).parents[4] / "benchmarks" / "serving" / "faults.py"
 
 
 @pytest.mark.slow

@@ -28,10 +28,10 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from common import print_table, verdict
-from parts.peer_process import Peer, Run
-from parts.served_ranks import MakeRouter, ServedRanks
-from parts.serving_workloads import Prompts, ServedModel, demo_model, larger_model, prompts_of
+from peer_process import Peer, Run
+from served_ranks import MakeRouter, ServedRanks
+from serving_workloads import Prompts, ServedModel, demo_model, larger_model, prompts_of
+from shared import print_table, verdict
 
 import moepass  # noqa: F401  # registers the backend
 from moepass.cli.serving import make_router as prefix_router

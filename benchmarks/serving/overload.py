@@ -1,6 +1,6 @@
 """Ten times as many requests as a server can answer: goodput, how fast refusals are, and memory.
 
-    python benchmarks/load/overload.py [--seconds 60] [--times 10]
+    python benchmarks/serving/overload.py [--seconds 60] [--times 10]
 
 `moepass serve demo` with one rank. Its capacity is what clients get that ask again as soon as they are answered. Then
 requests come at TIMES that rate, at random times, whatever becomes of those before them, from a process of its own;
@@ -27,9 +27,7 @@ from typing import Any
 
 import typer
 from served import ServedProcess, served_process
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import print_table, verdict
+from shared import print_table, verdict
 
 CLIENTS = 16
 TURNS = 5

@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 import typer
+from shared import median_and_spread, print_table, verdict
 
 from moepass.models.demo import demo_folder
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from common import median_and_spread, print_table, verdict  # lies one folder above
 
 LEAST_RATIO = 1.5
 TOLERANCE = 1e-5

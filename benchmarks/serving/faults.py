@@ -1,6 +1,6 @@
 """Ranks are killed and clients leave: is every request answered once, rightly, and in time, and does memory stay flat?
 
-    python benchmarks/load/faults.py [--seconds 600] [--kill-every 20] [--seed 0]
+    python benchmarks/serving/faults.py [--seconds 600] [--kill-every 20] [--seed 0]
 
 `moepass serve demo` with 2 ranks as processes, asked over sockets by clients that send one request after the other.
 Every KILL_EVERY seconds a rank gets SIGKILL, every third time SIGSTOP: it stands still and must be found out. One
@@ -30,16 +30,13 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import typer
 from served import Connection, ServedProcess, posted, served_process
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import print_table, verdict
+from shared import print_table, verdict
 
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer, resolve_model
 

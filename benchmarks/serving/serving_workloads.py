@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-from common import reference_model
+from shared import reference_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

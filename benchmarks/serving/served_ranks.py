@@ -14,8 +14,8 @@ from types import TracebackType
 import msgspec
 import numpy as np
 import psutil
-from parts.peer_process import Run
-from parts.serving_workloads import Prompts, ServedModel
+from peer_process import Run
+from serving_workloads import Prompts, ServedModel
 
 from moepass.cli.rank_options import RankOptions
 from moepass.models.checkpoint.checkpoint_folders import load_config

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import psutil
-from parts.serving_workloads import Prompts
+from serving_workloads import Prompts
 
 
 @dataclasses.dataclass(frozen=True)
