@@ -62,7 +62,17 @@ def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, 
     except MoepassError as error:
         print(f"moepass: error: rank {rank}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    finally:
+        _leave_group()
     return 0
+
+
+def _leave_group() -> None:
+    """Threads of a process group that still run when the process ends abort it, with a message."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class _Server:
