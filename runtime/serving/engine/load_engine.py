@@ -239,7 +239,8 @@ def _full_step(store: BankStore | None, options: EngineOptions) -> _FullStep:
     threshold = None if store is None or store.placed is None else store.placed.decisions.threshold_tokens
     if threshold:
         return _FullStep(threshold, "the plan's saturation threshold")
-    return _FullStep(MICRO_BATCH_TOKENS, "[Empirical], without a plan")
+    unknown = "" if store is None or store.placed is None else store.placed.unknown
+    return _FullStep(MICRO_BATCH_TOKENS, f"[Empirical], without a plan{f': {unknown}' if unknown else ''}")
 
 
 def _placed_store(model: PreTrainedModel) -> BankStore | None:
