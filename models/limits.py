@@ -34,10 +34,11 @@ MOST_SLOWDOWN = 1e3
 # How long ranks wait for each other: what the operating system can wait for, and a person.
 MOST_WAIT_SECONDS = 1e7
 
-# Limits on the input of `score`. A text takes up to 300 times its bytes while it becomes tokens.
+# Limits on the input of `score`, which may have any number of lines. A text takes up to 300 times its bytes while it
+# becomes tokens.
 MOST_LINE_BYTES = 4 << 20
-MOST_LINES = 1_000_000
-MOST_INPUT_BYTES = 256 << 20
+# Requests that `bench` makes, which are all in memory.
+MOST_BENCH_REQUESTS = 1_000_000
 MOST_LABELS = 1024
 MOST_BATCH_SIZE = 1 << 16
 

@@ -71,7 +71,7 @@ ROOMS = {
         "captures": (*_EXECUTE, "execute"),
         "calibrate": (*_EXECUTE, "offload", "execute"),
         "integrations": (*_EXECUTE, "offload", "execute"),
-        "serving": ("execute", "offload", "ranks"),
+        "serving": (),
         "serving/requests": (),
         "serving/batching": ("serving/requests",),
         "serving/cache": _BATCHING,
@@ -84,6 +84,10 @@ ROOMS = {
         "serving/workers": ("serving/engine", "serving/router", *_BATCHING, "ranks", "system"),
         "serving/questions": _BATCHING,
         "serving/routes": ("serving/questions", *_BATCHING),
+        "serving/offline": (
+            *("serving/engine", "serving/questions", *_BATCHING),
+            *("offload", "homes/registry", "transfer"),
+        ),
         "serving/http": ("serving/routes", "serving/questions", *_BATCHING),
     },
     "moepass": {

@@ -255,8 +255,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def load_prompt(folder: Path) -> Prompt:
     """The checkpoint's `prompt.json`, or the default prompt, which is the text alone. Raises CheckpointError."""
     file = folder / PROMPT_FILE
-    if not file.is_file():
-        return Prompt()
+    return read_prompt(file) if file.is_file() else Prompt()
+
+
+def read_prompt(file: Path) -> Prompt:
+    """A file as `prompt.json`. Raises CheckpointError."""
     prompt: Prompt = read_json(file, Prompt)
     if prompt.template.count(_TEXT_MARK) != 1:
         raise CheckpointError(

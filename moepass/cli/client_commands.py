@@ -21,7 +21,7 @@ from moepass.cli.serve_command import rank_options_of, serve, served_names
 from moepass.cli.streams import check_compiler_cache
 from moepass.clients.workloads import PRESETS, ROUTES, WorkloadShape
 from moepass.models.errors import OptionError
-from moepass.models.limits import MOST_LINES, check_wait
+from moepass.models.limits import MOST_BENCH_REQUESTS, check_wait
 
 if TYPE_CHECKING:
     from moepass.cli.rank_options import RankOptions
@@ -151,7 +151,11 @@ def bench(
     requests: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_LINES, metavar="N", help="Requests to send.", show_default="256; all lines of --file"
+            min=1,
+            max=MOST_BENCH_REQUESTS,
+            metavar="N",
+            help="Requests to send.",
+            show_default="256; all lines of --file",
         ),
     ] = None,
     rate: Annotated[
@@ -186,7 +190,7 @@ def bench(
         typer.Option(min=0.001, metavar="MS", help="Count requests that were answered within it.", show_default="none"),
     ] = None,
     warmup: Annotated[
-        int, typer.Option(min=0, max=MOST_LINES, metavar="N", help="Requests before, which are not counted.")
+        int, typer.Option(min=0, max=MOST_BENCH_REQUESTS, metavar="N", help="Requests before, which are not counted.")
     ] = 8,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="What to ask for.", show_default="what the server has")
@@ -211,7 +215,7 @@ def bench(
         raise OptionError.wrong("workload", workload, f"one of {', '.join(PRESETS)}")
     start = PRESETS[workload] if workload is not None else WorkloadShape()
     given: dict[str, Any] = {
-        "requests": requests if file is None or requests is not None else MOST_LINES,
+        "requests": requests if file is None or requests is not None else MOST_BENCH_REQUESTS,
         "prefixes": prefixes,
         "prefix_length": None if prefix_length is None else parse_range("prefix_length", prefix_length),
         "own_length": None if own_length is None else parse_range("own_length", own_length),

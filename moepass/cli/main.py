@@ -9,16 +9,14 @@ import enum
 import os
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from typer.core import TyperGroup
 
 from moepass import __version__
-from moepass.cli.arguments import parse_labels, set_threads
+from moepass.cli.arguments import set_threads
 from moepass.cli.client_commands import batch, bench
-from moepass.cli.input_lines import read_lines
-from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar, with_progress
-from moepass.cli.scoring import answer, make_scorer
+from moepass.cli.progress import no_garbage_collection, progress_bar
+from moepass.cli.score_command import score
 from moepass.cli.serve_command import serve
 from moepass.cli.streams import (
     READER_LEFT,
@@ -148,64 +146,11 @@ _Threads = Annotated[
 ]
 
 
-@app.command(
+app.command(
     epilog="Examples:\n\n"
     "**moepass score demo < texts.jsonl**\n\n"
     "**moepass score ./checkpoint --labels ' yes, no' --input texts.jsonl --output scores.jsonl**"
-)
-def score(
-    model: _Model,
-    labels: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...",
-            help="Candidate answers: separated by commas, blanks count; or a JSON list. Default: those of prompt.json.",
-        ),
-    ] = None,
-    input: Annotated[str, typer.Option(metavar="FILE", help="JSON lines to read; - is standard input.")] = "-",
-    output: Annotated[str, typer.Option(metavar="FILE", help="JSON lines to write; - is standard output.")] = "-",
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Texts that run together.")] = 32,
-    lower: _Lower = _Lowering.inductor,
-    slots: _Slots = 2,
-    stream: Annotated[
-        bool, typer.Option(help="Stream the experts from host memory, or keep them on the device.")
-    ] = True,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda or cuda:INDEX.")] = "cpu",
-    link: Annotated[
-        str, typer.Option(metavar="LINK", help="real, or emulate:BYTES_PER_S to see how a slower link would do.")
-    ] = "real",
-    eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
-    threads: _Threads = None,
-) -> None:
-    """Score texts against candidate labels, one JSON object per line.
-
-    Each line in is an object with a **text**. Each line out has **label** (the most probable one), **probabilities**
-    (they sum to 1) and **mass** (what the model gives to all labels together).
-
-    Further keys of a line, such as an id, come back with it. Those called label, probabilities or mass come back as
-    input_label and so on.
-    """
-    # The whole input is checked before anything is loaded, and long before anything is written.
-    lines = read_lines(input)
-    target = check_output(output)
-    candidates = parse_labels(labels)
-    set_threads(threads)
-    check_compiler_cache()
-
-    from moepass.backend import record_compilations
-
-    with record_compilations() as compilations:
-        scorer = make_scorer(
-            model, lower=lower.value, slots=slots, stream=stream, device=device, link=link, compiled=not eager
-        )
-        prepared = scorer.labels(candidates if candidates is not None else scorer.prompt.labels)
-        prompts = [scorer.encode(line.text, prepared, f"line {line.number}") for line in lines]
-        names = [f"line {line.number}" for line in lines]
-        results = zip(lines, scorer.score_prompts(prompts, prepared, batch_size, names), strict=True)
-        with open_output(output, target) as sink:
-            for line, result in with_progress(results, len(lines)):
-                sink.write(msgspec.json.encode(answer(line, result)) + b"\n")
-    note_refusals(compilations)
+)(score)
 
 
 @app.command(

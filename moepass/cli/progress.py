@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import typer
-
-from moepass.cli.input_lines import Line
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from moepass.backend import Compilation
-    from moepass.runtime.serving.scoring import Score
-
-
-def with_progress(results: Iterable[tuple[Line, Score]], total: int) -> Iterator[tuple[Line, Score]]:
-    with progress_bar("compiling, then scoring", total) as (bar, task):
-        for result in results:
-            bar.update(task, advance=1, description="scoring")
-            yield result
 
 
 @contextlib.contextmanager

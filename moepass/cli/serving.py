@@ -119,7 +119,7 @@ def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable
 
 def _check(options: RankOptions) -> None:
     """What a rank would refuse, before one starts. Raises OptionError and InputError."""
-    # The defaults need no check, and these imports bring torch, which takes seconds.
+    # The defaults need no check, and these imports bring torch, which takes seconds: a server has no other use for it.
     if options.device != "cpu":
         from moepass.runtime.offload.offload import check_device
 
@@ -147,36 +147,14 @@ def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
     return from_config(config)
 
 
-def make_writer(folder: Path) -> PromptWriter:
-    """The prompts of the checkpoint in `folder`. Raises CheckpointError."""
+def read_model(name: str) -> tuple[PromptWriter, Architecture]:
+    """What the server itself needs of a model. Raises InputError for one that is not served."""
+    folder = resolve_model(name)
     config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
+    architecture = _architecture(config, name)
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
     writer.check()
-    return writer
-
-
-def make_service(
-    rank_options: RankOptions,
-    meeting: str,
-    settings: ServerSettings,
-    limits: FrontendLimits,
-) -> tuple[Frontend, Service]:
-    """The service of a model, and its frontend, which is to be started and closed; they meet ranks in that folder.
-
-    Raises OptionError and InputError for what a rank would refuse.
-    """
-    _check(rank_options)
-    writer, architecture = _read_model(rank_options.model)
-    frontend = _make_frontend(rank_options, meeting, settings, limits, FlopsTable(architecture), None)
-    return frontend, Service(frontend, writer, settings)
-
-
-def _read_model(name: str) -> tuple[PromptWriter, Architecture]:
-    """What the server itself needs of a model. Raises InputError for one that is not served, and CheckpointError."""
-    folder = resolve_model(name)
-    architecture = _architecture(load_config(folder), name)
-    writer = make_writer(folder)
     highest = max(writer.tokenizer.get_vocab().values(), default=0)
     if highest >= architecture.vocab:
         Console(stderr=True).print(
@@ -187,15 +165,22 @@ def _read_model(name: str) -> tuple[PromptWriter, Architecture]:
     return writer, architecture
 
 
-def _make_frontend(
+def make_frontend(
     rank_options: RankOptions,
     meeting: str,
-    settings: ServerSettings,
     limits: FrontendLimits,
     formula: FlopsFormula | asyncio.Future[FlopsFormula],
-    launched: LaunchedProcess | None,
+    *,
+    timeout_seconds: float,
+    launched: LaunchedProcess | None = None,
 ) -> Frontend:
-    """Where this process was `launched` with others, they are the ranks but for the first; none is started again."""
+    """What starts the ranks of a model, which meet in the folder `meeting`. It is to be started and closed.
+
+    `timeout_seconds`: what a request is given up after; a step that takes as long as half of it counts as hung.
+    Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
+    Raises OptionError for what a rank would refuse.
+    """
+    _check(rank_options)
     key = bytes.fromhex(rank_options.key) or secrets.token_bytes(32)
     told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
     given = msgspec.json.encode(told)
@@ -209,7 +194,6 @@ def _make_frontend(
 
     if launched is not None:
         tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), told))
-
     return Frontend(
         rank_options.ranks,
         command,
@@ -220,9 +204,38 @@ def _make_frontend(
         limits=limits,
         ends_together=home_named(rank_options.home).is_spread,
         # Early enough for requests to run once more.
-        hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, settings.timeout_seconds / 2)),
+        hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, timeout_seconds / 2)),
         restarts=launched is None,
     )
+
+
+@contextlib.asynccontextmanager
+async def _starting(
+    rank_options: RankOptions,
+    meeting: str,
+    settings: ServerSettings,
+    limits: FrontendLimits,
+    end_seconds: float,
+    launched: LaunchedProcess | None = None,
+) -> AsyncIterator[tuple[Service, Frontend, asyncio.Task[None]]]:
+    """The service of a model, its frontend, and the start of its ranks, which end with the block.
+
+    Ranks begin before the server reads the model: both import libraries for seconds. Raises OptionError and InputError
+    for what a rank would refuse.
+    """
+    formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
+    frontend = make_frontend(
+        rank_options, meeting, limits, formula, timeout_seconds=settings.timeout_seconds, launched=launched
+    )
+    starting = asyncio.create_task(frontend.start())
+    try:
+        writer, architecture = await asyncio.to_thread(read_model, rank_options.model)
+        formula.set_result(FlopsTable(architecture))
+        yield Service(frontend, writer, settings), frontend, starting
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await frontend.close(end_seconds)
 
 
 @contextlib.asynccontextmanager
@@ -232,12 +245,10 @@ async def in_process(rank_options: RankOptions, settings: ServerSettings) -> Asy
     Nothing is refused because the queue is full: who holds this bounds what is open. Raises RankStartError.
     """
     with tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        frontend, service = make_service(rank_options, folder, settings, FrontendLimits())
-        try:
-            await frontend.start()
+        async with _starting(rank_options, folder, settings, FrontendLimits(), 0.0) as (service, _, starting):
+            await starting
+            keep_what_is_there()
             yield httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
-        finally:
-            await frontend.close(0.0)
 
 
 async def _serve(
@@ -251,46 +262,39 @@ async def _serve(
     console = Console(stderr=True)
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
     limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
-    _check(rank_options)
-    formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
-    frontend = _make_frontend(rank_options, meeting, settings, limits, formula, launched)
-    # Ranks begin before the server reads the model: both import libraries for seconds.
-    starting = asyncio.create_task(frontend.start())
-    try:
-        writer, architecture = await asyncio.to_thread(_read_model, rank_options.model)
-    except BaseException:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await frontend.close(0.0)
-        raise
-    formula.set_result(FlopsTable(architecture))
-    server = server_of(Service(frontend, writer, settings), drain_seconds=options.drain_seconds)
-    url = f"http://{options.host}:{listening.getsockname()[1]}"
-    console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
-    serving = asyncio.create_task(server.serve([listening]))
-    tasks: list[asyncio.Future[None]] = [serving, starting]
-    try:
-        await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            keep_what_is_there()
-            console.print("ready", highlight=False)
-            tasks.append(asyncio.create_task(frontend.lost()))
-            if visit is not None:
-                tasks.append(asyncio.ensure_future(visit(url)))
-            await asyncio.wait((serving, *tasks[2:]), return_when=asyncio.FIRST_COMPLETED)
-            for ended in (task for task in tasks[2:] if task.done()):
-                ended.result()
-            console.print("ending: what is open is answered", highlight=False)
-    except RankLostError:
-        await frontend.close(0.0)  # the answers that are open will not come
-        raise
-    finally:
-        server.should_exit = True
-        for task in tasks[1:]:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await frontend.close(min(RANKS_END_SECONDS, options.drain_seconds))
+    end_seconds = min(RANKS_END_SECONDS, options.drain_seconds)
+    async with _starting(rank_options, meeting, settings, limits, end_seconds, launched) as (
+        service,
+        frontend,
+        starting,
+    ):
+        server = server_of(service, drain_seconds=options.drain_seconds)
+        url = f"http://{options.host}:{listening.getsockname()[1]}"
+        console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
+        serving = asyncio.create_task(server.serve([listening]))
+        later: list[asyncio.Future[None]] = []
+        try:
+            await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                keep_what_is_there()
+                console.print("ready", highlight=False)
+                later.append(asyncio.create_task(frontend.lost()))
+                if visit is not None:
+                    later.append(asyncio.ensure_future(visit(url)))
+                await asyncio.wait((serving, *later), return_when=asyncio.FIRST_COMPLETED)
+                for ended in (task for task in later if task.done()):
+                    ended.result()
+                console.print("ending: what is open is answered", highlight=False)
+        except RankLostError:
+            await frontend.close(0.0)  # the answers that are open will not come
+            raise
+        finally:
+            server.should_exit = True
+            starting.cancel()
+            for task in later:
+                task.cancel()
+            await asyncio.gather(serving, *later, return_exceptions=True)
 
 
 def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:

@@ -13,8 +13,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from moepass.cli.rank_options import RankOptions
-from moepass.cli.serving import make_writer
-from moepass.models.checkpoint.checkpoint_folders import resolve_model
+from moepass.cli.serving import read_model
 from moepass.ray_serve.ray_backend import RayBackend
 from moepass.ray_serve.ray_options import parse_options
 from moepass.ray_serve.replica import TOLD_SECONDS, Replica
@@ -35,7 +34,7 @@ class HttpFrontend:
         options = msgspec.json.decode(rank_options, type=RankOptions)
         limits = FrontendLimits(settings.pop("waiting_seconds"), settings.pop("open_bytes"))
         self._backend = RayBackend(replicas, name, bytes.fromhex(options.key), limits)
-        self._service = Service(self._backend, make_writer(resolve_model(options.model)), ServerSettings(**settings))
+        self._service = Service(self._backend, read_model(options.model)[0], ServerSettings(**settings))
         self._starting = asyncio.create_task(self._backend.started())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -79,4 +78,4 @@ def application(given: Mapping[str, Any]) -> Any:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=options.drain,
     )
-    return frontend.bind(replicas.bind(rank_options), name, rank_options, settings)
+    return frontend.bind(replicas.bind(rank_options, options.timeout), name, rank_options, settings)

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from moepass.cli.rank_options import RankOptions
-from moepass.cli.serving import RANKS_END_SECONDS, make_service
+from moepass.cli.serving import RANKS_END_SECONDS, make_frontend, read_model
+from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.requests.backend import BackendStatus
-from moepass.runtime.serving.routes.service import ServerSettings
 from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK, FrontendLimits
 from moepass.runtime.serving.workers.remote_answers import answer_asked
 
@@ -26,11 +26,12 @@ _MOST_TOLD_BLOCKS = 8192
 class Replica:
     """What Ray runs. Its ranks are ready when it is made."""
 
-    async def __init__(self, rank_options: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, rank_options: bytes, timeout_seconds: float) -> None:  # type: ignore[misc]  # Ray awaits it
         options = msgspec.json.decode(rank_options, type=RankOptions)
         self._folder = tempfile.TemporaryDirectory(prefix="moepass-")
-        # What waits, waits in the application before it.
-        self._frontend, _ = make_service(options, self._folder.name, ServerSettings(("replica",)), FrontendLimits())
+        formula = FlopsTable(read_model(options.model)[1])
+        limits = FrontendLimits()  # what waits, waits in the application before it
+        self._frontend = make_frontend(options, self._folder.name, limits, formula, timeout_seconds=timeout_seconds)
         try:
             await self._frontend.start()
         except BaseException:

@@ -1,1 +1,1 @@
-"""Requests become answers: texts are scored against labels. May import execute, offload, ranks."""
+"""Requests become answers; each part of that is a room of its own. Imports no other room."""

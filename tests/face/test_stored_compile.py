@@ -22,7 +22,8 @@ from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
 from moepass.models.testing.tiny import TINY_FAMILIES, tiny_model
 from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.runtime.captures.fingerprint import digest_of
-from moepass.runtime.serving.scoring import PromptModel
+from moepass.runtime.serving.engine.backbones import RowsBackbone
+from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.stored_compile import StoredModule
 
 SMALL = StackConfig(layers=2, hidden=16, width=16, experts=4)
@@ -284,16 +285,16 @@ def test_code_of_inductor_gives_the_same_bits(store: CaptureStore) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_families_are_stored_and_give_the_same_bits(store: CaptureStore, family: str) -> None:
-    def make() -> PromptModel:
+    def make() -> RowsBackbone:
         model = tiny_model(family)
         moepass.offload_experts(model)
-        return PromptModel(model)
+        return RowsBackbone(ModelHead(model).backbone)
 
     def inputs(rows: int, tokens: int) -> list[torch.Tensor]:
         ids = torch.randint(3, 60, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
         mask = torch.ones_like(ids)
         mask[0, -2:] = 0
-        given = [ids, mask, torch.full((rows, 1), tokens - 3)]
+        given = [ids, mask, torch.arange(rows) * tokens + tokens - 3]
         for place, tensor in enumerate(given):
             # The recurrent layers of jamba hold for one number of tokens.
             for dim in [0] if place == 2 or family == "jamba" else [0, 1]:

@@ -13,7 +13,7 @@ from tiny_checkpoint import broken_copy, edit_config, save_tiny_checkpoint
 
 import moepass
 from moepass.cli.arguments import parse_labels
-from moepass.cli.input_lines import limited_lines, parse_lines
+from moepass.cli.input_lines import BadLine, limited_lines, parse_lines
 from moepass.models import limits
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_model, load_prompt, load_tokenizer
@@ -64,8 +64,9 @@ DEEP = nested(100_000)
 @pytest.mark.parametrize("depth", [900, 100_000])
 def test_deep_json_is_refused_wherever_it_is_read(depth: int, checkpoint: Path, tmp_path: Path) -> None:
     deep = nested(depth)
-    with pytest.raises(InputError, match="line 2 of x is no JSON: it is nested deeper"):
-        parse_lines([b'{"text": "a"}\n', f'{{"text": "a", "more": {deep}}}\n'.encode()], "x")
+    _, bad = parse_lines([b'{"text": "a"}\n', f'{{"text": "a", "more": {deep}}}\n'.encode()], "x")
+    assert isinstance(bad, BadLine)
+    assert str(bad.error).startswith("line 2 of x is no JSON: it is nested deeper")
     with refused(InputError, name="labels", value=deep):
         parse_labels(deep)
     profile = tmp_path / "profile.json"
@@ -268,18 +269,18 @@ def test_a_line_that_never_ends_is_not_read_to_its_end() -> None:
             return True
 
     source = io.BufferedReader(Endless())
-    with refused(TooLargeError, name="line 1", path="x", expected=4194304):
-        list(limited_lines(source, "x"))
+    error = next(limited_lines(source, "x"))
+    assert isinstance(error, TooLargeError)
+    assert (error.name, error.path, error.expected) == ("line 1", "x", 4194304)
 
 
-def test_input_has_a_most_number_of_lines_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_line_that_is_too_long_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(limited_lines(io.BytesIO(b"a\n\nb"), "x")) == [b"a\n", b"\n", b"b"]
-    monkeypatch.setattr("moepass.cli.input_lines.MOST_LINES", 2)
-    with refused(TooLargeError, value=3, expected=2):
-        list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
-    monkeypatch.setattr("moepass.cli.input_lines.MOST_INPUT_BYTES", 3)
-    with refused(TooLargeError, value=4, expected=3):
-        list(limited_lines(io.BytesIO(b"a\nb\nc\n"), "x"))
+    monkeypatch.setattr("moepass.cli.input_lines.MOST_LINE_BYTES", 3)
+    first, error, last = limited_lines(io.BytesIO(b"ab\nabcdefghi\nc"), "x")
+    assert (first, last) == (b"ab\n", b"c")
+    assert isinstance(error, TooLargeError)
+    assert (error.name, error.value) == ("line 2", 4)
 
 
 def test_bytes_of_memory_are_no_infinity() -> None:

@@ -55,6 +55,16 @@ class FlopsTable:
         self._chunks = [(size, _differences(chunk_flops(size), 0)) for size in sizes]
         self._quadratic = self._ranges[0] if len(self._ranges) == 1 and not self._chunks else None
 
+    @classmethod
+    def of_parameters(cls, parameters: int, logit_parameters: int) -> FlopsTable:
+        """Of a model whose architecture is not known: 2 FLOPs for each parameter that a token meets."""
+        table = cls.__new__(cls)
+        table.logit_flops = 2 * logit_parameters
+        table._starts, table._chunks = [0], []
+        table._ranges = [(0, 2 * parameters, 0)]
+        table._quadratic = table._ranges[0]
+        return table
+
     def total(self, tokens: int) -> int:
         """FLOPs of a sequence of `tokens` tokens."""
         number = bisect.bisect_right(self._starts, tokens) - 1

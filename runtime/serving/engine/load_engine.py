@@ -23,21 +23,19 @@ from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.models.errors import CheckpointError, InputError
-from moepass.models.sizes.architecture import Architecture, short_dtype
-from moepass.models.sizes.families import from_config
-from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, peak_activation_bytes
+from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.offload.loading import load_pretrained, offload_report
 from moepass.runtime.serving.attention.probe import probe_trie
 from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
-from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
 from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEngine, StatesRunner
 from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.model_sizes import ModelSizes, model_sizes
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
 from moepass.runtime.serving.engine.trie_states import TrieStates
@@ -69,6 +67,7 @@ class EngineOptions:
     cache_bytes     for prefix blocks: 0 switches the cache off, None is a part of the memory that is free
     step_tokens     a step is full from so many tokens on; None: as the plan says
     sharers         processes that share the memory of this device, this one included
+    warms_up        before the first request, so that none waits for a compiler
     """
 
     home: HomeOptions | None
@@ -80,6 +79,7 @@ class EngineOptions:
     cache_bytes: int | None = None
     step_tokens: int | None = None
     sharers: int = 1
+    warms_up: bool = True
 
 
 class _FullStep(NamedTuple):
@@ -100,15 +100,14 @@ def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | 
 def make_engine(
     model: PreTrainedModel, options: EngineOptions, compile_module: Compile | None, key: bytes
 ) -> ModelEngine:
-    """An engine of `model`, which belongs to it from then on, warmed up."""
+    """An engine of `model`, which belongs to it from then on, warmed up where that is asked for."""
     store = _placed_store(model)
     if store is not None:
         store.tells_of_uncompiled_calls = False  # the survey and the probe are no compiled calls, and short
     head = ModelHead(model)
     survey = survey_attention(model)
     refusal = survey.refusal or probe_trie(model, survey)
-    architecture = from_config(model.config)
-    table = FlopsTable(architecture)
+    sizes = model_sizes(model)
     free = _free_bytes(options.device) // options.sharers
     shapes = survey.shapes if refusal is None else ()
     blocks = _block_count(shapes, options, free)
@@ -122,15 +121,16 @@ def make_engine(
         logger.info("every sequence is computed by itself, as padded rows: %s", refusal)
         runner = PaddedRows(compiled(RowsBackbone(head.backbone)), options.device, ROWS_TOKENS)
     full_step = _full_step(store, options)
-    facts = _facts(model, head, architecture, full_step, survey, refusal, free)
+    facts = _facts(model, head, sizes, full_step, survey, refusal, free)
     counters = EngineCounters(_exposed_seconds(store), lambda: frames_compiled()[0])
     size = block_bytes(shapes) if blocks else 0
     engine = ModelEngine(
-        head, runner, table, facts, index=BlockIndex(blocks), key=key, counters=counters, block_bytes=size
+        head, runner, sizes.table, facts, index=BlockIndex(blocks), key=key, counters=counters, block_bytes=size
     )
     if store is not None:
         store.tells_of_uncompiled_calls = compile_module is not None
-    warm_up(engine, full_step.tokens)
+    if options.warms_up:
+        warm_up(engine, full_step.tokens)
     return engine
 
 
@@ -201,7 +201,7 @@ def _loaded(folder: Path, options: EngineOptions) -> PreTrainedModel:
 def _facts(
     model: PreTrainedModel,
     head: ModelHead,
-    architecture: Architecture,
+    sizes: ModelSizes,
     full_step: _FullStep,
     survey: AttentionSurvey,
     refusal: str | None,
@@ -210,12 +210,11 @@ def _facts(
     config = model.config.get_text_config()
     limits = (getattr(config, "max_position_embeddings", None), survey.position_limit)
     longest = min((int(limit) for limit in limits if limit), default=1 << 30)
-    token_bytes = peak_activation_bytes(architecture, 1, short_dtype(model.dtype))
-    most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / token_bytes))
+    most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / sizes.token_bytes))
     names = model.config.id2label if head.kind == "classes" else {}
     return EngineFacts(
         form="trie" if refusal is None else "rows",
-        saturation_flops=full_step.tokens * FlopsTable(architecture).total(1),
+        saturation_flops=full_step.tokens * sizes.table.total(1),
         flops_per_second=0.0,
         most_tokens=most_tokens,
         max_sequence_tokens=longest,
@@ -227,7 +226,9 @@ def _facts(
             "steps": step_form_text(refusal),
             "full step": f"{full_step.tokens} tokens, {full_step.source}",
             "largest step": f"{most_tokens} tokens",
+            **({} if sizes.note is None else {"costs": sizes.note}),
         },
+        full_step_tokens=full_step.tokens,
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
+from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 
@@ -23,6 +24,7 @@ class EngineFacts:
 
     form                  "trie": shared prefixes are computed once; "rows": every sequence is a padded row
     saturation_flops      a step with so many hides all transfers of experts; it is full then
+    full_step_tokens      tokens that make as many, each as the first of its sequence
     flops_per_second      that a full step reaches
     most_tokens           that fit into memory in one step
     max_sequence_tokens   of one sequence, as the model takes them
@@ -40,6 +42,7 @@ class EngineFacts:
     vector: Literal["class scores", "embedding"] | None
     class_names: tuple[str, ...]
     notes: Mapping[str, str]
+    full_step_tokens: int = MICRO_BATCH_TOKENS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

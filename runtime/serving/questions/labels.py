@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_LABELS, check_limit
@@ -19,6 +20,10 @@ from moepass.runtime.serving.questions.text_encoding import TextEncoder
 from moepass.runtime.serving.requests.request import Tokens
 
 LabelTokens = tuple[int, ...]
+
+IMPOSSIBLE = (
+    "the model gives all labels the probability 0, so that they cannot be compared; give labels that it can say"
+)
 
 
 class ImpossibleLabelsError(CheckpointError):
@@ -146,23 +151,38 @@ class LabelReads:
 
 def score_labels(labels: Sequence[LabelTokens], log_probabilities: Sequence[float]) -> LabelScores:
     """The scores of labels, given what each of them has got. Raises ImpossibleLabelsError."""
-    highest = max(log_probabilities)
+    table = score_label_rows(labels, np.array([log_probabilities], np.float64))
+    if not table.is_possible[0]:
+        raise ImpossibleLabelsError(IMPOSSIBLE, name="labels")
+    return LabelScores(tuple(log_probabilities), tuple(table.probabilities[0].tolist()), float(table.mass[0]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LabelTable:
+    """Scores of the same labels for several prompts: as in `LabelScores`, a row for each.
+
+    probabilities   [rows, labels]; of no meaning where a row
+    is_possible     [rows] is False: there the model gives all labels the probability 0
+    mass            [rows]
+    """
+
+    probabilities: npt.NDArray[np.float64]
+    is_possible: npt.NDArray[np.bool_]
+    mass: npt.NDArray[np.float64]
+
+
+def score_label_rows(labels: Sequence[LabelTokens], log_probabilities: npt.NDArray[np.float64]) -> LabelTable:
+    """The scores of `labels`, given what each of them has got [rows, labels] behind each prompt."""
+    highest = log_probabilities.max(axis=1, keepdims=True)
     # One label may be impossible, but not all of them.
-    if math.isinf(highest):
-        raise ImpossibleLabelsError(
-            "the model gives all labels the probability 0, so that they cannot be compared; give labels that it can "
-            "say",
-            name="labels",
-        )
-    weights = [math.exp(value - highest) for value in log_probabilities]
-    total = math.fsum(weights)
+    is_possible = np.isfinite(highest[:, 0])
+    weights = np.exp(log_probabilities - np.where(np.isfinite(highest), highest, 0.0))
+    totals = weights.sum(axis=1, keepdims=True)
     known = set(labels)
-    own = [
-        math.exp(value)
-        for label, value in zip(labels, log_probabilities, strict=True)
-        if not any(label[:length] in known for length in range(1, len(label)))
-    ]
-    return LabelScores(tuple(log_probabilities), tuple(weight / total for weight in weights), min(1.0, math.fsum(own)))
+    is_own = [not any(label[:length] in known for length in range(1, len(label))) for label in labels]
+    mass = np.exp(log_probabilities[:, is_own]).sum(axis=1)
+    probabilities = weights / np.where(totals > 0, totals, 1.0)
+    return LabelTable(probabilities, is_possible, np.minimum(mass, 1.0))
 
 
 def _short(label: str) -> str:

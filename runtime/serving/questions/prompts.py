@@ -14,12 +14,23 @@ from moepass.runtime.serving.questions.render_limit import RenderLimit, RenderTi
 from moepass.runtime.serving.questions.text_encoding import TextEncoder
 from moepass.runtime.serving.requests.request import Tokens
 
+# A text of so many characters for each token that it is cut to is cut before it is encoded whole.
+_TRIED_CHARACTERS = 16
+# A text behind control tokens may take so many tokens less than alone: a tokenizer may put a blank before its first.
+_BORDER_TOKENS = 4
+
 
 class PromptWriter:
-    """Renders and encodes prompts of one checkpoint; `most_tokens` is what its model takes."""
+    """Renders and encodes prompts of one checkpoint; `most_tokens` is what its model takes.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, most_tokens: int) -> None:
+    `takes_chat` False: the checkpoint's chat template is not used, as if it had none.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, most_tokens: int, *, takes_chat: bool = True
+    ) -> None:
         self.tokenizer = tokenizer
+        self.takes_chat = takes_chat
         self.prompt = prompt
         self.most_tokens = most_tokens
         self.encoder = TextEncoder(tokenizer)
@@ -27,7 +38,7 @@ class PromptWriter:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self.tokenizer.chat_template)
+        return self.takes_chat and bool(self.tokenizer.chat_template)
 
     def check(self) -> None:
         """Raises CheckpointError where prompts of this checkpoint cannot be made, or leave out what is asked.
@@ -55,12 +66,42 @@ class PromptWriter:
 
     def ask(self, text: str, name: str = "the text") -> str:
         """The prompt that asks `text`, all of which the user wrote: its only message, or `{text}` of the prompt."""
-        if self.prompt.max_text_tokens is not None and not self.has_chat_template:
-            text = self.encoder.cut(text, self.prompt.max_text_tokens)
+        if self._cut_tokens is not None:
+            text = self.encoder.cut(text, self._cut_tokens)
+        return self.render(text, name)
+
+    def render(self, text: str, name: str = "the text") -> str:
+        """As `ask`, of a text that is not cut."""
         self.check_length(text, name)
         if self.has_chat_template:
             return self.chat([{"role": "user", "content": text}])
         return self.prompt.render(self.encoder.shield(text))
+
+    def encode_texts(self, texts: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[Tokens]]:
+        """Many prompts, as `ask` renders them, and their tokens. Raises InputError where one of them cannot be made."""
+        most = self._cut_tokens
+        if most is None:
+            rendered = [self.render(text, name) for text, name in zip(texts, names, strict=True)]
+            return rendered, self.encode(rendered)
+        # Longer texts are cut before they are encoded whole.
+        short = [text[: _TRIED_CHARACTERS * most] for text in texts]
+        rendered = [self.render(text, name) for text, name in zip(short, names, strict=True)]
+        encoded = self.encode(rendered)
+        if not self._text_stands_apart:
+            doubtful = list(range(len(texts)))
+        else:
+            around = len(self.encode([self.prompt.render("")])[0])
+            doubtful = [
+                number
+                for number, tokens in enumerate(encoded)
+                if len(tokens) - around > most - _BORDER_TOKENS or len(short[number]) < len(texts[number])
+            ]
+        for number in doubtful:
+            cut = self.ask(texts[number], names[number])
+            if cut != rendered[number]:
+                rendered[number] = cut
+                (encoded[number],) = self.encode([cut])
+        return rendered, encoded
 
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
         """The prompt of a conversation. Raises InputError where there is no chat template, or it refuses."""
@@ -106,6 +147,17 @@ class PromptWriter:
         """True where an answer behind this prompt begins with a blank: the prompt ends within a line of text."""
         context = self.encoder.context_of(rendered)
         return bool(context) and not context[-1].isspace()
+
+    @property
+    def _cut_tokens(self) -> int | None:
+        """Texts are cut to so many tokens; a conversation is not."""
+        return None if self.has_chat_template else self.prompt.max_text_tokens
+
+    @property
+    def _text_stands_apart(self) -> bool:
+        """True where the template has control tokens, or nothing, on both sides of the text."""
+        before, _, behind = self.prompt.template.partition("{text}")
+        return not self.encoder.context_of(before) and self.encoder.begins_with_control_token(behind)
 
     @property
     def _most_characters(self) -> int:

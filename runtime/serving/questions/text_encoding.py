@@ -141,11 +141,16 @@ class TextEncoder:
         words = tail[-_KEPT_CHARACTERS:]
         return words if len(words) == len(tail) else words[words.find(" ") + 1 :]
 
+    def begins_with_control_token(self, rendered: str) -> bool:
+        """True of an empty text, too."""
+        return not rendered or self._pattern.match(rendered) is not None
+
     def _named(self, rendered: str) -> str:
         """`rendered` with the template's control tokens by their new names, and the user's text as it was."""
-        parts = self._pattern.split(rendered)
         found = self._pattern.findall(rendered)
-        plain = [part.replace(self._mark, "") for part in parts]
+        if not found:
+            return rendered.replace(self._mark, "")
+        plain = [part.replace(self._mark, "") for part in self._pattern.split(rendered)]
         return plain[0] + "".join(self._names[name] + part for name, part in zip(found, plain[1:], strict=True))
 
     def _cut_of(self, rendered: str, before: int, add_special: bool) -> tuple[int, int] | None:

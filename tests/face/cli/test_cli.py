@@ -200,15 +200,15 @@ def test_a_model_without_experts_scores_only_without_streaming(dense: Path) -> N
 def test_a_failure_while_writing_leaves_the_old_file(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moepass.runtime.serving.scoring import Scorer
+    from moepass.runtime.serving.offline.text_scorer import TextScorer
 
-    original = Scorer.score_prompts
+    original = TextScorer.windows
 
-    def fail_after_one(self: Scorer, *arguments: Any) -> Any:
-        yield next(original(self, *arguments))
+    def fail_after_one(self: TextScorer, *arguments: Any, **options: Any) -> Any:
+        yield next(original(self, *arguments, **options))
         raise ZeroDivisionError("not one of ours")
 
-    monkeypatch.setattr(Scorer, "score_prompts", fail_after_one)
+    monkeypatch.setattr(TextScorer, "windows", fail_after_one)
     target = tmp_path / "out.jsonl"
     target.write_text("old")
     result = _run("score", checkpoint, *QUICK, "--output", target, text=_lines(RECORDS))

@@ -21,7 +21,6 @@ import moepass
 from moepass.cli.main import app
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer
 from moepass.models.errors import CheckpointError
-from moepass.runtime.serving.scoring import Scorer
 
 TEXTS = "".join(json.dumps({"text": text}) + "\n" for text in ("the cat sat", "a dog", "maybe"))
 COMMAND = [sys.executable, "-c", "from moepass.cli.main import main; main()"]
@@ -73,32 +72,6 @@ def test_a_single_text_with_nan_is_the_one_that_is_named(checkpoint: Path, tmp_p
     assert result.exit_code == 1
     assert result.stdout.count("\n") <= 1  # the line before it may be out
     assert "moepass: error: line 2: the log-probabilities" in result.stderr
-    from moepass.models.checkpoint.checkpoint_folders import Prompt
-
-    scorer = Scorer.of(load_model(folder), tokenizer, Prompt())
-    with pytest.raises(CheckpointError, match="text 2: the log-probabilities of the labels are nan"):
-        list(scorer.score(["the cat sat", "a dog"], ["yes", "no"]))
-
-
-def test_labels_that_are_all_impossible_are_an_error_and_one_of_them_is_none(checkpoint: Path) -> None:
-    from moepass.models.checkpoint.checkpoint_folders import Prompt
-
-    tokenizer = load_tokenizer(checkpoint)
-    model = load_model(checkpoint)
-    yes = tokenizer("yes", add_special_tokens=False)["input_ids"][0]
-
-    def forward(ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor, impossible: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
-        logits[..., impossible] = float("-inf")
-        return logits[torch.arange(len(ids))[:, None], places]
-
-    def scorer(impossible: list[int]) -> Scorer:
-        return Scorer(lambda *inputs: forward(*inputs, impossible), tokenizer, Prompt(), 64, torch.device("cpu"))
-
-    (answer,) = scorer([yes]).score(["a dog"], ["yes", "no"])
-    assert answer.probabilities == {"yes": 0.0, "no": 1.0}
-    with pytest.raises(CheckpointError, match="text 1: the model gives all labels the probability 0"):
-        list(scorer(list(range(len(tokenizer)))[:-1]).score(["a dog"], ["yes", "no"]))
 
 
 # ---- Code of a checkpoint --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from plain_scores import label_log_probability
 from reference_backend import ReferenceBackend
 from tiny_checkpoint import save_tiny_checkpoint
 
-from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer, resolve_model
+from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_tokenizer, resolve_model
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_LABELS, TooLargeError
 from moepass.runtime.serving.questions.labels import (
@@ -25,7 +25,6 @@ from moepass.runtime.serving.questions.labels import (
 )
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
-from moepass.runtime.serving.scoring import Scorer
 
 # One token each; of several tokens; one that begins with another; one that shares a beginning with another.
 LABELS = ["yes", "no", "maybe good", "good dog park", "yes dog", "good bad"]
@@ -56,22 +55,6 @@ def test_labels_are_scored_exactly(checkpoint: Path, writer: PromptWriter) -> No
     weights = [math.exp(value) for value in expected]
     assert scores.probabilities == pytest.approx([weight / sum(weights) for weight in weights], abs=1e-5)
     assert scores.mass == pytest.approx(sum(weights) - weights[LABELS.index("yes dog")], rel=1e-4)
-
-
-def test_scores_are_those_of_the_scorer_that_runs_batches() -> None:
-    folder = resolve_model("demo")
-    model, tokenizer, prompt = load_model(folder), load_tokenizer(folder), load_prompt(folder)
-    text = "Das ist ein langer Text, der nach achtundvierzig Tokens abgeschnitten wird. " * 3
-    (expected,) = Scorer.of(model, tokenizer, prompt).score([text], prompt.labels)
-    writer = PromptWriter(tokenizer, prompt, 512)
-    rendered = writer.ask(text)
-    tree = RequestTree(512)
-    labels = encode_labels(writer.encoder, rendered, prompt.labels)
-    reads = ask_labels(tree, writer.encode([rendered])[0], labels, "the text")
-    answer = asyncio.run(ReferenceBackend(model).answer(tree.request("r"), timeout_seconds=9))
-    scores = reads.scores(TreeAnswer(tree, answer))
-    assert list(scores.probabilities) == pytest.approx(list(expected.probabilities.values()), abs=1e-5)
-    assert scores.mass == pytest.approx(expected.mass, abs=1e-5)
 
 
 @pytest.mark.parametrize(
