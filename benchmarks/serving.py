@@ -115,8 +115,8 @@ def _compare(
         f"{model.name}, {ranks} rank(s), {max(1, threads // ranks)} thread(s) each",
         ["workload", "engine", "requests/s", "ours is", "by processor time", "p50 s", "p99 s"],
         rows,
-        f"medians of {repeats} turns, ratios turn by turn. Processor time changes less where other programs run, "
-        f"and counts waiting threads as working ones. Latencies when all come at once. Same tokens, "
+        f"medians of {repeats} turns, ratios turn by turn. Processor time changes less beside other programs, "
+        "and counts waiting threads as working ones. Latencies when all come at once. Same tokens, "
         f"log-probabilities within {TOLERANCE}: {verdict(is_equal)}. Compilations after ready: {compiled}"
         + "".join(f". {name}: not measured" for name, (python, _) in vllms.items() if not python),
     )

@@ -7,7 +7,8 @@ two signs of a rank that hangs, and both are measured against what may take long
     one step    it computes for longer than `patience` times what its FLOPs predict at the rate that the rank reaches,
                 but never for less than `step_seconds`: it waits for something that does not come
 
-Pure: whoever asks brings the time. Ranks that still start are not watched, because compiling has no predicted time.
+Pure: whoever asks brings the time. Ranks that still start are not watched here: compiling has no predicted time. The
+supervisor knows how long it took before.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ logger = logging.getLogger("moepass")
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 30.0
 # A rank that was ready for so long is started again without a pause: what ends it is not its start. [Empirical]
 STEADY_SECONDS = 10.0
+# A rank that is started again hangs where it takes that many times as long as it ever took to be ready. [Empirical]
+START_PATIENCE, LEAST_START_SECONDS = 3.0, 300.0
 
 
 class RankStartError(MoepassError, RuntimeError):
@@ -170,11 +172,19 @@ class Supervisor:
 
     async def _keep(self, ranks: Sequence[int]) -> None:
         """Run these ranks again and again, until the supervisor closes. Where one ends, all of them do."""
-        pause = 0.0
+        pause = longest_start = 0.0
         was_ready = False
         while True:
+            began = time.monotonic()
             waits = {asyncio.ensure_future((await self._started(rank)).wait()): rank for rank in ranks}
-            ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            seconds = max(LEAST_START_SECONDS, START_PATIENCE * longest_start)
+            # How long the first start takes nobody knows, and somebody waits for it.
+            late = asyncio.get_running_loop().call_later(seconds, self._end_unready, ranks) if was_ready else None
+            try:
+                ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if late is not None:
+                    late.cancel()
             if self._is_closing:
                 return
             first = next(iter(ended))
@@ -184,6 +194,8 @@ class Supervisor:
             is_ready = all(self._ready[one].is_set() for one in ranks)
             is_steady = is_ready and time.monotonic() - max(map(self._ready_since.__getitem__, ranks)) > STEADY_SECONDS
             was_ready = was_ready or is_ready
+            if is_ready:
+                longest_start = max(longest_start, max(map(self._ready_since.__getitem__, ranks)) - began)
             if not was_ready:
                 self._fail(rank, status)
                 return
@@ -202,6 +214,12 @@ class Supervisor:
             self._on_lost(ranks)
             pause = 0.0 if is_steady else next_pause(pause)
             await asyncio.sleep(pause)
+
+    def _end_unready(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if not self._ready[rank].is_set():
+                logger.error("rank %d is not ready, long after it was started again; it is ended", rank)
+                self.kill(rank)
 
     async def _started(self, rank: int) -> RankProcess:
         process = await self._command(rank, self._attempts[rank]).start()

@@ -18,6 +18,31 @@ def test_pauses_grow_up_to_the_longest() -> None:
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
 
 
+def test_a_rank_that_does_not_get_ready_again_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        ended = asyncio.Event()
+        lost: list[int] = []
+
+        def on_lost(ranks: Sequence[int]) -> None:
+            lost.extend(ranks)
+            if len(lost) == 2:
+                ended.set()
+
+        def command(rank: int, attempt: int) -> RankCommand:
+            if attempt == 0:
+                made.ready(rank)
+            return RankCommand(("true",) if attempt == 0 else ("sleep", "100"), b"")
+
+        made = Supervisor(1, command, on_lost)
+        await made.start()
+        await asyncio.wait_for(ended.wait(), 20)
+        await made.close(0)
+
+    monkeypatch.setattr(supervisor, "LEAST_START_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.0)
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize(("steady_seconds", "expected"), [(0.0, [0.0, 0.0]), (60.0, [0.5, 1.0])])
 def test_a_rank_that_was_steady_starts_again_without_a_pause(
     steady_seconds: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
