@@ -70,7 +70,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/hybrid.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/memory_budget.py
-	$(BIN)/python benchmarks/company.py
+	$(BIN)/python benchmarks/numbers/company.py
 	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/load/faults.py
 	$(BIN)/python benchmarks/load/overload.py
