@@ -27,7 +27,8 @@ from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.workers.frontend import Frontend, FrontendLimits
+from moepass.runtime.serving.workers.frontend import Frontend
+from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand
 
 MakeRouter = Callable[[int, FlopsFormula, list[EngineFacts]], RankRouter]

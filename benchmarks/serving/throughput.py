@@ -203,12 +203,13 @@ def questions(repeats: int = 7, threads: int = 1) -> None:
     for turn in range(repeats + 1):
         tokens = rng.integers(3, model.vocabulary, PROMPT_TOKENS + QUESTIONS * QUESTION_TOKENS, dtype=np.int32)
         read = (TokenRead(QUESTION_TOKENS - 1, NO_TOKENS, 1),)
+        # Of other tenants: the one would take the other's prompt from the cache.
         last = (TokenRead(len(tokens) - 1, NO_TOKENS, 1),)
         prompt = TokenPiece(-1, tokens[:PROMPT_TOKENS])
         pieces = [TokenPiece(0, one, read) for one in np.split(tokens[PROMPT_TOKENS:], QUESTIONS)]
         requests = {
-            "questions": Request(f"questions {turn}", (prompt, *pieces)),
-            "prefill": Request(f"prefill {turn}", (TokenPiece(-1, tokens, last),)),
+            "questions": Request(f"questions {turn}", (prompt, *pieces), b"questions"),
+            "prefill": Request(f"prefill {turn}", (TokenPiece(-1, tokens, last),), b"prefill"),
         }
         for name, request in requests.items():
             taken, flops = _timed(engine, request)

@@ -48,8 +48,8 @@ def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, 
 
     from moepass.cli.progress import keep_what_is_there
     from moepass.models.errors import MoepassError
-    from moepass.runtime.serving.workers.frontend import rank_name
     from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
+    from moepass.runtime.serving.workers.rank_names import rank_name
 
     try:
         engine = _engine(options, rank, attempt)

@@ -27,7 +27,7 @@ from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.routable import routable_request
 from moepass.runtime.serving.router.router import ATTEMPTS
-from moepass.runtime.serving.workers.frontend import FrontendLimits
+from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.remote_answers import answer_of, encode_asked
 
 _VIEW_SECONDS = 1.0

@@ -14,7 +14,8 @@ from moepass.cli.rank_options import RankOptions
 from moepass.cli.serving import RANKS_END_SECONDS, make_frontend, read_model
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.requests.backend import BackendStatus
-from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK, FrontendLimits
+from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK
+from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.remote_answers import answer_asked
 
 # A replica says how it is, and what it holds, so often.

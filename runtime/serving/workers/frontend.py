@@ -17,7 +17,6 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -40,6 +39,7 @@ from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
+from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.looks import Looks
 from moepass.runtime.serving.workers.messages import (
     Alive,
@@ -56,9 +56,11 @@ from moepass.runtime.serving.workers.messages import (
     decode_from_rank,
     encode,
 )
+from moepass.runtime.serving.workers.rank_names import parsed_rank_name, rank_name
 from moepass.runtime.serving.workers.rank_views import rank_views
 from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
 from moepass.runtime.serving.workers.request_times import RequestTimes
+from moepass.runtime.serving.workers.serving_counters import ServingCounters
 from moepass.runtime.serving.workers.supervisor import RankStarter, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
@@ -70,55 +72,6 @@ RATE_WEIGHT = 0.2
 HANGS = HangLimits()
 
 logger = logging.getLogger("moepass")
-
-
-@dataclasses.dataclass(frozen=True)
-class FrontendLimits:
-    """How much may wait: seconds that the ranks need for what none of them has yet, and bytes of the tokens of all
-    requests that are open.
-    """
-
-    waiting_seconds: float = math.inf
-    open_bytes: float = math.inf
-
-    def check(self, waiting_seconds: float, open_bytes: float) -> None:
-        """Raises QueueFullError where so much waits already that nothing is taken."""
-        for name, value, limit in (
-            ("seconds of work", waiting_seconds, self.waiting_seconds),
-            ("bytes", open_bytes, self.open_bytes),
-        ):
-            if value >= limit:
-                raise QueueFullError(
-                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
-                    retry_after_seconds=max(1.0, math.ceil(waiting_seconds)),
-                    name=name,
-                    value=value,
-                    expected=limit,
-                )
-
-
-@dataclasses.dataclass
-class ServingCounters:
-    """Sums since the start, over all ranks."""
-
-    requests: int = 0
-    answered: int = 0
-    refused: int = 0
-    turned_away: int = 0
-    failed: int = 0
-    given_up: int = 0
-    rerun: int = 0
-    ranks_lost: int = 0
-    ranks_hung: int = 0
-    steps: int = 0
-    split_steps: int = 0
-    tokens: int = 0
-    request_tokens: int = 0
-    cached_tokens: int = 0
-    flops: int = 0
-    unshared_flops: int = 0
-    step_seconds: float = 0.0
-    exposed_seconds: float = 0.0
 
 
 class Frontend:
@@ -362,7 +315,7 @@ class Frontend:
     async def _receive(self) -> None:
         while True:
             name, content = await self._socket.recv_multipart()
-            rank, attempt = _parsed_name(name)
+            rank, attempt = parsed_rank_name(name)
             if self._supervisor.is_current(rank, attempt):
                 try:
                     self._heard(rank, content)
@@ -438,15 +391,8 @@ class Frontend:
             # What a machine reaches changes with what else runs on it.
             rate = (1 - RATE_WEIGHT) * facts.flops_per_second + RATE_WEIGHT * result.flops / result.seconds
             self._facts[rank] = dataclasses.replace(facts, flops_per_second=rate)
-        counters = self.counters
-        counters.steps += 1
-        counters.split_steps += result.retries
-        counters.tokens += result.tokens
+        self.counters.add_step(result)
         self._times.stepped(result.tokens)
-        counters.flops += result.flops
-        counters.unshared_flops += result.unshared_flops
-        counters.step_seconds += result.seconds
-        counters.exposed_seconds += result.exposed_seconds
 
     def _request_failed(self, router: RankRouter, message: RequestFailed) -> None:
         assignment = self._assigned.pop(message.id, None)
@@ -480,13 +426,3 @@ class Frontend:
                     text = "the ranks that had the request were lost, twice"
                     self._fail(withdrawal.request_id, NotServingError(text, value="rank lost", rank=rank))
         self._route_soon()
-
-
-def rank_name(rank: int, attempt: int) -> bytes:
-    """The name of a rank's socket."""
-    return f"{rank}.{attempt}".encode()
-
-
-def _parsed_name(name: bytes) -> tuple[int, int]:
-    rank, _, attempt = name.decode(errors="replace").partition(".")
-    return (int(rank), int(attempt)) if rank.isdecimal() and attempt.isdecimal() else (-1, -1)

@@ -23,8 +23,8 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, Usage
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request
-from moepass.runtime.serving.workers.frontend import rank_name
 from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
+from moepass.runtime.serving.workers.rank_names import rank_name
 
 STEP_TOKENS = 40
 NO_FLOATS = np.empty(0, np.float32)

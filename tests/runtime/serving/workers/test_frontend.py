@@ -24,7 +24,8 @@ from moepass.runtime.serving.requests.view import BackendView, EngineView
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.workers.frontend import HANGS, Frontend, FrontendLimits
+from moepass.runtime.serving.workers.frontend import HANGS, Frontend
+from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.messages import RankReady, Seen, encode
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
