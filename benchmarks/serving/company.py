@@ -1,9 +1,6 @@
 """How much a score changes with the requests beside it, their order and the cache: in fp32 and in bf16.
 
     python benchmarks/serving/company.py
-========
-    python benchmarks/numbers/company.py
->>>>>>>> w-perf:benchmarks/numbers/company.py
 
 The embedded model and its held-out texts; groups of texts stand behind prefixes that they share. The reference is each
 request alone in a step, without a cache, in the same dtype. Beside it: what plain transformers changes when it pads a
@@ -14,14 +11,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 import typer
-<<<<<<<< HEAD:benchmarks/serving/company.py
 from shared import print_table
 from transformers import PreTrainedModel
 
@@ -29,9 +23,6 @@ from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from common import print_table  # lies one folder above
 
 FOLDER = resolve_model("demo")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
