@@ -41,7 +41,7 @@ def plain_outputs(model: PreTrainedModel, head: ModelHead, *, with_prefix: bool)
     config = model.config.get_text_config()
     tokens = np.random.default_rng(0).integers(0, int(config.vocab_size), _LENGTH + _BRANCH)
     # Heads of classes look for the last token that is no padding.
-    tokens[tokens == config.pad_token_id] = (config.pad_token_id or 0) + 1
+    tokens[tokens == config.pad_token_id] = 0 if config.pad_token_id else 1
 
     def run(count: int) -> torch.Tensor:
         found = model(input_ids=torch.from_numpy(tokens[None, :count]).to(model.device), use_cache=False)

@@ -14,6 +14,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
+from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.plain_outputs import plain_outputs
 
 OPTIONS = EngineOptions(None, torch.device("cpu"), step_tokens=64, cache_bytes=0)
 
@@ -80,3 +82,15 @@ def test_a_model_whose_tokens_see_those_behind_them_is_not_served() -> None:
         layer.mlp.register_forward_pre_hook(lambda _, inputs: (inputs[0] + inputs[0].mean(1, keepdim=True),))
     with refused(InputError, name="model"):
         make_engine(model, OPTIONS, None, bytes(32))
+
+
+def test_a_padding_token_that_is_the_last_of_the_vocabulary_is_none_of_the_tokens_that_are_tried() -> None:
+    model = tiny_model("qwen3_moe")
+    last = model.config.vocab_size - 1
+    tried = set()
+    for padding in (0, last):
+        model.config.pad_token_id = padding
+        tokens = plain_outputs(model, ModelHead(model), with_prefix=False).tokens
+        assert padding not in tokens
+        tried |= {*tokens.tolist()}
+    assert tried <= {*range(last + 1)}
