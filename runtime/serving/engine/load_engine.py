@@ -3,6 +3,7 @@
 Pseudo-code
     load the model, its experts at their home
     survey its attention, and try a small trie on it: a trie where both agree, else padded rows
+    compare a few outputs with the model's own; refuse it where they differ
     limits: the plan's threshold, and the tokens that fit into memory
     warm up: steps of different sizes compile what there is to compile, and the largest tells FLOPs per second
 """
@@ -33,10 +34,11 @@ from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
-from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEngine, StatesRunner
+from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEngine
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.model_sizes import ModelSizes, model_sizes
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
+from moepass.runtime.serving.engine.plain_outputs import check_outputs, plain_outputs
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
@@ -100,7 +102,10 @@ def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | 
 def make_engine(
     model: PreTrainedModel, options: EngineOptions, compile_module: Compile | None, key: bytes
 ) -> ModelEngine:
-    """An engine of `model`, which belongs to it from then on, warmed up where that is asked for."""
+    """An engine of `model`, which belongs to it from then on, warmed up where that is asked for.
+
+    Raises InputError for a model that is not its backbone and its head one after the other, token by token.
+    """
     store = _placed_store(model)
     if store is not None:
         store.tells_of_uncompiled_calls = False  # the survey and the probe are no compiled calls, and short
@@ -111,15 +116,21 @@ def make_engine(
     free = _free_bytes(options.device) // options.sharers
     shapes = survey.shapes if refusal is None else ()
     blocks = _block_count(shapes, options, free)
-    runner: StatesRunner
     compiled = compile_module or (lambda module: module)
+    runner: TrieStates | PaddedRows
+    # The probe of a trie has shown that no token of one depends on those behind or beside it.
+    plain = plain_outputs(model, head, with_prefix=refusal is not None)
     if refusal is None:
         model.set_attn_implementation(TRIE_ATTENTION_NAME)
         memory = BlockMemory(shapes, blocks * block_bytes(shapes), options.device) if blocks else None
-        runner = TrieStates(compiled(TrieBackbone(head.backbone)), survey.layers, memory, options.device)
+        backbone: nn.Module = TrieBackbone(head.backbone)
+        runner = TrieStates(backbone, survey.layers, memory, options.device)
     else:
         logger.info("every sequence is computed by itself, as padded rows: %s", refusal)
-        runner = PaddedRows(compiled(RowsBackbone(head.backbone)), options.device, ROWS_TOKENS)
+        backbone = RowsBackbone(head.backbone)
+        runner = PaddedRows(backbone, options.device, ROWS_TOKENS)
+    check_outputs(plain, head, runner)
+    runner.forward = compiled(backbone)
     full_step = _full_step(store, options)
     facts = _facts(model, head, sizes, full_step, survey, refusal, free)
     counters = EngineCounters(_exposed_seconds(store), lambda: frames_compiled()[0])

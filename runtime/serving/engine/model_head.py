@@ -37,6 +37,15 @@ class ModelHead:
         states = torch.zeros(2, _state_width(model), dtype=model.dtype, device=model.device)
         self.width: int = self(states).shape[-1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self._model.dtype
+        return found
+
+    @property
+    def model_name(self) -> str:
+        return type(self._model).__name__
+
     @torch.no_grad()
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, width] for the states [rows, hidden], in the type of the model."""

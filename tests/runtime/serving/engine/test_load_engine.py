@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from error_fields import refused
+from transformers import PreTrainedModel, Qwen3MoeForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from moepass.models.errors import CheckpointError
+from moepass.models.errors import CheckpointError, InputError
 from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.homes.registry.home_options import Host
 from moepass.runtime.offload.offload import offload_experts
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
+from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.plain_outputs import plain_outputs
 
 OPTIONS = EngineOptions(None, torch.device("cpu"), step_tokens=64, cache_bytes=0)
 
@@ -38,3 +44,65 @@ def test_a_model_without_a_plan_says_what_makes_one() -> None:
     notes = make_engine(model, options, None, bytes(32)).facts.notes
     assert "without a plan" in notes["full step"]
     assert "moepass calibrate --device cpu --ranks 1 --threads" in notes["full step"]
+
+
+def with_embeddings_in_the_head(model: Any, input_ids: torch.Tensor, position_ids: Any, **_: Any) -> torch.Tensor:
+    return model.model(input_ids=input_ids, position_ids=position_ids)[0] + model.model.embed_tokens(input_ids)
+
+
+def with_scaled_embeddings(model: Any, input_ids: torch.Tensor, position_ids: Any, **_: Any) -> torch.Tensor:
+    return model.model(inputs_embeds=3 * model.model.embed_tokens(input_ids), position_ids=position_ids)[0]
+
+
+def with_neighbours_in_the_head(model: Any, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+    states = model.model(input_ids=input_ids)[0]
+    return states + states.roll(1, 1)
+
+
+def model_of(states_of: Callable[..., torch.Tensor], *, has_positions: bool) -> PreTrainedModel:
+    """A tiny model of somebody's own class, whose head gets `states_of` it."""
+
+    class OwnModel(Qwen3MoeForCausalLM):  # type: ignore[misc]  # transformers has no types
+        def forward(self, input_ids: Any = None, position_ids: Any = None, **others: Any) -> Any:
+            return CausalLMOutputWithPast(logits=self.lm_head(states_of(self, input_ids, position_ids=position_ids)))
+
+    class OwnModelWithoutPositions(OwnModel):
+        def forward(self, input_ids: Any = None, **others: Any) -> Any:
+            return super().forward(input_ids, **others)
+
+    base = tiny_model("qwen3_moe")
+    model = (OwnModel if has_positions else OwnModelWithoutPositions)(base.config).eval()
+    model.load_state_dict(base.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("has_positions", [True, False])
+@pytest.mark.parametrize(
+    "states_of", [with_embeddings_in_the_head, with_scaled_embeddings, with_neighbours_in_the_head]
+)
+def test_a_model_that_is_more_than_its_backbone_and_its_head_is_not_served(
+    states_of: Callable[..., torch.Tensor], has_positions: bool
+) -> None:
+    model = model_of(states_of, has_positions=has_positions)
+    with refused(InputError, name="model", value=type(model).__name__):
+        make_engine(model, OPTIONS, None, bytes(32))
+
+
+def test_a_model_whose_tokens_see_those_behind_them_is_not_served() -> None:
+    model = tiny_model("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, inputs: (inputs[0] + inputs[0].mean(1, keepdim=True),))
+    with refused(InputError, name="model"):
+        make_engine(model, OPTIONS, None, bytes(32))
+
+
+def test_a_padding_token_that_is_the_last_of_the_vocabulary_is_none_of_the_tokens_that_are_tried() -> None:
+    model = tiny_model("qwen3_moe")
+    last = model.config.vocab_size - 1
+    tried = set()
+    for padding in (0, last):
+        model.config.pad_token_id = padding
+        tokens = plain_outputs(model, ModelHead(model), with_prefix=False).tokens
+        assert padding not in tokens
+        tried |= {*tokens.tolist()}
+    assert tried <= {*range(last + 1)}
