@@ -144,6 +144,8 @@ def serve(
     Ranks compile and warm up first; /ready tells when they are done. All questions of a request and all requests of a
     step share their prefixes.
     """
+    if api_key is None and os.environ.get("MOEPASS_API_KEY") == "":
+        api_key = ""  # typer takes it for none, and then a key that was lost on its way would let everyone in
     most_bytes = parse_bytes(queue_bytes, "queue_bytes")
     assert most_bytes is not None
     launched = launched_process()
@@ -227,4 +229,4 @@ def rank_options_of(
 
 def served_names(model: str, given: list[str] | None) -> tuple[str, ...]:
     """What clients may call the model."""
-    return tuple(given or [os.path.basename(os.path.normpath(model))])
+    return tuple(given or [os.path.basename(os.path.abspath(model)) or model])

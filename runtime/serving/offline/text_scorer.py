@@ -124,8 +124,8 @@ class TextScorer:
         own, called = self.writer.prompt, self.writer.called_labels
         unknown = [label for label in self.labels if label not in called] if own.label_names and called else []
         found = [
-            f"label {label!r} is none of the {len(own.labels)} that this model answers with ({', '.join(own.labels[:3])}, "
-            "…); its tokens are scored all the same"
+            f"label {label!r} is none of the {len(own.labels)} that this model answers with "
+            f"({', '.join(own.labels[:3])}, …); its tokens are scored all the same"
             for label in unknown
         ]
         return found + label_warnings(self.writer.encoder, self.writer.render(text), self._rendered_labels)
@@ -181,7 +181,9 @@ class TextScorer:
         if known is None:
             if len(self._known) == _REMEMBERED:
                 del self._known[next(iter(self._known))]
-            known = self._known[context] = LabelPieces(encode_labels(self.writer.encoder, context, self._rendered_labels))
+            known = self._known[context] = LabelPieces(
+                encode_labels(self.writer.encoder, context, self._rendered_labels)
+            )
         return known
 
     def _check_length(self, tokens: Tokens, labels: LabelPieces, name: str) -> None:

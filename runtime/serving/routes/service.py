@@ -51,8 +51,17 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.model_names:
             raise OptionError("no model name is given; give at least one", name="model_names", expected="1 or more")
+        for name in self.model_names:
+            if not name.strip():
+                raise OptionError.wrong("model_names", name, "names that clients can ask for, such as my-model")
         if self.api_key == "":
             raise OptionError("the API key is empty; give one, or none to let everyone in", name="api_key")
+        if self.api_key is not None and (not self.api_key.isprintable() or self.api_key != self.api_key.strip()):
+            raise OptionError(
+                "the API key begins or ends with a blank, or holds a line break or another control character, which no "
+                "HTTP header can carry; give one without",
+                name="api_key",
+            )
         for name in ("timeout_seconds", "read_seconds"):
             if not 0 < getattr(self, name) <= MOST_WAIT_SECONDS:
                 raise OptionError.wrong(name, getattr(self, name), f"above 0 and at most {MOST_WAIT_SECONDS:g}")
@@ -116,7 +125,8 @@ class Call:
         """The body as plain values. Raises InputError where it is no JSON object, or nested too deep."""
         value = _decode(self.raw, Any)
         if not isinstance(value, dict):
-            raise InputError(f"the body is a JSON {type(value).__name__}; it must be an object", name="body")
+            kind = "null" if value is None else type(value).__name__
+            raise InputError(f"the body is a JSON {kind}; it must be an object", name="body")
         return value
 
     def body(self, kind: type[_Kind]) -> _Kind:
