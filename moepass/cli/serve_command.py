@@ -12,6 +12,7 @@ from moepass.cli.rank_options import RankOptions
 from moepass.cli.streams import check_compiler_cache
 from moepass.cli.torchrun import checked_ranks, launched_process, run_launched_rank
 from moepass.models.byte_counts import parse_bytes
+from moepass.models.errors import InputError, OptionError
 from moepass.models.homes import HOMES, home_named
 from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
 
@@ -205,12 +206,16 @@ def rank_options_of(
     threads: int | None,
 ) -> RankOptions:
     """What these options of `serve`, by their names, say to the ranks. Raises OptionError."""
-    cache_bytes = 0 if kv_cache == "off" else parse_bytes(kv_cache, "kv_cache")
-    parse_bytes(memory_budget)
+    try:
+        cache_bytes = 0 if kv_cache == "off" else parse_bytes(kv_cache, "kv_cache")
+        parse_bytes(memory_budget)
+        home = home_named(home).name
+    except InputError as error:
+        raise OptionError(str(error), name=error.name, value=error.value, expected=error.expected) from error
     return RankOptions(
         model=model,
         ranks=ranks,
-        home=home_named(home).name,
+        home=home,
         device=device,
         lower=lower.value,
         compiled=not eager,

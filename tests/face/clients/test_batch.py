@@ -378,6 +378,14 @@ def command(*arguments: str | Path, **environment: str) -> Any:
     return CliRunner().invoke(app, ["batch", *map(str, arguments)], env=environment)
 
 
+@pytest.mark.parametrize("wrong", [["--home", "moon"], ["--kv-cache", "lots"], ["--memory-budget", "-1"]])
+def test_wrong_options_of_ranks_have_the_status_of_wrong_options(files: tuple[Path, Path], wrong: list[str]) -> None:
+    source, target = files
+    write_batch(source, ["a"])
+    assert command("demo", "-i", source, "-o", target, *wrong).exit_code == 2
+    assert not target.exists()
+
+
 def test_a_server_is_asked_with_its_key(files: tuple[Path, Path]) -> None:
     source, target = files
     write_batch(source, ["a", "b"])
