@@ -31,6 +31,25 @@ Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 # Requests with different salts share nothing in the cache.
 Salt = Annotated[str, Meta(max_length=1024)] | None
 
+# Fields of other servers that would change the prompt or the numbers, with the values that change nothing. Other
+# unknown fields are ignored; where these are, the numbers would be for something else than was asked.
+_CHANGING_FIELDS: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}, {"enable_thinking": False}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "truncate_prompt_tokens": (None, -1),
+    "prompt_logprobs": (None,),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "logits_processors": (None, []),
+    "structured_outputs": (None, {}),
+    "guided_choice": (None, []),
+    "guided_regex": (None,),
+    "guided_json": (None,),
+    "guided_grammar": (None,),
+}
+
 # Bodies beyond this are made into tokens by another thread, so that others are answered meanwhile. [Empirical]
 _SMALL_BODY_BYTES = 1 << 12
 
@@ -131,7 +150,14 @@ class Call:
 
     def body(self, kind: type[_Kind]) -> _Kind:
         """The body as `kind`; unknown fields are ignored. Raises InputError, which names what does not fit."""
-        self.json()  # for its depth, and for a sentence of its own where it is no object
+        # Read for its depth, too, and for a sentence of its own where it is no object.
+        for name, given in self.json().items():
+            is_known = name in getattr(kind, "__struct_fields__", ())
+            if not is_known and name in _CHANGING_FIELDS and given not in _CHANGING_FIELDS[name]:
+                raise InputError(
+                    f"{name} is given, which is not supported and would change the prompt or the numbers; leave it out",
+                    name=name,
+                )
         value: _Kind = _decode(self.raw, kind)
         self.check_model(getattr(value, "model", None))
         return value

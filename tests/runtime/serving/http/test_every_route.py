@@ -220,6 +220,28 @@ def test_what_is_no_route_is_told_what_would_be_right(
     assert "location" not in response.headers
 
 
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name", "neutral"),
+    [
+        ("/v1/chat/completions", CHAT, "chat_template", None),
+        ("/v1/chat/completions", CHAT, "chat_template_kwargs", {"enable_thinking": False}),
+        ("/v1/chat/completions", CHAT, "add_generation_prompt", True),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "truncate_prompt_tokens", -1),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "prompt_logprobs", None),
+        ("/v1/decisions", DECISION, "chat_template_kwargs", None),
+    ],
+)
+def test_fields_that_would_change_the_numbers_are_refused_where_others_are_ignored(
+    chat: Served, path: str, body: dict[str, Any], name: str, neutral: object
+) -> None:
+    refused = chat.client.post(path, json={**body, name: 7})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert chat.client.post(path, json={**body, name: neutral, "of_another_server": 7}).status_code == 200
+
+
 def test_a_server_says_how_it_is(chat: Served) -> None:
     get = chat.client.get
     assert get("/health").json() == {}
