@@ -12,6 +12,7 @@ from moepass.cli.rank_options import RankOptions
 from moepass.cli.streams import check_compiler_cache
 from moepass.cli.torchrun import checked_ranks, launched_process, run_launched_rank
 from moepass.models.byte_counts import parse_bytes
+from moepass.models.errors import InputError, OptionError
 from moepass.models.homes import HOMES, home_named
 from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
 
@@ -144,6 +145,8 @@ def serve(
     Ranks compile and warm up first; /ready tells when they are done. All questions of a request and all requests of a
     step share their prefixes.
     """
+    if api_key is None and os.environ.get("MOEPASS_API_KEY") == "":
+        api_key = ""  # typer takes it for none, and then a key that was lost on its way would let everyone in
     most_bytes = parse_bytes(queue_bytes, "queue_bytes")
     assert most_bytes is not None
     launched = launched_process()
@@ -203,12 +206,16 @@ def rank_options_of(
     threads: int | None,
 ) -> RankOptions:
     """What these options of `serve`, by their names, say to the ranks. Raises OptionError."""
-    cache_bytes = 0 if kv_cache == "off" else parse_bytes(kv_cache, "kv_cache")
-    parse_bytes(memory_budget)
+    try:
+        cache_bytes = 0 if kv_cache == "off" else parse_bytes(kv_cache, "kv_cache")
+        parse_bytes(memory_budget)
+        home = home_named(home).name
+    except InputError as error:
+        raise OptionError(str(error), name=error.name, value=error.value, expected=error.expected) from error
     return RankOptions(
         model=model,
         ranks=ranks,
-        home=home_named(home).name,
+        home=home,
         device=device,
         lower=lower.value,
         compiled=not eager,
@@ -227,4 +234,4 @@ def rank_options_of(
 
 def served_names(model: str, given: list[str] | None) -> tuple[str, ...]:
     """What clients may call the model."""
-    return tuple(given or [os.path.basename(os.path.normpath(model))])
+    return tuple(given or [os.path.basename(os.path.abspath(model)) or model])

@@ -47,12 +47,14 @@ class BatchOutput:
     """The file at `path`, locked: two batches cannot write to it at once.
 
     Every answer is one write at its end. Where a process was killed within one, the line has no end, and `read` cuts it
-    off. Raises InputError where the file cannot be written, or holds something else than answers.
+    off. Raises InputError where the file cannot be written, holds something else than answers, or is deleted, replaced
+    or changed by others meanwhile: else a batch would end well whose answers are nowhere.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = self._opened(os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._bytes = os.fstat(self._file).st_size
 
     def __enter__(self) -> BatchOutput:
         return self
@@ -100,10 +102,12 @@ class BatchOutput:
             raise self._failure("written", error) from error
         os.close(self._file)
         self._file = new
+        self._bytes = os.fstat(new).st_size
 
     def save(self) -> None:
         """Wait until the disk has it."""
         os.fsync(self._file)
+        self._check_unchanged()
 
     def _opened(self, flags: int, path: Path | None = None) -> int:
         try:
@@ -128,6 +132,7 @@ class BatchOutput:
         if not raw.startswith(start):
             raise self._foreign(number)
         os.ftruncate(self._file, end)
+        self._bytes = end
 
     def _stored(self, raw: bytes, number: int) -> StoredAnswer:
         try:
@@ -138,11 +143,33 @@ class BatchOutput:
             raise self._foreign(number)
         return found
 
+    def _check_unchanged(self) -> None:
+        opened = os.fstat(self._file)
+        try:
+            named = os.stat(self.path)
+        except OSError:
+            named = None
+        if named is None or not os.path.samestat(opened, named):
+            what = "has been deleted or replaced"
+        elif opened.st_size != self._bytes:
+            what = f"has {opened.st_size} bytes where {self._bytes} were written: something else has changed it"
+        else:
+            return
+        raise InputError(
+            f"output {str(self.path)!r} {what} while answers were added to it; let nothing else touch it, and start "
+            "the same again with it, or with another file",
+            name="output",
+            path=self.path,
+        )
+
     def _write(self, data: bytes) -> None:
+        self._check_unchanged()
         rest = memoryview(data)
         try:
             while rest:
-                rest = rest[os.write(self._file, rest) :]
+                written = os.write(self._file, rest)
+                self._bytes += written
+                rest = rest[written:]
         except OSError as error:
             raise self._failure("written", error) from error
 

@@ -51,12 +51,12 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name or os.path.basename(os.path.normpath(self.model)),)
+        return (self.name or os.path.basename(os.path.abspath(self.model)),)
 
     @property
     def open_bytes(self) -> int:
         """Raises InputError."""
-        return int(parse_bytes(self.queue_bytes) or 0)
+        return int(parse_bytes(self.queue_bytes, "queue_bytes") or 0)
 
     @property
     def actor_resources(self) -> dict[str, float]:
@@ -67,7 +67,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def rank_options(self, key: bytes) -> RankOptions:
         """What the ranks of all replicas are told. Raises InputError and OptionError."""
-        cache_bytes = 0 if self.kv_cache == "off" else parse_bytes(self.kv_cache)
+        cache_bytes = 0 if self.kv_cache == "off" else parse_bytes(self.kv_cache, "kv_cache")
         return RankOptions(
             model=self.model,
             ranks=self.ranks,

@@ -273,6 +273,14 @@ def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_b
     limit = options.cache_bytes
     if limit is None:
         limit = min(MOST_CACHE_BYTES, int(CACHE_SHARE * free_bytes))
+    elif limit > free_bytes:
+        raise InputError(
+            f"a cache of {limit / 1e9:.3g} GB is more than the {free_bytes / 1e9:.3g} GB of memory that are free for "
+            "this rank; give less, or leave it out for a tenth of them",
+            name="kv_cache",
+            value=limit,
+            expected=free_bytes,
+        )
     count = limit // block_bytes(shapes)
     if limit and not count:
         raise InputError(

@@ -61,7 +61,7 @@ _CLIENT_GONE = 499
 
 def create_app(service: Service) -> FastAPI:
     """The application that answers with `service`; it is traced where the process or its environment asks for that."""
-    app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for route in ROUTES:
         app.add_api_route(
             route.path,

@@ -149,7 +149,7 @@ def make_writer(folder: Path, template: str | None) -> PromptWriter:
             value=template,
         )
     if template == "plain":
-        own = msgspec.structs.replace(own, template=Prompt().template, max_text_tokens=None)
+        own = msgspec.structs.replace(own, template=Prompt().template, max_text_tokens=None, label_names={})
     elif template not in (None, "chat", "prompt"):
         file = Path(template)
         if not file.is_file():

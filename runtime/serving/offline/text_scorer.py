@@ -84,7 +84,7 @@ class TextScorer:
     Args:
         engine: computes them.
         writer: makes prompts of texts.
-        labels: candidate answers, rendered text as prompts are.
+        labels: candidate answers, rendered text as prompts are; where the prompt names its own, also by their names.
         most_texts: that run in one step together; None: as many as fill it.
 
     Raises InputError for an engine that predicts no tokens, for labels that cannot be told apart where they follow the
@@ -105,6 +105,8 @@ class TextScorer:
         self._most_texts = MOST_TEXTS if most_texts is None else most_texts
         self._most_tokens = min(engine.facts.max_sequence_tokens, engine.facts.most_tokens)
         self.label_numbers = {label: number for number, label in enumerate(self.labels)}
+        called = writer.called_labels
+        self._rendered_labels = tuple(called.get(label, label) for label in self.labels)
         self._known: dict[str, LabelPieces] = {}
         # Behind the template alone, so that wrong labels are refused before any text is read.
         longest = self._labels_behind(writer.render("x")).longest
@@ -119,7 +121,14 @@ class TextScorer:
 
     def warnings(self, text: str) -> list[str]:
         """A sentence for each label that is hardly what was meant, where it follows the prompt of `text`."""
-        return label_warnings(self.writer.encoder, self.writer.render(text), self.labels)
+        own, called = self.writer.prompt, self.writer.called_labels
+        unknown = [label for label in self.labels if label not in called] if own.label_names and called else []
+        found = [
+            f"label {label!r} is none of the {len(own.labels)} that this model answers with "
+            f"({', '.join(own.labels[:3])}, …); its tokens are scored all the same"
+            for label in unknown
+        ]
+        return found + label_warnings(self.writer.encoder, self.writer.render(text), self._rendered_labels)
 
     def windows(self, texts: Iterable[_Text], *, stops: bool = True) -> Iterator[ScoredWindow[_Text]]:
         """The scores of `texts`. Raises CheckpointError where the model's logits are no numbers.
@@ -172,7 +181,9 @@ class TextScorer:
         if known is None:
             if len(self._known) == _REMEMBERED:
                 del self._known[next(iter(self._known))]
-            known = self._known[context] = LabelPieces(encode_labels(self.writer.encoder, context, self.labels))
+            known = self._known[context] = LabelPieces(
+                encode_labels(self.writer.encoder, context, self._rendered_labels)
+            )
         return known
 
     def _check_length(self, tokens: Tokens, labels: LabelPieces, name: str) -> None:

@@ -116,7 +116,7 @@ class QuestionTree:
 
     def _ask_own_labels(self, writer: PromptWriter, text: str, questions: Sequence[Question]) -> None:
         labels = writer.prompt.labels
-        called = {name: label for label, name in writer.prompt.label_names.items()} | {label: label for label in labels}
+        called = writer.called_labels
         rendered = writer.ask(text, "the input")
         (tokens,) = writer.encode([rendered])
         for question in questions:

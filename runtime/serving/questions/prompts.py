@@ -40,6 +40,14 @@ class PromptWriter:
     def has_chat_template(self) -> bool:
         return self.takes_chat and bool(self.tokenizer.chat_template)
 
+    @property
+    def called_labels(self) -> dict[str, str]:
+        """Labels of the checkpoint's prompt by what they may be called: themselves, and their names."""
+        if self.has_chat_template:
+            return {}
+        names = {name: label for label, name in self.prompt.label_names.items()}
+        return names | {label: label for label in self.prompt.labels}
+
     def check(self) -> None:
         """Raises CheckpointError where prompts of this checkpoint cannot be made, or leave out what is asked.
 

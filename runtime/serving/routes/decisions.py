@@ -162,7 +162,6 @@ class LabelledBody(msgspec.Struct):
     temperature: float = 1.0
     prompt_format_version: int | None = None
     images: list[Any] = []
-    chat_template_kwargs: dict[str, Any] = {}
     return_prompt_token_ids: bool = False
     order_invariant: bool = False
     priority: Priority = 0

@@ -95,11 +95,23 @@ def response_of(error: Exception) -> Response:
 def add_handlers(app: FastAPI) -> None:
     """Errors on purpose become responses in OpenAI's shape; others pass, so that they are logged."""
 
-    async def handle(_: Request, error: Exception) -> Response:
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            error = _no_route(request, error)
         return response_of(error)
 
     for kind in (MoepassError, HTTPException):
         app.add_exception_handler(kind, handle)
+
+
+def _no_route(request: Request, error: HTTPException) -> HTTPException:
+    """The framework's own error, in words that say what would be right."""
+    path = request.url.path[:200]
+    if error.status_code == 404:
+        words = f"there is no route {path!r}; GET /openapi.json has all routes"
+    else:
+        words = f"{path} takes no {request.method}; it takes {(error.headers or {}).get('Allow', 'other methods')}"
+    return HTTPException(error.status_code, words, error.headers)
 
 
 def _text(error: Exception) -> str:

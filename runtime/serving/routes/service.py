@@ -31,6 +31,25 @@ Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 # Requests with different salts share nothing in the cache.
 Salt = Annotated[str, Meta(max_length=1024)] | None
 
+# Fields of other servers that would change the prompt or the numbers, with the values that change nothing. Other
+# unknown fields are ignored; where these are, the numbers would be for something else than was asked.
+_CHANGING_FIELDS: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}, {"enable_thinking": False}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "truncate_prompt_tokens": (None, -1),
+    "prompt_logprobs": (None,),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "logits_processors": (None, []),
+    "structured_outputs": (None, {}),
+    "guided_choice": (None, []),
+    "guided_regex": (None,),
+    "guided_json": (None,),
+    "guided_grammar": (None,),
+}
+
 # Bodies beyond this are made into tokens by another thread, so that others are answered meanwhile. [Empirical]
 _SMALL_BODY_BYTES = 1 << 12
 
@@ -51,8 +70,17 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.model_names:
             raise OptionError("no model name is given; give at least one", name="model_names", expected="1 or more")
+        for name in self.model_names:
+            if not name.strip():
+                raise OptionError.wrong("model_names", name, "names that clients can ask for, such as my-model")
         if self.api_key == "":
             raise OptionError("the API key is empty; give one, or none to let everyone in", name="api_key")
+        if self.api_key is not None and (not self.api_key.isprintable() or self.api_key != self.api_key.strip()):
+            raise OptionError(
+                "the API key begins or ends with a blank, or holds a line break or another control character, which no "
+                "HTTP header can carry; give one without",
+                name="api_key",
+            )
         for name in ("timeout_seconds", "read_seconds"):
             if not 0 < getattr(self, name) <= MOST_WAIT_SECONDS:
                 raise OptionError.wrong(name, getattr(self, name), f"above 0 and at most {MOST_WAIT_SECONDS:g}")
@@ -116,12 +144,20 @@ class Call:
         """The body as plain values. Raises InputError where it is no JSON object, or nested too deep."""
         value = _decode(self.raw, Any)
         if not isinstance(value, dict):
-            raise InputError(f"the body is a JSON {type(value).__name__}; it must be an object", name="body")
+            kind = "null" if value is None else type(value).__name__
+            raise InputError(f"the body is a JSON {kind}; it must be an object", name="body")
         return value
 
     def body(self, kind: type[_Kind]) -> _Kind:
         """The body as `kind`; unknown fields are ignored. Raises InputError, which names what does not fit."""
-        self.json()  # for its depth, and for a sentence of its own where it is no object
+        # Read for its depth, too, and for a sentence of its own where it is no object.
+        for name, given in self.json().items():
+            is_known = name in getattr(kind, "__struct_fields__", ())
+            if not is_known and name in _CHANGING_FIELDS and given not in _CHANGING_FIELDS[name]:
+                raise InputError(
+                    f"{name} is given, which is not supported and would change the prompt or the numbers; leave it out",
+                    name=name,
+                )
         value: _Kind = _decode(self.raw, kind)
         self.check_model(getattr(value, "model", None))
         return value

@@ -140,6 +140,18 @@ def test_the_chat_template_of_a_checkpoint_comes_first(tmp_path: Path) -> None:
     assert runs["chat"] != pytest.approx(runs["prompt"], abs=1e-5)
 
 
+def test_labels_of_the_prompt_are_known_by_their_names_as_they_are_to_a_server() -> None:
+    text = _lines({"text": "Bitte geben Sie eine gültige Adresse ein"})
+    (named,) = _probabilities(_run("score", "demo", "--eager", "--labels", "German,Dutch", text=text))
+    (own,) = _probabilities(_run("score", "demo", "--eager", "--labels", "<de>,<nl>", text=text))
+    assert list(named) == ["German", "Dutch"]
+    assert list(named.values()) == list(own.values())
+    assert named["German"] > 0.99
+    other = _run("score", "demo", "--eager", "--labels", "German,Klingon", text=text)
+    assert "warning: label 'Klingon' is none of the 69 that this model answers with (<af>, <ar>, <az>" in other.stderr
+    assert "label 'German'" not in other.stderr
+
+
 def test_a_label_without_the_blank_that_it_needs_is_a_warning_with_its_tokens(checkpoint: Path) -> None:
     found = _run(
         "score", "demo", "--eager", "--labels", "the,<de>", "--template", "plain", text=_lines({"text": "mal"})

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from test_serve import serving
 
-from moepass.models.errors import OptionError
+from moepass.models.errors import InputError, OptionError
 from moepass.ray_serve import app, build_app
 from moepass.ray_serve.ray_options import parse_options
 
@@ -51,6 +51,13 @@ def test_options_come_as_values_or_as_text() -> None:
 def test_wrong_options_are_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         parse_options({"model": "demo", **given})
+
+
+def test_numbers_of_bytes_are_refused_by_the_names_of_their_options() -> None:
+    with pytest.raises(InputError, match=r"^queue bytes 'lots'"):
+        _ = parse_options({"model": "demo", "queue_bytes": "lots"}).open_bytes
+    with pytest.raises(InputError, match=r"^kv cache 'lots'"):
+        parse_options({"model": "demo", "kv_cache": "lots"}).rank_options(bytes(16))
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

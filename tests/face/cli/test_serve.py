@@ -21,6 +21,7 @@ import torch
 from typer.testing import CliRunner
 
 from moepass.cli.main import app
+from moepass.cli.serve_command import served_names
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer, resolve_model
 
 START_SECONDS = 240
@@ -120,6 +121,23 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], words: str) -> 
     (line,) = done.stderr.splitlines()
     assert line.startswith("moepass: error")
     assert words in line
+
+
+def test_an_api_key_that_is_empty_in_the_environment_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that was lost on its way, as in MOEPASS_API_KEY=$KEY, must not open the server to everyone."""
+    monkeypatch.setenv("MOEPASS_API_KEY", "")
+    # A device that is refused ends the server where the key does not.
+    done = CliRunner().invoke(app, ["serve", "demo", "--port", "0", "--device", "tpu"])
+    assert done.exit_code == 2
+    assert "the API key is empty" in done.stderr
+
+
+def test_a_model_is_called_as_its_folder_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "qwen"
+    (folder / "below").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert [served_names(name, None) for name in (".", "below/..", "./below/")] == [("qwen",), ("qwen",), ("below",)]
+    assert served_names("demo", None) == ("demo",)
 
 
 @pytest.mark.parametrize("option", ["--drain", "--timeout", "--queue-seconds"])

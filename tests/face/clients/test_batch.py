@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from moepass.cli.main import app
 from moepass.clients import batch_lines, batch_run
-from moepass.clients.batch_lines import BadBatchLine, read_batch
+from moepass.clients.batch_lines import BadBatchLine, BatchAnswer, read_batch
 from moepass.clients.batch_run import Batch, KeyRefusedError, ServerGoneError
 from moepass.clients.places import Places
 from moepass.models.errors import InputError, OptionError
@@ -185,6 +185,35 @@ def test_files_that_cannot_be_what_they_are_given_as(files: tuple[Path, Path]) -
     write_batch(source, ["b"])
     with pytest.raises(InputError, match="custom_id 'a', which"):
         Batch(str(source), str(target))
+
+
+@pytest.mark.parametrize("places", [2, 4], ids=["before more answers", "behind the last one"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.unlink(), "deleted or replaced"),
+        (lambda path: path.rename(path.with_suffix(".old")), "deleted or replaced"),
+        (lambda path: path.write_text(""), "has 0 bytes where"),
+        (lambda path: path.open("a").write("{}\n"), "something else has changed it"),
+    ],
+    ids=["deleted", "moved", "emptied", "added to"],
+)
+def test_an_output_that_others_change_meanwhile_is_no_success(
+    files: tuple[Path, Path], places: int, change: Callable[[Path], object], words: str
+) -> None:
+    source, target = files
+    write_batch(source, ["a", "b", "c", "d"])
+    batch = Batch(str(source), str(target))
+    original = batch._output.write
+
+    def write(answer: BatchAnswer) -> None:
+        original(answer)
+        if batch.counts.answered + 1 == places:
+            change(target)
+
+    batch._output.write = write  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=words):
+        run(batch, echoed)
 
 
 def test_errors_are_asked_again_where_that_is_wished(files: tuple[Path, Path]) -> None:
@@ -347,6 +376,14 @@ def test_lines_that_are_added_meanwhile_wait_for_the_next_start(files: tuple[Pat
 
 def command(*arguments: str | Path, **environment: str) -> Any:
     return CliRunner().invoke(app, ["batch", *map(str, arguments)], env=environment)
+
+
+@pytest.mark.parametrize("wrong", [["--home", "moon"], ["--kv-cache", "lots"], ["--memory-budget", "-1"]])
+def test_wrong_options_of_ranks_have_the_status_of_wrong_options(files: tuple[Path, Path], wrong: list[str]) -> None:
+    source, target = files
+    write_batch(source, ["a"])
+    assert command("demo", "-i", source, "-o", target, *wrong).exit_code == 2
+    assert not target.exists()
 
 
 def test_a_server_is_asked_with_its_key(files: tuple[Path, Path]) -> None:

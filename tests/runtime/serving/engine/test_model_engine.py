@@ -23,6 +23,7 @@ from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
 from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
+from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine, StatesRunner
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
@@ -238,3 +239,11 @@ def test_what_the_model_cannot_take_is_refused(piece: TokenPiece, name: str, val
 
 def test_what_the_model_takes_is_not_refused() -> None:
     engine("trie").check(request("a", 60, 3))
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 50, 10**39], ids=["more than there is", "more than can be counted"])
+def test_a_cache_that_is_larger_than_the_memory_is_refused(cache_bytes: int) -> None:
+    options = EngineOptions(None, torch.device("cpu"), cache_bytes=cache_bytes, warms_up=False)
+    with pytest.raises(InputError, match="of memory that are free for this rank; give less") as refused:
+        make_engine(tiny_model("qwen3_moe"), options, None, bytes(32))
+    assert (refused.value.name, refused.value.value) == ("kv_cache", cache_bytes)

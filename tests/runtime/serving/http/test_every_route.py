@@ -203,6 +203,45 @@ def test_the_right_key_opens(guarded: Served) -> None:
     assert httpx.post(f"{guarded.url}/v1/decisions", json=DECISION, headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/nowhere", 404, "there is no route '/nowhere'; GET /openapi.json has all routes"),
+        ("POST", "/v1/decisions/", 404, "there is no route '/v1/decisions/'; GET /openapi.json has all routes"),
+        ("GET", "/v1/decisions", 405, "/v1/decisions takes no GET; it takes POST"),
+    ],
+)
+def test_what_is_no_route_is_told_what_would_be_right(
+    chat: Served, method: str, path: str, status: int, words: str
+) -> None:
+    """And nothing is sent on to wherever the client's Host header names."""
+    response = chat.client.request(method, path, headers={"Host": "elsewhere.example"})
+    assert (response.status_code, response.json()["error"]["message"]) == (status, words)
+    assert "location" not in response.headers
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name", "neutral"),
+    [
+        ("/v1/chat/completions", CHAT, "chat_template", None),
+        ("/v1/chat/completions", CHAT, "chat_template_kwargs", {"enable_thinking": False}),
+        ("/v1/chat/completions", CHAT, "add_generation_prompt", True),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "truncate_prompt_tokens", -1),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "prompt_logprobs", None),
+        ("/v1/decisions", DECISION, "chat_template_kwargs", None),
+    ],
+)
+def test_fields_that_would_change_the_numbers_are_refused_where_others_are_ignored(
+    chat: Served, path: str, body: dict[str, Any], name: str, neutral: object
+) -> None:
+    refused = chat.client.post(path, json={**body, name: 7})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert chat.client.post(path, json={**body, name: neutral, "of_another_server": 7}).status_code == 200
+
+
 def test_a_server_says_how_it_is(chat: Served) -> None:
     get = chat.client.get
     assert get("/health").json() == {}
@@ -417,7 +456,17 @@ def test_the_document_describes_every_route(chat: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"model_names": ()}, {"api_key": ""}, {"timeout_seconds": 0.0}, {"timeout_seconds": float("nan")}]
+    "wrong",
+    [
+        {"model_names": ()},
+        {"model_names": ("tiny", " ")},
+        {"api_key": ""},
+        {"api_key": "secret\n"},
+        {"api_key": "sec\0ret"},
+        {"api_key": " secret"},
+        {"timeout_seconds": 0.0},
+        {"timeout_seconds": float("nan")},
+    ],
 )
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
