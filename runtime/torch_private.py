@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,25 @@ def suppresses_errors() -> bool:
 def is_autocasting() -> bool:
     """Whether autocast is on for some kind of device."""
     return bool(torch._C._is_any_autocast_enabled())
+
+
+def constraint_violation_error() -> type[Exception]:
+    """What Dynamo raises where a size that was marked as dynamic is one number in the graph."""
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+    return ConstraintViolationError
+
+
+@contextlib.contextmanager
+def quiet_guards() -> Iterator[None]:
+    """In this block Dynamo prints no traceback of a guard that it cannot make; it raises the error as well."""
+    log = logging.getLogger("torch._guards")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def frames_compiled() -> tuple[int, int]:

@@ -42,7 +42,7 @@ from moepass.runtime.serving.engine.plain_outputs import check_outputs, plain_ou
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
-from moepass.runtime.torch_private import frames_compiled
+from moepass.runtime.torch_private import constraint_violation_error, frames_compiled, quiet_guards
 
 logger = logging.getLogger("moepass")
 
@@ -56,6 +56,8 @@ MOST_CACHE_BYTES = 4 << 30
 ROWS_TOKENS = MICRO_BATCH_TOKENS
 # Tokens of a sequence of the full step that is measured.
 WARM_UP_TOKENS = 256
+
+LOOPS_OVER_TOKENS = "it loops over tokens, so that each graph would be for one length alone"
 
 # Compiles a module, whose arguments are tensors.
 Compile = Callable[[nn.Module], Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
@@ -116,7 +118,6 @@ def make_engine(
     free = _free_bytes(options.device) // options.sharers
     shapes = survey.shapes if refusal is None else ()
     blocks = _block_count(shapes, options, free)
-    compiled = compile_module or (lambda module: module)
     runner: TrieStates | PaddedRows
     # The probe of a trie has shown that no token of one depends on those behind or beside it.
     plain = plain_outputs(model, head, with_prefix=refusal is not None)
@@ -130,16 +131,27 @@ def make_engine(
         backbone = RowsBackbone(head.backbone)
         runner = PaddedRows(backbone, options.device, ROWS_TOKENS)
     check_outputs(plain, head, runner)
-    runner.forward = compiled(backbone)
+    is_compiled = compile_module is not None
+    if compile_module is not None:
+        runner.forward = compile_module(backbone)
+        try:
+            with quiet_guards():
+                check_outputs(plain, head, runner)
+        except constraint_violation_error():
+            # A loop over tokens, as in some recurrent layers: each length would be compiled when it first comes.
+            logger.warning("the model runs uncompiled: %s", LOOPS_OVER_TOKENS)
+            runner.forward, is_compiled = backbone, False
     full_step = _full_step(store, options)
     facts = _facts(model, head, sizes, full_step, survey, refusal, free)
+    if compile_module is not None and not is_compiled:
+        facts = dataclasses.replace(facts, notes={**facts.notes, "compiled": f"no: {LOOPS_OVER_TOKENS}"})
     counters = EngineCounters(_exposed_seconds(store), lambda: frames_compiled()[0])
     size = block_bytes(shapes) if blocks else 0
     engine = ModelEngine(
         head, runner, sizes.table, facts, index=BlockIndex(blocks), key=key, counters=counters, block_bytes=size
     )
     if store is not None:
-        store.tells_of_uncompiled_calls = compile_module is not None
+        store.tells_of_uncompiled_calls = is_compiled
     if options.warms_up:
         warm_up(engine, full_step.tokens)
     return engine

@@ -73,7 +73,9 @@ class PaddedRows:
         local[group] = np.arange(len(group))
         places = local[owners] * width + depths
         flat = np.resize(places, max(2, len(places)))
-        inputs = (torch.from_numpy(array).to(self.device) for array in (tokens, mask, flat))
+        inputs = [torch.from_numpy(array).to(self.device) for array in (tokens, mask, flat)]
+        for tensor in inputs:
+            torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
         return self.forward(*inputs)[: len(places)]
 
 

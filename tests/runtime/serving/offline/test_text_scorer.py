@@ -191,15 +191,18 @@ def test_streamed_and_compiled_gives_the_same_with_one_compilation(checkpoint: P
 
 
 @pytest.mark.slow
-def test_a_model_that_loops_over_tokens_is_compiled_for_each_width(tmp_path: Path) -> None:
+def test_a_model_that_loops_over_tokens_runs_uncompiled_and_says_so(tmp_path: Path) -> None:
     folder = save_tiny_checkpoint(tmp_path / "jamba", "jamba")
     model = load_model(folder)
     moepass.offload_experts(model)
     streamed = _scorer(model, ["yes", "no"], compile_module=_compiled, tokenizer=load_tokenizer(folder))
     plain = _scorer(folder, ["yes", "no"])
+    assert "loops over tokens" in streamed.engine.facts.notes["compiled"]
+    before = streamed.engine.compilations()
     for texts in (TEXTS[:2], TEXTS[3:4]):
         for ours, theirs in zip(_scores(streamed, texts), _scores(plain, texts), strict=True):
             _assert_close(ours, theirs)
+    assert streamed.engine.compilations() == before
 
 
 @pytest.mark.parametrize(
