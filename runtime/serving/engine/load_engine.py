@@ -38,6 +38,7 @@ from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.model_sizes import ModelSizes, model_sizes
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
+from moepass.runtime.serving.engine.summed_experts import use_summed_experts
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
 from moepass.runtime.torch_private import frames_compiled
@@ -115,6 +116,8 @@ def make_engine(
     compiled = compile_module or (lambda module: module)
     if refusal is None:
         model.set_attn_implementation(TRIE_ATTENTION_NAME)
+        if compile_module is None:
+            use_summed_experts(model)
         memory = BlockMemory(shapes, blocks * block_bytes(shapes), options.device) if blocks else None
         runner = TrieStates(compiled(TrieBackbone(head.backbone)), survey.layers, memory, options.device)
     else:
