@@ -6,6 +6,7 @@ import contextlib
 import enum
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,12 +23,15 @@ from moepass.models.limits import MOST_BATCH_SIZE, MOST_TOKENS, check_limit
 
 if TYPE_CHECKING:
     from moepass.backend import Compilation
+    from moepass.runtime.serving.offline.encoded_texts import EncodedPart
     from moepass.runtime.serving.offline.text_scorer import ScoredWindow
 
 # What `score` writes itself; where an input line has a key of that name, it comes back as `input_KEY`.
 _ANSWER_KEYS = ("label", "probabilities", "mass")
 # The beginning of the input is checked before anything is loaded.
 _FIRST_LINES, _FIRST_CHARACTERS = 1024, 1 << 20
+# Parts of a file that are encoded while the model is loaded, or computes; as many as a window has at most.
+_PARTS_AHEAD = 32
 # Skipped lines that the report names; of more it says how many there are.
 _NAMED_LINES = 1000
 
@@ -136,56 +140,69 @@ def score(
     if batch_size is not None:
         check_limit("batch_size", batch_size, MOST_BATCH_SIZE, "no batch of more rows computes faster")
     set_threads(threads)
-    with no_garbage_collection():
-        check_compiler_cache()
-        import torch
-        from torch import nn
+    known_bytes = lines.known_bytes(input)
+    with contextlib.ExitStack() as stack:
+        with no_garbage_collection():
+            from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
+            from moepass.runtime.serving.offline.encoded_texts import encoded_parts, read_ahead
+            from moepass.runtime.serving.offline.make_writer import make_writer
 
-        from moepass.models.sizes.architecture import DTYPES
-        from moepass.runtime.serving.offline.load_scorer import ScorerOptions, compiling_pays, load_scorer
+            folder = resolve_model(model)
+            load_config(folder)  # its checks come before the tokenizer's loader reads it too
+            writer = make_writer(folder, template)
+            parts: Iterator[EncodedPart[Line]] = encoded_parts(writer, lines)
+            if os.path.isfile(input):  # what waits for others, as a pipe does, cannot be left at any time
+                parts = stack.enter_context(read_ahead(parts, _PARTS_AHEAD))
+            check_compiler_cache()
+            import torch
+            from torch import nn
 
-        def compile_module(module: nn.Module) -> StoredModule:
-            return StoredModule(module, {"lower": "inductor" if lower is None else lower.value}, model)
+            from moepass.models.sizes.architecture import DTYPES
+            from moepass.runtime.serving.offline.load_scorer import ScorerOptions, compiling_pays, load_scorer
 
-        dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
-        options = ScorerOptions(
-            model=model,
-            labels=candidates,
-            template=template,
-            home=home if stream else "device",
-            dtype=None if dtype is None else dtypes[dtype.value],
-            batch_size=batch_size,
-            step_tokens=step_tokens,
-            slots=slots,
-            device=device,
-            link=link,
-        )
-        compiles = not eager and (lower is not None or compiling_pays(model, lines.known_bytes(input)))
-        recording: contextlib.AbstractContextManager[list[Compilation]] = contextlib.nullcontext([])
-        if compiles:  # what compiles takes a while to import
-            from moepass.backend import record_compilations
-            from moepass.stored_compile import StoredModule
+            def compile_module(module: nn.Module) -> StoredModule:
+                return StoredModule(module, {"lower": "inductor" if lower is None else lower.value}, model)
 
-            recording = record_compilations()
-        scorer = load_scorer(options, compile_module if compiles else None)
-        gc.freeze()
-    for warning in lines.first_text(scorer.warnings):
-        typer.echo(f"moepass: warning: {warning}", err=True)
-    written = agreeing = labelled = 0
-    with recording as compilations, open_output(output, target) as sink, progress_bar("scoring") as shown:
-        bar, task = shown
-        for window in scorer.windows(lines, stops=on_error is _OnError.stop):
-            for line, answer in _answers(window, scorer.labels, lines):
-                gold = line.further.get("label")
-                if isinstance(gold, str) and gold in scorer.label_numbers:
-                    labelled += 1
-                    agreeing += gold == answer["label"]
-                sink.write(msgspec.json.encode(answer) + b"\n")
-                written += 1
-            sink.flush()
-            bar.update(task, completed=lines.count, total=lines.count if lines.at_end else None)
-        if not written:
-            raise InputError(f"no line could be scored; {lines.report()}", name="input", value=input)
+            dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
+            options = ScorerOptions(
+                model=model,
+                labels=candidates,
+                template=template,
+                home=home if stream else "device",
+                dtype=None if dtype is None else dtypes[dtype.value],
+                batch_size=batch_size,
+                step_tokens=step_tokens,
+                slots=slots,
+                device=device,
+                link=link,
+            )
+            compiles = not eager and (lower is not None or compiling_pays(model, known_bytes))
+            recording: contextlib.AbstractContextManager[list[Compilation]] = contextlib.nullcontext([])
+            if compiles:  # what compiles takes a while to import
+                from moepass.backend import record_compilations
+                from moepass.stored_compile import StoredModule
+
+                recording = record_compilations()
+            scorer = load_scorer(options, compile_module if compiles else None, writer)
+            gc.freeze()
+        for warning in lines.first_text(scorer.warnings):
+            typer.echo(f"moepass: warning: {warning}", err=True)
+        done = written = agreeing = labelled = 0
+        with recording as compilations, open_output(output, target) as sink, progress_bar("scoring") as shown:
+            bar, task = shown
+            for window in scorer.windows_of(parts, stops=on_error is _OnError.stop):
+                for line, answer in _answers(window, scorer.labels, lines):
+                    gold = line.further.get("label")
+                    if isinstance(gold, str) and gold in scorer.label_numbers:
+                        labelled += 1
+                        agreeing += gold == answer["label"]
+                    sink.write(msgspec.json.encode(answer) + b"\n")
+                    written += 1
+                sink.flush()
+                done += len(window.texts)
+                bar.update(task, completed=done, total=lines.count if lines.at_end else None)
+            if not written:
+                raise InputError(f"no line could be scored; {lines.report()}", name="input", value=input)
     note_refusals(compilations)
     if labelled:
         typer.echo(f"moepass: note: {agreeing} of {labelled} labels agree ({agreeing / labelled:.2%})", err=True)
@@ -199,6 +216,8 @@ class _Lines:
     def __init__(self, source: Iterator[Line | BadLine], *, skips: bool) -> None:
         self._source, self._skips = source, skips
         self._ahead: list[Line] = []
+        self._first = ""
+        self._lock = threading.Lock()  # lines are read in one thread and scored in another
         self.count = 0
         self.at_end = False
         self.skipped = 0
@@ -212,6 +231,7 @@ class _Lines:
             read += len(line.text)
             if len(self._ahead) >= lines or read >= characters:
                 break
+        self._first = self._ahead[0].text if self._ahead else ""
 
     def known_bytes(self, source: str) -> int | None:
         """How long the input is, where that can be known."""
@@ -222,7 +242,7 @@ class _Lines:
     def first_text(self, ask: Any) -> list[str]:
         """What `ask` says of the first line's text; nothing where there is none, or none that can be asked."""
         try:
-            return list(ask(self._ahead[0].text)) if self._ahead else []
+            return list(ask(self._first)) if self._first else []
         except InputError:  # it is said with the line's number when its turn comes
             return []
 
@@ -244,9 +264,10 @@ class _Lines:
         self.at_end = True
 
     def skip(self, number: int, error: MoepassError) -> None:
-        self.skipped += 1
-        if len(self._reasons) < _NAMED_LINES:
-            self._reasons.append((number, " ".join(str(error).split())[:500]))
+        with self._lock:
+            self.skipped += 1
+            if len(self._reasons) < _NAMED_LINES:
+                self._reasons.append((number, " ".join(str(error).split())[:500]))
 
     def report(self) -> str:
         """How many lines were skipped, and below it each with its reason."""

@@ -204,8 +204,8 @@ class RunningStep:
     def _visible(self, places: torch.Tensor, first_seen: torch.Tensor) -> torch.Tensor:
         """Which tokens at `places` [b, n] see which of the same row, [b, n, n]."""
         query, key = places[:, :, None], places[:, None]
-        is_before = (key <= query) & (query < self.subtree_end[key])
-        return is_before & (self.depth[key] >= first_seen[query])
+        is_before = (key <= query) & (query < self.subtree_end[places][:, None])
+        return is_before & (self.depth[places][:, None] >= first_seen[places][:, :, None])
 
     def _on_device(self, numbers: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers, np.int64)).to(self.device)

@@ -40,6 +40,7 @@ from moepass.runtime.serving.engine.model_sizes import ModelSizes, model_sizes
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
 from moepass.runtime.serving.engine.plain_outputs import check_outputs, plain_outputs
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
+from moepass.runtime.serving.engine.summed_experts import use_summed_experts
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
 from moepass.runtime.torch_private import constraint_violation_error, frames_compiled, quiet_guards
@@ -123,6 +124,8 @@ def make_engine(
     plain = plain_outputs(model, head, with_prefix=refusal is not None)
     if refusal is None:
         model.set_attn_implementation(TRIE_ATTENTION_NAME)
+        if compile_module is None:
+            use_summed_experts(model)
         memory = BlockMemory(shapes, blocks * block_bytes(shapes), options.device) if blocks else None
         backbone: nn.Module = TrieBackbone(head.backbone)
         runner = TrieStates(backbone, survey.layers, memory, options.device)

@@ -11,20 +11,14 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from moepass.models.checkpoint.checkpoint_folders import (
-    PROMPT_FILE,
-    Prompt,
     load_config,
     load_model,
-    load_prompt,
-    load_tokenizer,
     meta_model,
-    read_prompt,
     resolve_model,
 )
 from moepass.models.errors import CheckpointError, InputError, OptionError
@@ -36,6 +30,7 @@ from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.load_engine import Compile, EngineOptions, load_engine, make_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine
+from moepass.runtime.serving.offline.make_writer import make_writer
 from moepass.runtime.serving.offline.text_scorer import TextScorer
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.transfer.link import parse_link
@@ -78,8 +73,12 @@ class ScorerOptions:
     link: str = "real"
 
 
-def load_scorer(options: ScorerOptions, compile_module: Compile | None) -> TextScorer:
+def load_scorer(
+    options: ScorerOptions, compile_module: Compile | None, writer: PromptWriter | None = None
+) -> TextScorer:
     """Load the checkpoint and make a scorer of it; `compile_module` None runs the model uncompiled.
+
+    `writer`: the one of `make_writer` for the same checkpoint and template, where it is made already.
 
     Raises CheckpointError, InputError (a device that is not there, no experts to stream) and OptionError.
     """
@@ -106,10 +105,12 @@ def load_scorer(options: ScorerOptions, compile_module: Compile | None) -> TextS
             value=home.name,
         )
     load_config(folder)  # its checks come before the tokenizer's loader reads it too
-    writer = make_writer(folder, options.template)
+    is_given = writer is not None
+    writer = writer or make_writer(folder, options.template)
     keeps_prefix = len(_shared_prefix(writer)) >= _KEPT_PREFIX_TOKENS
     engine = _load(folder, options, device, compile_module, keeps_prefix=keeps_prefix)
-    writer.most_tokens = min(engine.facts.max_sequence_tokens, engine.facts.most_tokens)
+    if not is_given:  # others may use it at this moment
+        writer.most_tokens = min(engine.facts.max_sequence_tokens, engine.facts.most_tokens)
     if writer.has_chat_template:
         writer.check()
     labels = options.labels if options.labels is not None else writer.prompt.labels
@@ -130,38 +131,6 @@ def compiling_pays(model: str, input_bytes: int | None) -> bool:
     except InputError:  # an architecture whose FLOPs are not known
         return True
     return input_bytes / _BYTES_PER_TOKEN * FlopsTable(architecture).total(1) > COMPILED_FLOPS
-
-
-def make_writer(folder: Path, template: str | None) -> PromptWriter:
-    """A writer of prompts, by the template that is asked for; it takes texts of any length."""
-    tokenizer = load_tokenizer(folder)
-    own = load_prompt(folder)
-    if template == "chat" and not tokenizer.chat_template:
-        raise InputError(
-            "template is 'chat', but this checkpoint has no chat template; use prompt, plain or a file",
-            name="template",
-            value=template,
-        )
-    if template == "prompt" and not (folder / PROMPT_FILE).is_file():
-        raise InputError(
-            f"template is 'prompt', but this checkpoint has no {PROMPT_FILE}; use chat, plain or a file",
-            name="template",
-            value=template,
-        )
-    if template == "plain":
-        own = msgspec.structs.replace(own, template=Prompt().template, max_text_tokens=None, label_names={})
-    elif template not in (None, "chat", "prompt"):
-        file = Path(template)
-        if not file.is_file():
-            raise InputError(
-                f"template is {template!r}, and there is no such file; it must be chat, prompt, plain, or a file as "
-                f"{PROMPT_FILE}",
-                name="template",
-                value=template,
-                expected=("chat", "prompt", "plain", "a file"),
-            )
-        own = read_prompt(file)
-    return PromptWriter(tokenizer, own, 1 << 30, takes_chat=template in (None, "chat"))
 
 
 def seven_digits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from moepass.models.errors import CheckpointError, InputError, MoepassError
 from moepass.runtime.serving.engine.model_engine import ModelEngine
+from moepass.runtime.serving.offline.encoded_texts import EncodedPart, NamedText, encoded_parts, named_error
 from moepass.runtime.serving.offline.label_pieces import LabelPieces
 from moepass.runtime.serving.questions.labels import (
     IMPOSSIBLE,
@@ -30,23 +31,13 @@ from moepass.runtime.serving.questions.labels import (
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.requests.request import NO_TOKENS, Tokens
 
-# Full steps of a window. [Empirical] Of 20,000 short lines, one window of them all would compute a sixth less, windows
-# of 16 steps a tenth more; and the longer a window, the later its answers come.
-WINDOW_STEPS = 32
-# A window has no more texts than that, and they are encoded in parts of at most so many texts and characters.
-MOST_TEXTS, PART_TEXTS, PART_CHARACTERS = 1 << 15, 1024, 1 << 20
+# Full steps of a window. [Empirical] Of 20,000 short lines, windows of half as many compute a sixth more; and the
+# longer a window, the later its answers come.
+WINDOW_STEPS = 64
+# A window has no more texts than that.
+MOST_TEXTS = 1 << 15
 # Labels behind so many different last words are remembered.
 _REMEMBERED = 1024
-
-
-class NamedText(Protocol):
-    """`name` is what errors call the text."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
 
 
 _Text = TypeVar("_Text", bound=NamedText)
@@ -135,7 +126,11 @@ class TextScorer:
 
         `stops`: the error of the first text that cannot be scored is raised, and nothing of its window comes out.
         """
-        source = iter(texts)
+        return self.windows_of(encoded_parts(self.writer, texts), stops=stops)
+
+    def windows_of(self, parts: Iterable[EncodedPart[_Text]], *, stops: bool = True) -> Iterator[ScoredWindow[_Text]]:
+        """As `windows`, of texts that are encoded already by the same writer."""
+        source = iter(parts)
         while window := self._read_window(source):
             if stops:
                 _raise_first(window[1])
@@ -146,33 +141,32 @@ class TextScorer:
 
     # ---- Texts become prompts
 
-    def _read_window(self, source: Iterator[_Text]) -> tuple[list[_Text], list[_Prompt | InputError]] | None:
+    def _read_window(
+        self, source: Iterator[EncodedPart[_Text]]
+    ) -> tuple[list[_Text], list[_Prompt | InputError]] | None:
         texts: list[_Text] = []
         prompts: list[_Prompt | InputError] = []
         tokens, enough = 0, WINDOW_STEPS * self.engine.facts.full_step_tokens
-        while tokens < enough and len(texts) < MOST_TEXTS and (part := _part(source)):
+        while tokens < enough and len(texts) < MOST_TEXTS and (part := next(source, None)) is not None:
             found = self._prompts(part, len(texts))
-            texts += part
+            texts += part.texts
             prompts += found
             tokens += sum(len(prompt.tokens) for prompt in found if isinstance(prompt, _Prompt))
         return (texts, prompts) if texts else None
 
-    def _prompts(self, part: Sequence[NamedText], first: int) -> list[_Prompt | InputError]:
-        try:
-            rendered, encoded = self.writer.encode_texts([_checked(text) for text in part], [one.name for one in part])
-        except InputError as error:
-            if len(part) == 1:
-                return [_named(error, part[0].name)]
-            middle = len(part) // 2
-            return [*self._prompts(part[:middle], first), *self._prompts(part[middle:], first + middle)]
+    def _prompts(self, part: EncodedPart[_Text], first: int) -> list[_Prompt | InputError]:
         found: list[_Prompt | InputError] = []
-        for place, (text, prompt, tokens) in enumerate(zip(part, rendered, encoded, strict=True), first):
+        for place, (text, prompt) in enumerate(zip(part.texts, part.prompts, strict=True), first):
+            if isinstance(prompt, InputError):
+                found.append(prompt)
+                continue
+            rendered, tokens = prompt
             try:
-                labels = self._labels_behind(prompt)
+                labels = self._labels_behind(rendered)
                 self._check_length(tokens, labels, text.name)
                 found.append(_Prompt(place, tokens, labels))
             except InputError as error:
-                found.append(_named(error, text.name))
+                found.append(named_error(error, text.name))
         return found
 
     def _labels_behind(self, rendered: str) -> LabelPieces:
@@ -276,26 +270,6 @@ def _raise_first(found: Sequence[object]) -> None:
     for one in found:
         if isinstance(one, MoepassError):
             raise one
-
-
-def _part(source: Iterator[_Text]) -> list[_Text]:
-    part: list[_Text] = []
-    characters = 0
-    while len(part) < PART_TEXTS and characters < PART_CHARACTERS and (text := next(source, None)) is not None:
-        part.append(text)
-        characters += len(text.text)
-    return part
-
-
-def _checked(text: NamedText) -> str:
-    if not text.text.strip():
-        raise InputError(f"{text.name}: the text is empty", name=text.name)
-    return text.text
-
-
-def _named(error: InputError, name: str) -> InputError:
-    """The error with the text's name before it, where it has none."""
-    return error if str(error).startswith(name) else InputError(f"{name}: {error}", name=name, value=error.value)
 
 
 def _last_word(context: str) -> str:

@@ -20,7 +20,7 @@ from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, loa
 from moepass.models.errors import CheckpointError, MoepassError
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.serving.engine.load_engine import Compile, EngineOptions, make_engine
-from moepass.runtime.serving.offline import text_scorer
+from moepass.runtime.serving.offline import encoded_texts
 from moepass.runtime.serving.offline.text_scorer import TextScorer
 from moepass.runtime.serving.questions.labels import ImpossibleLabelsError
 from moepass.runtime.serving.questions.prompts import PromptWriter
@@ -127,7 +127,7 @@ def test_steps_do_not_matter(checkpoint: Path, most_texts: int | None, step_toke
 def test_results_come_in_the_order_of_the_texts_window_by_window(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_scorer, "PART_TEXTS", 3)
+    monkeypatch.setattr(encoded_texts, "PART_TEXTS", 3)
     texts = [TEXTS[number % len(TEXTS)] for number in range(40)]
     scorer = _scorer(checkpoint, ["yes", "no"], step_tokens=1)
     read = 0
