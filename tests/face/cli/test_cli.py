@@ -202,13 +202,13 @@ def test_a_failure_while_writing_leaves_the_old_file(
 ) -> None:
     from moepass.runtime.serving.offline.text_scorer import TextScorer
 
-    original = TextScorer.windows
+    original = TextScorer.windows_of
 
     def fail_after_one(self: TextScorer, *arguments: Any, **options: Any) -> Any:
         yield next(original(self, *arguments, **options))
         raise ZeroDivisionError("not one of ours")
 
-    monkeypatch.setattr(TextScorer, "windows", fail_after_one)
+    monkeypatch.setattr(TextScorer, "windows_of", fail_after_one)
     target = tmp_path / "out.jsonl"
     target.write_text("old")
     result = _run("score", checkpoint, *QUICK, "--output", target, text=_lines(RECORDS))

@@ -305,6 +305,22 @@ def lasting(answer: Any) -> Any:
     return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
+def check_alike(found: Any, expected: Any) -> None:
+    """The same but for rounding: a prefix may have come from the cache."""
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            check_alike(found[name], value)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            check_alike(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    else:
+        assert found == expected
+
+
 def test_an_invocation_that_means_no_route_is_refused(chat: Served) -> None:
     assert "questions" in chat.refused("/invocations", {"x": 1})["message"]
 
@@ -493,4 +509,4 @@ def test_a_batch_in_the_servers_process_is_answered_as_over_http(chat: Served, t
     for number, (body, path) in enumerate(bodies):
         response, answer = chat.client.post(path, json=body), answers[str(number)]
         assert answer["status_code"] == response.status_code
-        assert lasting(answer["body"]) == lasting(response.json())
+        check_alike(lasting(answer["body"]), lasting(response.json()))
