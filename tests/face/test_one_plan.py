@@ -114,7 +114,7 @@ class Wrapped(torch.nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sequences_are_counted_by_the_arguments_that_have_all_of_them(batch: int) -> None:
     torch._dynamo.reset()
     ids, positions = torch.zeros((batch, 8), dtype=torch.int64), torch.arange(8)[None]

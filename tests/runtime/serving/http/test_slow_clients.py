@@ -75,7 +75,7 @@ def is_closed_while_it_trickles(opened: socket.socket, part: bytes) -> bool:
     return False
 
 
-@pytest.mark.parametrize("behind_an_answer", [False, True])
+@pytest.mark.parametrize("behind_an_answer", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_head_that_never_ends_is_cut_off(impatient: tuple[str, int], behind_an_answer: bool) -> None:
     with connected(impatient) as opened:
         if behind_an_answer:
@@ -92,6 +92,7 @@ def test_a_body_that_never_ends_is_an_error_and_frees_what_it_took(chat: Served,
     assert chat.service.bodies.taken == 0
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_used_stays_open(impatient: tuple[str, int]) -> None:
     with connected(impatient) as opened:
         end = time.monotonic() + 4 * HEAD_SECONDS

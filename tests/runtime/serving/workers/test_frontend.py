@@ -215,6 +215,7 @@ def test_ranks_that_need_each_other_end_together(tmp_path: Path) -> None:
     run(work())
 
 
+@pytest.mark.slow
 def test_ranks_that_end_together_stay_one_group_however_often_they_end(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ends_together=True) as frontend:
@@ -235,6 +236,7 @@ def test_ranks_that_end_together_stay_one_group_however_often_they_end(tmp_path:
     run(work())
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_while_others_start_has_its_place(tmp_path: Path) -> None:
     def options(rank: int, attempt: int) -> tuple[str, ...]:
         if rank == 1:
