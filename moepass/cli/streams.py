@@ -6,8 +6,10 @@ Nothing heavy is imported here: `moepass --help` must not wait for it.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import io
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -129,16 +131,28 @@ def check_output(output: str) -> Path | None:
     return target
 
 
+def compiler_cache() -> str:
+    """Where torch keeps compiled code, as its `cache_dir` says; this imports no torch, which takes seconds."""
+    given = os.environ.get(_CACHE_VARIABLE)
+    if given is not None:
+        return os.path.abspath(given)
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
 def check_compiler_cache() -> None:
     """Raises InputError where torch's compiler has no folder that it can write compiled code to.
 
     torch asks for that folder when parts of it are imported, and its error then names no remedy.
     """
     given = os.environ.get(_CACHE_VARIABLE)
+    folder = compiler_cache()
     try:
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-        number, name = tempfile.mkstemp(dir=cache_dir(), prefix=".moepass-")
+        os.makedirs(folder, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=folder, prefix=".moepass-")
         os.close(number)
         os.unlink(name)
     except OSError as error:

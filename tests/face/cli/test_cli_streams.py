@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tiny_checkpoint import save_tiny_checkpoint
 
+from moepass.cli import streams
+
 TEXTS = '{"text": "the cat sat"}\n{"text": "a dog"}\n'
 COMMAND = [sys.executable, "-c", "from moepass.cli.main import main; main()"]
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -146,3 +148,17 @@ def test_a_request_to_terminate_leaves_nothing_behind(checkpoint: Path, tmp_path
     assert (process.returncode, errors) == (128 + signal.SIGTERM, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
     assert target.read_text() == "old"
+
+
+@pytest.mark.parametrize("given", [None, "relative/cache"])
+def test_the_folder_of_compiled_code_is_the_one_that_torch_takes(
+    given: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    ours = streams.compiler_cache()
+    assert ours == cache_dir()  # which sets the variable: monkeypatch takes it back
