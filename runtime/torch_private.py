@@ -84,9 +84,9 @@ def constraint_violation_error() -> type[Exception]:
 
 
 @contextlib.contextmanager
-def quiet_guards() -> Iterator[None]:
-    """In this block Dynamo prints no traceback of a guard that it cannot make; it raises the error as well."""
-    log = logging.getLogger("torch._guards")
+def quiet_log(name: str) -> Iterator[None]:
+    """In this block the log `name` writes nothing: torch logs some errors with a traceback, and raises them as well."""
+    log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:

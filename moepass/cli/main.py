@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from moepass import __version__
-from moepass.cli.arguments import set_threads
+from moepass.cli.arguments import LoweringName, set_threads
 from moepass.cli.client_commands import batch, bench
 from moepass.cli.progress import no_garbage_collection, progress_bar
 from moepass.cli.score_command import score
@@ -37,11 +37,6 @@ from moepass.models.limits import (
 
 _LONGEST_ERROR = 1000
 _ORDER = ("demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache")
-
-
-class _Lowering(enum.StrEnum):
-    inductor = "inductor"
-    eager = "eager"
 
 
 class _DeviceKind(enum.StrEnum):
@@ -139,7 +134,7 @@ _Slots = Annotated[
     int, typer.Option(metavar="N", help="Slots of the ring that the experts stream through; each holds one layer's.")
 ]
 _Lower = Annotated[
-    _Lowering, typer.Option(help="How segments are compiled; eager is bit-identical to the plain model.")
+    LoweringName, typer.Option(help="How segments are compiled; eager is bit-identical to the plain model.")
 ]
 _Threads = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="CPU threads to compute with.", show_default="all cores")
@@ -204,7 +199,7 @@ def explain(
             min=1, metavar="N", help="The most slots that experts stream through.", show_default="as many as help, to 4"
         ),
     ] = None,
-    lower: _Lower = _Lowering.inductor,
+    lower: _Lower = LoweringName.inductor,
     format: Annotated[
         _Format, typer.Option(help="text for people, json for programs, html for browsers, trace for ui.perfetto.dev.")
     ] = _Format.text,
@@ -338,7 +333,7 @@ def demo(
     texts: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Held-out texts to score.", show_default="all")
     ] = None,
-    lower: _Lower = _Lowering.inductor,
+    lower: _Lower = LoweringName.inductor,
     threads: _Threads = None,
 ) -> None:
     """Compile the embedded model, stream its experts, compare every prediction with plain PyTorch, then serve it.

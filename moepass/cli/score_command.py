@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from moepass.cli.arguments import parse_labels, set_threads
+from moepass.cli.arguments import LoweringName, ServedDtype, parse_labels, set_threads
 from moepass.cli.input_lines import BadLine, Line, read_lines
 from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar
 from moepass.cli.streams import check_compiler_cache, check_output, open_output
@@ -34,17 +34,6 @@ _FIRST_LINES, _FIRST_CHARACTERS = 1024, 1 << 20
 _PARTS_AHEAD = 32
 # Skipped lines that the report names; of more it says how many there are.
 _NAMED_LINES = 1000
-
-
-class _ScoreLowering(enum.StrEnum):
-    inductor = "inductor"
-    eager = "eager"
-
-
-class _ScoreDtype(enum.StrEnum):
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
 
 
 class _OnError(enum.StrEnum):
@@ -84,7 +73,7 @@ def score(
     ] = "host",
     stream: Annotated[bool, typer.Option(help="--no-stream is --home device.")] = True,
     dtype: Annotated[
-        _ScoreDtype | None, typer.Option(help="Of the weights.", show_default="that of the checkpoint")
+        ServedDtype | None, typer.Option(help="Of the weights.", show_default="that of the checkpoint")
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -103,7 +92,7 @@ def score(
         ),
     ] = None,
     lower: Annotated[
-        _ScoreLowering | None,
+        LoweringName | None,
         typer.Option(
             help="Compile, and how; eager is bit-identical to the uncompiled model.",
             show_default="inductor where the input is so long that compiling pays",

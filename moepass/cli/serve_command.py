@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import os
 from typing import Annotated
 
 import typer
 
+from moepass.cli.arguments import LoweringName, ServedDtype
 from moepass.cli.rank_options import RankOptions
 from moepass.cli.streams import check_compiler_cache
 from moepass.cli.torchrun import checked_ranks, launched_process, run_launched_rank
@@ -15,17 +15,6 @@ from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
 from moepass.models.homes import HOMES, home_named
 from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
-
-
-class _ServedDtype(enum.StrEnum):
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
-class _Lower(enum.StrEnum):
-    inductor = "inductor"
-    eager = "eager"
 
 
 def serve(
@@ -59,7 +48,7 @@ def serve(
     ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="Where ranks compute: cpu or cuda.")] = "cpu",
     dtype: Annotated[
-        _ServedDtype | None,
+        ServedDtype | None,
         typer.Option(help="Of the weights.", show_default="that of the checkpoint"),
     ] = None,
     memory_budget: Annotated[
@@ -123,7 +112,7 @@ def serve(
             min=0, max=MOST_WAIT_SECONDS, metavar="SECONDS", help="After SIGTERM, open requests have so long."
         ),
     ] = 30.0,
-    lower: Annotated[_Lower, typer.Option(help="How segments are compiled.")] = _Lower.inductor,
+    lower: Annotated[LoweringName, typer.Option(help="How segments are compiled.")] = LoweringName.inductor,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
     link: Annotated[
         str,
@@ -194,13 +183,13 @@ def rank_options_of(
     ranks: int,
     home: str,
     device: str,
-    dtype: _ServedDtype | None,
+    dtype: ServedDtype | None,
     memory_budget: str | None,
     slots: int | None,
     hardware: str | None,
     kv_cache: str | None,
     step_tokens: int | None,
-    lower: _Lower,
+    lower: LoweringName,
     eager: bool,
     link: str,
     threads: int | None,

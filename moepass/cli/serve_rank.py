@@ -34,10 +34,9 @@ def main() -> int:
 
 def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, watch: ParentWatch) -> int:
     """Serve until the server says that it ends, or is gone. Returns the exit status."""
-    # Ctrl-C reaches all processes of a terminal, and who ends a group of processes may tell all of them; the server
-    # decides what it means.
+    # Ctrl-C reaches all processes of a terminal, and the end of a service all of its processes. The server decides what
+    # either means. Children of this process must not inherit that SIGTERM is ignored, so it gets a handler.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # So does the end of a service, whose processes are told all at once; children of this one must not inherit it.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     os.nice(RANK_NICENESS)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

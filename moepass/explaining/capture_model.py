@@ -6,10 +6,8 @@ found comes from the plans that the passes made.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +26,7 @@ from moepass.passes.pipeline import compile_graph
 from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.lowering.lower_segments import decompositions
 from moepass.runtime.offload.offload import find_expert_modules, offload_experts
+from moepass.runtime.torch_private import quiet_log
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +98,7 @@ def capture_plans(
     unlimited = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     stopped = None
     try:
-        with torch.no_grad(), unlimited, _quiet_shapes():
+        with torch.no_grad(), unlimited, quiet_log("torch._subclasses.fake_tensor"):
             compiled(input_ids=torch.zeros((batch, seq), dtype=torch.int64, device="meta"), use_cache=False)
     except MoepassError:
         raise
@@ -108,18 +107,6 @@ def capture_plans(
             raise
         stopped = " ".join(str(error).split())[:160]
     return tuple(plans), stopped
-
-
-@contextlib.contextmanager
-def _quiet_shapes() -> Iterator[None]:
-    """No log of a failed operator, which torch writes with a traceback: the error that follows says it again."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _compile_apart(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, 
 from moepass.runtime.serving.engine.summed_experts import use_summed_experts
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
-from moepass.runtime.torch_private import constraint_violation_error, frames_compiled, quiet_guards
+from moepass.runtime.torch_private import constraint_violation_error, frames_compiled, quiet_log
 
 logger = logging.getLogger("moepass")
 
@@ -138,7 +138,7 @@ def make_engine(
     if compile_module is not None:
         runner.forward = compile_module(backbone)
         try:
-            with quiet_guards():
+            with quiet_log("torch._guards"):
                 check_outputs(plain, head, runner)
         except constraint_violation_error():
             # A loop over tokens, as in some recurrent layers: each length would be compiled when it first comes.
