@@ -76,6 +76,15 @@ def is_autocasting() -> bool:
     return bool(torch._C._is_any_autocast_enabled())
 
 
+def is_always_equal(size: int, other: int) -> bool:
+    """Whether two sizes are equal. Of sizes that a capture leaves open: for all inputs, without a guard on these."""
+    if not torch.compiler.is_compiling():
+        return size == other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(size == other)
+
+
 def constraint_violation_error() -> type[Exception]:
     """What Dynamo raises where a size that was marked as dynamic is one number in the graph."""
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError

@@ -104,6 +104,12 @@ def flops_per_token(layer: Layer, hidden: int) -> int:
     return 2 * (weights + _always_read(experts, hidden) + routed)
 
 
+def flops_behind_attention(layer: Layer, hidden: int) -> int:
+    """Of `flops_per_token` what comes behind attention: the output projection, and experts or feed-forward network."""
+    before = projection_parameters(layer.attention, hidden) - layer.attention.output_width * hidden
+    return flops_per_token(layer, hidden) - 2 * before
+
+
 def layer_flops(layer: Layer, hidden: int, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
     """FLOPs of a layer for `batch` sequences of `sequence` tokens, each behind `prefix` cached or shared tokens."""
     weights = batch * sequence * flops_per_token(layer, hidden)

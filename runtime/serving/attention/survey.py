@@ -38,12 +38,14 @@ _TOKENS = 4
 class AttentionSurvey:
     """`layers` by the number that a layer has in the model; `refusal`: why a step cannot be a trie, or None.
 
-    Below `position_limit` the model's rotation of positions depends on no other token of the step. None: everywhere.
+    `last` is the module that calls for attention last. Below `position_limit` the model's rotation of positions depends
+    on no other token of the step. None: everywhere.
     """
 
     layers: Mapping[int, AttentionLayer]
     refusal: str | None
     position_limit: int | None
+    last: torch.nn.Module | None = dataclasses.field(default=None, compare=False)
 
     @property
     def shapes(self) -> tuple[KeyValueShape, ...]:
@@ -72,7 +74,7 @@ def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
         kinds = getattr(config, "layer_types", None) or ()
         named = sorted({kinds[number] for number in missing if number < len(kinds)})
         refusal = f"layers {missing} have no attention that can be replaced: {', '.join(named) or 'unknown'}"
-    return AttentionSurvey(dict(sorted(records.layers.items())), refusal, _position_limit(config))
+    return AttentionSurvey(dict(sorted(records.layers.items())), refusal, _position_limit(config), records.last)
 
 
 def trie_refusal(model: PreTrainedModel) -> str | None:
@@ -118,6 +120,7 @@ class _Records:
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionLayer] = {}
+        self.last: torch.nn.Module | None = None
         self.masks: list[tuple[torch.Tensor, VisiblePast | InputError]] = []
 
     @contextlib.contextmanager
@@ -164,6 +167,7 @@ def _survey_forward(
         )
     shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
     past = records.past_of(attention_mask)
+    records.last = module
     records.layers[number] = AttentionLayer(len(records.layers), query.shape[1], shape, past, _temperature(module))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moepass.models import formulas
 from moepass.models.errors import InputError
 from moepass.runtime.serving.attention.attention_layers import AttentionLayer, attention_arguments
+from moepass.runtime.serving.attention.last_layer import attended_before, keep_attended
 from moepass.runtime.serving.attention.partial_attention import additive_mask, merge_into, partial_attention
 from moepass.runtime.serving.attention.running_step import PreparedCalls, RunningStep, the_running_step
 from moepass.runtime.serving.attention.varlen_attention import takes_varlen, varlen_over_calls
@@ -169,12 +170,16 @@ def trie_attention_forward(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each attention layer. Raises InputError for what it cannot compute over a trie."""
+    known = attended_before(module)
+    if known is not None:
+        return known, None
     found = attention_arguments(module, arguments)
     if attention_mask is not None:
         raise InputError("attention over a trie takes no mask; call the model with attention_mask=None", name="mask")
     output = torch.ops.moepass.trie_attention(
         query, key, value, found.sinks, module.layer_idx, found.scaling(query), found.softcap
     )
+    keep_attended(module, output)
     return output, None
 
 

@@ -111,16 +111,17 @@ def pack(
     places, visits = token_map(trie, computed, stream.part_starts)
     tokens, cached_tokens = token_counts(chains, computed, visits, len(requests))
 
-    positions, readers = places.range_positions(needed.logits)
-    is_logit_place = np.zeros(stream.batch.count, bool)
-    is_logit_place[positions] = True
-    # Later assignments win, so each place keeps its first reader.
-    first_readers = np.full(stream.batch.count, -1, np.int64)
-    first_readers[positions[::-1]] = readers[::-1]
-    reads = np.bincount(first_readers[is_logit_place], minlength=len(requests)).tolist()
-    flops = [a + b * table.logit_flops for a, b in zip(computed.flops, reads, strict=True)]
-    is_place = is_logit_place.copy()
-    is_place[places.range_positions(needed.vectors)[0]] = True
+    logit_readers = _first_readers(stream.batch.count, *places.range_positions(needed.logits))
+    vector_readers = _first_readers(stream.batch.count, *places.range_positions(needed.vectors))
+    is_logit_place = logit_readers >= 0
+    has_both = is_logit_place & (vector_readers >= 0)
+    readers = np.where(has_both, *(one(logit_readers, vector_readers) for one in (np.minimum, np.maximum)))
+    is_place = readers >= 0
+    counts = (np.bincount(one[one >= 0], minlength=len(requests)).tolist() for one in (readers, logit_readers))
+    flops = [
+        tokens + reads * table.read_flops + logits * table.logit_flops
+        for tokens, reads, logits in zip(computed.flops, *counts, strict=True)
+    ]
     placements = tuple(
         RequestPlacement(Usage(int(tokens[number]), int(cached_tokens[number]), flops[number]), first, chains, places)
         for number, first in enumerate(trie.request_pieces)
@@ -137,6 +138,14 @@ def pack(
         _offered_blocks(chains, found, stream, places),
         sum(flops),
     )
+
+
+def _first_readers(count: int, positions: Indices, readers: Indices) -> Indices:
+    """[count] of each position the first of its readers, -1 where there is none."""
+    found = np.full(count, -1, np.int64)
+    # Later assignments win.
+    found[positions[::-1]] = readers[::-1]
+    return found
 
 
 def _offered_blocks(

@@ -33,7 +33,8 @@ def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     for piece, _, end in needed.spans:
         ends[piece] = max(ends[piece], end)
     is_inside = [False] * len(trie.pieces)
-    flops = table.logit_flops * sum(needed.logits[1::3])
+    logits, vectors = sum(needed.logits[1::3]), sum(needed.vectors[1::3])
+    flops = table.logit_flops * logits + table.read_flops * (logits + vectors)
     for piece in reversed(range(len(trie.pieces))):
         if ends[piece] and not is_inside[piece]:
             flops += table.total(ends[piece])

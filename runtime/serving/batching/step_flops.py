@@ -2,8 +2,9 @@
 
 What a token costs depends on its depth alone: it meets the same weights as every other token, and it sees all tokens
 before it (or those in its window), whether they are in the step, shared, or cached. So a sequence of n tokens costs
-`total(n)`, tokens behind a prefix cost a difference of two totals, and a step costs the sum over the nodes of its trie:
-that is the least that any computation of these sequences takes, each distinct token once.
+`total(n)`, tokens behind a prefix cost a difference of two totals, and a step costs the sum over the nodes of its trie,
+and what reading the states of some of its tokens takes: that is the least that any computation of these sequences
+takes, each distinct token once.
 
 Every number comes from `moepass.models.formulas`. `FlopsTable` asks them once per architecture.
 """
@@ -13,7 +14,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
-from moepass.models.formulas import attention_flops, flops_per_token, head_flops, layer_flops
+from moepass.models.formulas import (
+    attention_flops,
+    flops_behind_attention,
+    flops_per_token,
+    head_flops,
+    layer_flops,
+)
 from moepass.models.sizes.architecture import Architecture
 from moepass.runtime.serving.batching.step_batch import StepBatch
 
@@ -24,19 +31,23 @@ class FlopsTable:
     Between two windows of sliding attention, the FLOPs of a sequence are a quadratic function of its length, so three
     values give all others, exactly. Chunked attention begins anew with each chunk and is kept beside.
 
-    logit_flops     FLOPs of the logits at one place
+    read_flops      FLOPs of the states at one place: of the last layer behind its attention, which other tokens do
+                    without. 0 where `narrows` is False: they all pass through the whole layer
+    logit_flops     FLOPs of the logits at one place, beside these
     """
 
-    __slots__ = ("_chunks", "_quadratic", "_ranges", "_starts", "logit_flops")
+    __slots__ = ("_chunks", "_quadratic", "_ranges", "_starts", "logit_flops", "read_flops")
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, *, narrows: bool = True) -> None:
         hidden = architecture.hidden
+        read_flops = flops_behind_attention(architecture.layers[-1], hidden) if narrows else 0
         counts = architecture.layer_counts
         chunked = {layer: count for layer, count in counts.items() if layer.attention.kind == "chunked"}
         windows = {layer.attention.window for layer in counts if layer.attention.kind == "sliding"}
 
         def unchunked_flops(tokens: int) -> int:
-            found = tokens * sum(count * flops_per_token(layer, hidden) for layer, count in chunked.items())
+            weights = sum(count * flops_per_token(layer, hidden) for layer, count in chunked.items())
+            found = tokens * (weights - read_flops)
             for layer, count in counts.items():
                 if layer not in chunked:
                     found += count * layer_flops(layer, hidden, 1, tokens)
@@ -48,6 +59,7 @@ class FlopsTable:
                 count * attention_flops(layer.attention, 1, tokens) for layer, count in same.items()
             )
 
+        self.read_flops: int = read_flops
         self.logit_flops: int = head_flops(architecture, 1)
         self._starts = sorted({0, *(window for window in windows if window is not None)})
         self._ranges = [_differences(unchunked_flops, start) for start in self._starts]
@@ -59,14 +71,14 @@ class FlopsTable:
     def of_parameters(cls, parameters: int, logit_parameters: int) -> FlopsTable:
         """Of a model whose architecture is not known: 2 FLOPs for each parameter that a token meets."""
         table = cls.__new__(cls)
-        table.logit_flops = 2 * logit_parameters
+        table.read_flops, table.logit_flops = 0, 2 * logit_parameters
         table._starts, table._chunks = [0], []
         table._ranges = [(0, 2 * parameters, 0)]
         table._quadratic = table._ranges[0]
         return table
 
     def total(self, tokens: int) -> int:
-        """FLOPs of a sequence of `tokens` tokens."""
+        """FLOPs of a sequence of `tokens` tokens of which none is read."""
         number = bisect.bisect_right(self._starts, tokens) - 1
         found = _after(self._ranges[number], tokens - self._starts[number])
         for size, differences in self._chunks:
@@ -87,7 +99,7 @@ class FlopsTable:
 def batch_flops(table: FlopsTable, batch: StepBatch, logit_places: int) -> int:
     """FLOPs of a step whose logits are read at `logit_places` places."""
     nodes = sum(table.flops(int(batch.depth[node.start]), node.end - node.start) for node in batch.nodes)
-    return nodes + logit_places * table.logit_flops
+    return nodes + len(batch.places) * table.read_flops + logit_places * table.logit_flops
 
 
 def row_lengths(batch: StepBatch) -> list[int]:

@@ -5,17 +5,31 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from moepass.runtime.serving.attention.last_layer import LastLayer
+
 
 class TrieBackbone(nn.Module):
-    """The states at `places` [m] of one stream of tokens [1, n]; attention finds the trie in the running step."""
+    """The states at `places` [m] of one stream of tokens [1, n]; attention finds the trie in the running step.
 
-    def __init__(self, backbone: nn.Module) -> None:
+    With `last_layer`, which is attached to `backbone`, the last layer computes these tokens alone.
+    """
+
+    def __init__(self, backbone: nn.Module, last_layer: LastLayer | None = None) -> None:
         super().__init__()
-        self.backbone = backbone
+        self.backbone, self.last_layer = backbone, last_layer
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        if self.last_layer is None:
+            return self._states(input_ids, position_ids)[0, places]
+        self.last_layer.read(places)
+        try:
+            return self._states(input_ids, position_ids)[0]
+        finally:
+            self.last_layer.forget()
+
+    def _states(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         states: torch.Tensor = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
-        return states[0, places]
+        return states
 
 
 class RowsBackbone(nn.Module):

@@ -4,6 +4,7 @@ Pseudo-code
     load the model, its experts at their home
     survey its attention, and try a small trie on it: a trie where both agree, else padded rows
     compare a few outputs with the model's own; refuse it where they differ
+        of a trie, the last layer computes the read tokens alone, unless it is that which makes them differ
     limits: the plan's threshold, and the tokens that fit into memory
     warm up: steps of different sizes compile what there is to compile, and the largest tells FLOPs per second
 """
@@ -28,6 +29,7 @@ from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.offload.loading import load_pretrained, offload_report
+from moepass.runtime.serving.attention.last_layer import LastLayer
 from moepass.runtime.serving.attention.probe import probe_trie
 from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
@@ -38,7 +40,7 @@ from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEng
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.model_sizes import ModelSizes, model_sizes
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
-from moepass.runtime.serving.engine.plain_outputs import check_outputs, plain_outputs
+from moepass.runtime.serving.engine.plain_outputs import PlainOutputs, check_outputs, plain_outputs
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
 from moepass.runtime.serving.engine.summed_experts import use_summed_experts
 from moepass.runtime.serving.engine.trie_states import TrieStates
@@ -115,11 +117,11 @@ def make_engine(
     head = ModelHead(model)
     survey = survey_attention(model)
     refusal = survey.refusal or probe_trie(model, survey)
-    sizes = model_sizes(model)
     free = _free_bytes(options.device) // options.sharers
     shapes = survey.shapes if refusal is None else ()
     blocks = _block_count(shapes, options, free)
     runner: TrieStates | PaddedRows
+    backbone: nn.Module
     # The probe of a trie has shown that no token of one depends on those behind or beside it.
     plain = plain_outputs(model, head, with_prefix=refusal is not None)
     if refusal is None:
@@ -127,13 +129,15 @@ def make_engine(
         if compile_module is None:
             use_summed_experts(model)
         memory = BlockMemory(shapes, blocks * block_bytes(shapes), options.device) if blocks else None
-        backbone: nn.Module = TrieBackbone(head.backbone)
-        runner = TrieStates(backbone, survey.layers, memory, options.device)
+        runner = TrieStates(TrieBackbone(head.backbone), survey.layers, memory, options.device)
+        backbone, obstacle = _narrowed(head, survey, plain, runner)
     else:
         logger.info("every sequence is computed by itself, as padded rows: %s", refusal)
         backbone = RowsBackbone(head.backbone)
         runner = PaddedRows(backbone, options.device, ROWS_TOKENS)
-    check_outputs(plain, head, runner)
+        check_outputs(plain, head, runner)
+        obstacle = "steps are padded rows"
+    sizes = model_sizes(model, narrows=not obstacle)
     is_compiled = compile_module is not None
     if compile_module is not None:
         runner.forward = compile_module(backbone)
@@ -146,6 +150,8 @@ def make_engine(
             runner.forward, is_compiled = backbone, False
     full_step = _full_step(store, options)
     facts = _facts(model, head, sizes, full_step, survey, refusal, free)
+    narrowed = "the read tokens alone" if not obstacle else f"all tokens, because {obstacle}"
+    facts = dataclasses.replace(facts, notes={**facts.notes, "last layer": f"behind its attention {narrowed}"})
     if compile_module is not None and not is_compiled:
         facts = dataclasses.replace(facts, notes={**facts.notes, "compiled": f"no: {LOOPS_OVER_TOKENS}"})
     counters = EngineCounters(_exposed_seconds(store), lambda: frames_compiled()[0])
@@ -158,6 +164,31 @@ def make_engine(
     if options.warms_up:
         warm_up(engine, full_step.tokens)
     return engine
+
+
+def _narrowed(
+    head: ModelHead, survey: AttentionSurvey, plain: PlainOutputs, runner: TrieStates
+) -> tuple[TrieBackbone, str]:
+    """A backbone for `runner`, which has it then, and why its last layer computes all tokens: "" where it does not.
+
+    Raises InputError where such a backbone gives something else than the model, too.
+    """
+    assert survey.last is not None
+    last_layer = LastLayer()
+    backbone = TrieBackbone(head.backbone, last_layer)
+    handle = None
+    try:
+        handle = last_layer.attach(head.backbone, survey.last)
+        runner.forward = backbone
+        check_outputs(plain, head, runner)
+    except Exception as error:  # the model's own code meets numbers of tokens that it does not expect
+        logger.debug("the last layer computes all tokens", exc_info=True)
+        if handle is not None:
+            handle.remove()
+        runner.forward = backbone = TrieBackbone(head.backbone)
+        check_outputs(plain, head, runner)
+        return backbone, f"{type(error).__name__}: {error}"
+    return backbone, ""
 
 
 def warm_up(engine: ModelEngine, full_step_tokens: int) -> None:

@@ -26,14 +26,16 @@ class ModelSizes:
     note: str | None = None
 
 
-def model_sizes(model: PreTrainedModel) -> ModelSizes:
-    """Of a model whose architecture is not known: 2 FLOPs per parameter and token, attention not counted."""
+def model_sizes(model: PreTrainedModel, *, narrows: bool) -> ModelSizes:
+    """`narrows`: see `FlopsTable`. Of a model whose architecture is not known, 2 FLOPs per parameter and token:
+    attention is not counted, and all tokens pass through all layers.
+    """
     try:
         architecture = from_config(model.config)
     except InputError as error:
         return _by_parameters(model, str(error).partition(";")[0])
     token_bytes = peak_activation_bytes(architecture, 1, short_dtype(model.dtype))
-    return ModelSizes(FlopsTable(architecture), token_bytes)
+    return ModelSizes(FlopsTable(architecture, narrows=narrows), token_bytes)
 
 
 def _by_parameters(model: PreTrainedModel, why: str) -> ModelSizes:

@@ -35,7 +35,7 @@ class HangLimits:
 
     silent_seconds: float = 10.0
     step_seconds: float = 30.0
-    patience: float = 10.0
+    patience: float = 20.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

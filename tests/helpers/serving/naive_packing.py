@@ -91,10 +91,11 @@ class NaiveStep:
     computed: set[Prefix]
     first_owners: dict[Prefix, int]
     first_readers: dict[Prefix, int]
+    first_logit_readers: dict[Prefix, int]
 
 
 def naive_step(requests: Sequence[Request], cache: NaiveCache) -> NaiveStep:
-    step = NaiveStep(set(), set(), set(), {}, {})
+    step = NaiveStep(set(), set(), set(), {}, {}, {})
     for number, request in enumerate(requests):
         for piece in range(len(request.pieces)):
             path = full_path(request, piece)
@@ -103,9 +104,10 @@ def naive_step(requests: Sequence[Request], cache: NaiveCache) -> NaiveStep:
             for position in logits | vectors:
                 place = (request.salt, path[: position + 1])
                 step.places.add(place)
+                step.first_readers.setdefault(place, number)
                 if position in logits:
                     step.logits.add(place)
-                    step.first_readers.setdefault(place, number)
+                    step.first_logit_readers.setdefault(place, number)
                 first = BLOCK_TOKENS * min(held, position // BLOCK_TOKENS)
                 for end in range(first + 1, position + 2):
                     step.computed.add((request.salt, path[:end]))

@@ -23,11 +23,12 @@ TABLE = FlopsTable(Architecture("test", "test", 8, 50, "fp32", (Layer(Attention(
 def test_unshared_flops_compute_each_branch_from_its_beginning() -> None:
     request = question_request(labels=3)
     question = len(full_path(request, 1))
+    read = TABLE.read_flops + TABLE.logit_flops
     # A label of two tokens needs its first one, and what the question predicts: its logits are read twice each.
-    expected = 3 * TABLE.total(question + 1) + 6 * TABLE.logit_flops
+    expected = 3 * TABLE.total(question + 1) + 6 * read
     assert unshared_flops([request], TABLE) == expected
     shared = pack([request], TABLE)
-    assert shared.flops == TABLE.total(question) + 3 * TABLE.flops(question, 1) + 4 * TABLE.logit_flops
+    assert shared.flops == TABLE.total(question) + 3 * TABLE.flops(question, 1) + 4 * read
 
 
 def question_request(labels: int = 2, salt: bytes = b"", name: str = "a") -> Request:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moepass.models.formulas import head_flops, model_flops
+from moepass.models.formulas import flops_per_token, head_flops, model_flops
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset, preset_names
 from moepass.runtime.serving.batching.step_flops import FlopsTable
@@ -28,8 +28,12 @@ def architectures(draw: st.DrawFn) -> Architecture:
 
 @given(architectures(), st.integers(0, 130), st.integers(0, 130))
 def test_flops_are_those_of_the_formulas(architecture: Architecture, prefix: int, new: int) -> None:
+    whole = model_flops(architecture, 1, new, prefix, positions=0)
+    assert FlopsTable(architecture, narrows=False).flops(prefix, new) == whole
     table = FlopsTable(architecture)
-    assert table.flops(prefix, new) == model_flops(architecture, 1, new, prefix, positions=0)
+    # Where all tokens are read, nothing is left out.
+    assert table.flops(prefix, new) + new * table.read_flops == whole
+    assert 0 < table.read_flops <= flops_per_token(architecture.layers[-1], architecture.hidden)
     assert table.logit_flops == head_flops(architecture, 1)
 
 
@@ -40,7 +44,7 @@ def test_flops_of_presets_are_exact_for_long_sequences(name: str) -> None:
     for prefix, new in ((0, 1), (0, 131_072), (1 << 20, 1 << 20), (8191, 2), (1_000_003, 777_777)):
         found = table.flops(prefix, new)
         assert type(found) is int
-        assert found == model_flops(architecture, 1, new, prefix, positions=0)
+        assert found + new * table.read_flops == model_flops(architecture, 1, new, prefix, positions=0)
 
 
 @given(architectures(), st.lists(st.integers(0, 60), min_size=1, max_size=5))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from moepass.models.errors import InputError
 from moepass.models.sizes.families import from_config
 from moepass.models.testing.tiny import tiny_model
+from moepass.runtime.serving.attention.last_layer import LastLayer
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_batch import StepBatch
@@ -34,8 +35,11 @@ from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenR
 CPU = torch.device("cpu")
 PLAIN = tiny_model("qwen3_moe")
 SERVED = tiny_model("qwen3_moe")
-LAYERS = survey_attention(SERVED).layers
+SURVEY = survey_attention(SERVED)
+LAYERS = SURVEY.layers
 SERVED.set_attn_implementation(TRIE_ATTENTION_NAME)
+BACKBONE = TrieBackbone(SERVED.base_model, LastLayer())
+BACKBONE.last_layer.attach(SERVED.base_model, SURVEY.last)
 VOCABULARY = int(PLAIN.config.vocab_size)
 
 
@@ -46,13 +50,12 @@ def engine(
     if form == "trie":
         shapes = tuple(layer.shape for layer in LAYERS.values())
         memory = BlockMemory(shapes, blocks * block_bytes(shapes)) if blocks else None
-        model, runner = SERVED, TrieStates(TrieBackbone(SERVED.base_model), LAYERS, memory, CPU)
+        model, runner = SERVED, TrieStates(BACKBONE, LAYERS, memory, CPU)
     else:
         model, runner = PLAIN, PaddedRows(RowsBackbone(PLAIN.base_model), CPU, 64)
     facts = EngineFacts(form, saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {})
-    return ModelEngine(
-        ModelHead(model), runner, FlopsTable(from_config(PLAIN.config)), facts, index=BlockIndex(blocks), key=bytes(16)
-    )
+    table = FlopsTable(from_config(PLAIN.config), narrows=form == "trie")
+    return ModelEngine(ModelHead(model), runner, table, facts, index=BlockIndex(blocks), key=bytes(16))
 
 
 @st.composite
@@ -93,7 +96,7 @@ def test_answers_are_those_of_every_sequence_alone(form: str, asked: list[Reques
 
 
 def test_rows_count_what_is_computed_and_not_what_could_be_shared() -> None:
-    table = FlopsTable(from_config(PLAIN.config))
+    table = FlopsTable(from_config(PLAIN.config), narrows=False)
     asked = [request("a", 40, 3), request("a", 40, 3)]
     asked[1] = dataclasses.replace(asked[0], id="b", salt=b"another")
     length = 42  # the prompt and a question

@@ -50,10 +50,10 @@ def test_a_step_may_take_what_its_flops_predict() -> None:
     for number, flops in (("1", 1), ("2", 6000), ("3", 1)):
         watch.given(0, number, flops)
     watch.started(0, ("2",))  # 1 was cancelled before
-    watch.heard(0, 100.5, 59.5)
+    watch.heard(0, 100.5, 119.5)
     assert watch.hung(100.5, FACTS) == {}  # 6 seconds are predicted
-    watch.heard(0, 101.0, 60.5)
-    assert "60.5 seconds, where 6 are predicted and 60.0 are the limit" in watch.hung(101.0, FACTS)[0]
+    watch.heard(0, 101.0, 120.5)
+    assert "120.5 seconds, where 6 are predicted and 120.0 are the limit" in watch.hung(101.0, FACTS)[0]
     watch.heard(0, 101.5)
     watch.started(0, ("3", "unknown"))
     watch.heard(0, 102.0, 29.0)
@@ -65,9 +65,9 @@ def test_a_step_may_take_what_its_flops_predict() -> None:
 def test_a_small_step_is_given_the_time_of_a_full_one() -> None:
     slow = {0: dataclasses.replace(SumEngine.facts, flops_per_second=10.0)}
     watch = ready_rank()
-    watch.heard(0, 100.5, 39.0)
+    watch.heard(0, 100.5, 79.0)
     assert watch.hung(100.5, slow) == {}
-    watch.heard(0, 101.0, 41.0)
+    watch.heard(0, 101.0, 81.0)
     assert 0 in watch.hung(101.0, slow)
 
 
