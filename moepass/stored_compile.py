@@ -176,7 +176,7 @@ class StoredModule:
                 "moepass": _own_digest(),
                 "versions": versions(),
                 "environment": environment(),
-                "machine": machine(),
+                "machine": machine(tensor.device for tensor in tensors),
                 "settings": settings(),
                 "options": repr(self._options),
                 "model": model,
@@ -197,5 +197,7 @@ def _bank_store(module: nn.Module) -> BankStore | None:
 def _own_digest() -> str:
     """Digest of all source files of moepass."""
     roots = {Path(folder) for name in OUR_PACKAGES for folder in sys.modules[name].__path__}
-    digests = file_digests({path.resolve() for root in roots for path in root.rglob("*.py")})
+    # Each once, as this process has found it: links on the way count.
+    files = {path.resolve(): path for root in roots for path in root.rglob("*.py")}
+    digests = file_digests(files.values())
     return digest_of([[Path(file).name, digest] for file, digest in digests.items()])

@@ -67,11 +67,19 @@ def store(tmp_path: Path) -> CaptureStore:
 
 @pytest.fixture(scope="module")
 def known_tests() -> Iterator[None]:
-    """Captures are stored in processes that run installed code alone; here also with the modules of tests."""
-    from moepass import stored_compile
+    """Captures are stored in processes that run installed code alone; here also with the modules of tests.
 
+    And in any process nothing is stored while packages are installed, or after a source was edited: tests run on while
+    their tree is worked on.
+    """
+    from moepass import stored_compile
+    from moepass.runtime.captures import fingerprint
+
+    packages = fingerprint.distributions()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored_compile, "foreign_code", lambda: "")
+        patch.setattr(fingerprint, "distributions", lambda: packages)
+        patch.setattr(fingerprint, "process_began", lambda: math.inf)
         yield
 
 

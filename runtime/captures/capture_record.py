@@ -46,6 +46,7 @@ class TensorLayout(msgspec.Struct, frozen=True):
             type(value) in (torch.Tensor, nn.Parameter)
             and isinstance(value, torch.Tensor)
             and value.layout is torch.strided
+            and not (value.is_neg() or value.is_conj())  # its memory has other numbers
             and dtype_name(value.dtype) == self.dtype
             and str(value.device) == self.device
             and _are(value.shape, self.shape, sizes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import stat
 import sys
 import types
 from collections.abc import Iterable
@@ -24,8 +25,10 @@ from torch import nn
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.captures.process_code import distributions
 from moepass.runtime.captures.value_texts import Description
-from moepass.runtime.system.device_names import cpu_info
+from moepass.runtime.system.device_names import cpu_info, device_name
 
+# What it is and what it can, in the kernel's words for x86 and for Arm.
+_PROCESSOR = ("model name", "flags", "CPU part", "Features")
 # Of the packages whose code is traced or compiles. Some of these variables they read once, as they are imported.
 _VARIABLES = ("ACCELERATE_", "HF_", "PYTORCH", "TORCH", "TRANSFORMERS_", "USE_")
 
@@ -63,13 +66,18 @@ def variables_of(code: types.CodeType) -> dict[str, str | None]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """What compiled code is made for."""
+def machine(devices: Iterable[torch.device]) -> dict[str, Any]:
+    """What compiled code is made for: the processor, and those of `devices` that are GPUs.
+
+    On them attention is chosen while a model is traced, by what they can.
+    """
+    used = sorted({device for device in devices if device.type == "cuda"}, key=str)
     return {
-        "processor": [platform.machine(), cpu_info("model name"), cpu_info("flags")],
+        "processor": [platform.machine(), *map(cpu_info, _PROCESSOR)],
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "used": [[str(device), device_name(device), torch.cuda.get_device_capability(device)] for device in used],
     }
 
 
@@ -86,7 +94,7 @@ def settings() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         ],
-        "precision": torch.get_float32_matmul_precision(),
+        "precision": _precisions(),
         "libraries": [torch.backends.mkldnn.enabled, torch.backends.mkl.is_available()],
         "attention": [
             torch.backends.cuda.flash_sdp_enabled(),
@@ -99,6 +107,15 @@ def settings() -> dict[str, Any]:
         "ranks": _ranks(),
         "inference": torch.is_inference_mode_enabled(),
     }
+
+
+def _precisions() -> list[str]:
+    """How exact products in fp32 must be, as one call or a setting for each library says."""
+    libraries: Any = torch.backends
+    mkldnn, cudnn = libraries.mkldnn, libraries.cudnn
+    on_cpu, on_gpu = (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn), (cudnn, cudnn.conv, cudnn.rnn)
+    # Not `get_float32_matmul_precision`: it raises where a setting for one library was made.
+    return [str(part.fp32_precision) for part in (libraries, *on_cpu, libraries.cuda.matmul, *on_gpu)]
 
 
 def _config(config: Any) -> Any:
@@ -120,19 +137,44 @@ def digest_of(description: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(description, order="sorted")).hexdigest()
 
 
+def process_began() -> float:
+    """A time before all that this process has read, in seconds since the epoch."""
+    # Times of files and of processes are counted in steps of some hundredths of a second.
+    return float(psutil.Process().create_time()) - 0.1
+
+
 def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
     """By path. Raises NotStorableError where a file may be another one than this process has read as code."""
-    # Times of files and of processes are counted in steps of some hundredths of a second.
-    latest = psutil.Process().create_time() - 0.1
+    latest = process_began()
     found = {}
+    links: dict[str, float] = {}
     for file in map(Path, sorted(files)):
         try:
             if file.stat().st_ctime > latest:
                 raise NotStorableError(f"{file}, which was changed since this process began")
+            if _last_linked(os.path.abspath(file), links) > latest:
+                raise NotStorableError(f"{file}, to which another link leads since this process began")
             found[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
         except OSError as error:
             raise NotStorableError(f"{file}, which cannot be read ({error.strerror})") from error
     return found
+
+
+def _last_linked(path: str, known: dict[str, float]) -> float:
+    """When the latest of the links was made that lead to `path`, 0 where there is none. Raises OSError.
+
+    A release that is switched by a link has files as old as it is, whichever of them this process has read.
+    """
+    parent = os.path.dirname(path)
+    if path == parent:
+        return 0.0
+    if path not in known:
+        status = os.lstat(path)
+        known[path] = _last_linked(parent, known)
+        if stat.S_ISLNK(status.st_mode):
+            target = _last_linked(os.path.join(parent, os.readlink(path)), known)
+            known[path] = max(known[path], status.st_ctime, target)
+    return known[path]
 
 
 def describe_model(model: nn.Module) -> tuple[Any, list[torch.Tensor]]:

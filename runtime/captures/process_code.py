@@ -52,11 +52,12 @@ def foreign_code(modules: Mapping[str, Any] = sys.modules) -> str:
 
 
 def distributions() -> list[str]:
-    """Names and versions of all packages that are installed, as the names of their folders have them.
+    """Names and versions of all packages that this process can find, as the names of their folders have them.
 
     Of all, not of those that are loaded: transformers asks what is installed. The names alone are read in about 1 ms.
     """
-    found = (name for folder in _folders().packages if os.path.isdir(folder) for name in os.listdir(folder))
+    folders = dict.fromkeys((*_folders().packages, *(os.path.join(os.path.abspath(path), "") for path in sys.path)))
+    found = (name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder))
     return sorted({name for name in found if name.endswith((".dist-info", ".egg-info"))})
 
 

@@ -30,7 +30,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs
 from moepass.passes.ir.segment import Segment
 from moepass.passes.segments.partition import cut_into_segments
-from moepass.runtime.lowering.lower_segments import Lowered, lower_segments, with_lowerings
+from moepass.runtime.lowering.lower_segments import Lowered, by_operators, lower_segments, with_lowerings
 
 # Descriptions of values that the new ones replace.
 _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
@@ -61,7 +61,7 @@ class LateGraph:
 def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> LateGraph:
     """Compile `captured`, which stays as it is. `how` is a key of `lower_segments.LOWERINGS`."""
     if how == "eager":
-        return LateGraph(captured)
+        return LateGraph(by_operators(captured))
     private = copy_graph_module(captured)
     # Tensors made here belong to no mode of the caller, which may be in the middle of a capture.
     with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():

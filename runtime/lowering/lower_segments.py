@@ -22,12 +22,20 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
 
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, unbacked_conditions, view_source
+from moepass.passes.graph.nodes import (
+    copy_graph_module,
+    fake_value,
+    graph_inputs,
+    is_call,
+    unbacked_conditions,
+    view_source,
+)
 from moepass.passes.ir.segment import EAGER, EXPERT_LOOP, INDUCTOR, Lowering, Segment
 from moepass.runtime.lowering.lower_experts import ExpertLoop, lower_experts
 from moepass.runtime.torch_private import compilers_side_by_side
 
 Lowered = Callable[..., Any]
+_VIEWS_OF_TRACED_STRIDES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def decompositions(how: str) -> dict[Any, Callable[..., Any]]:
@@ -109,9 +117,25 @@ def with_lowerings(segments: Sequence[Segment], lowered: GraphModule) -> tuple[S
     return tuple(dataclasses.replace(segment, lowering=found[segment.name]) for segment in segments)
 
 
+def by_operators(captured: GraphModule) -> GraphModule:
+    """A copy that runs the operators of `captured` one by one. Where no view can give a shape, it copies.
+
+    Strides while capturing are those of torch's fake kernels, and some real kernels give others. `constant_pad_nd` does
+    with a padding of 0 that is a symbol: it keeps the strides of its input, and the fake one is contiguous. Views that
+    the captured graph holds for possible are not possible then. The model itself asks for a shape by `reshape`, which
+    looks at the real strides, or is wrong for them too.
+    """
+    copied = copy_graph_module(captured)
+    for node in copied.graph.nodes:
+        if is_call(node, *_VIEWS_OF_TRACED_STRIDES):
+            node.target = torch.ops.aten.reshape.default
+    copied.recompile()
+    return copied
+
+
 def _lower_eager(segment: GraphModule) -> LoweredSegment:
     # Here the comparison of storages catches operators whose schema hides that they give a view.
-    return LoweredSegment.of(segment, segment, boxed=False, lowering=Lowering(EAGER))
+    return LoweredSegment.of(by_operators(segment), segment, boxed=False, lowering=Lowering(EAGER))
 
 
 def _lower_inductor(segment: GraphModule) -> LoweredSegment:

@@ -19,6 +19,7 @@ from moepass.runtime.torch_private import (
     expect_vector_instructions,
     inductor_source,
     load_inductor_source,
+    vector_instructions,
 )
 
 
@@ -85,14 +86,17 @@ def reads_compiled_code(record: SegmentRecord) -> bool:
     return not isinstance(record.run, EagerGraph)
 
 
-def read_segments(records: Mapping[str, SegmentRecord], vector_instructions: str) -> dict[str, LoweredSegment]:
-    """The segments, which were compiled on this machine for these `vector_instructions`.
+def read_segments(records: Mapping[str, SegmentRecord], expected: str) -> dict[str, LoweredSegment]:
+    """The segments, which were compiled on this machine for these `expected` vector instructions.
 
-    Raises ValueError or KeyError for records that `record_segments` did not make.
+    Raises ValueError where Inductor has others now, for which their source is wrong, and ValueError or KeyError for
+    records that `record_segments` did not make.
     """
-    if vector_instructions:
+    if expected:
         # Inductor would ask a compiler and another process first, seconds in which nothing else happens.
-        expect_vector_instructions(vector_instructions)
+        expect_vector_instructions(expected)
+        if (found := vector_instructions()) != expected:
+            raise ValueError(f"it was compiled for the vector instructions {expected}; the compiler has {found} now")
     return {name: _read_segment(record) for name, record in records.items()}
 
 

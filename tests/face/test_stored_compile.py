@@ -254,6 +254,7 @@ def test_calls_that_the_capture_is_not_for_go_to_the_compiler(filled: Filled) ->
         _tokens(6).to("meta"),
         _tokens(6).to_sparse(),
         _tokens(6).requires_grad_(),
+        torch._neg_view(_tokens(6)),  # its memory has other numbers
     ]
     for rows in others:
         loaded(rows)
@@ -374,7 +375,7 @@ def test_other_options_have_another_key() -> None:
     ("name", "value"),
     [
         ("versions", lambda: {"torch": "3.0"}),
-        ("machine", lambda: {"threads": 99}),
+        ("machine", lambda devices: {"threads": 99}),
         ("settings", lambda: {}),
         ("_own_digest", lambda: "other sources of moepass"),
         ("SCHEMA", "moepass.capture/0"),
@@ -428,6 +429,19 @@ def test_an_argument_that_is_given_twice_or_not_read_is_not_stored(
     assert sum("is given twice" in record.getMessage() for record in caplog.records) == 2
     StoredModule(Sum(), EAGER, "sum", store)(rows, torch.ones(4))
     assert len(store.entries()) == 1
+
+
+class Same(nn.Module):
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first * 3 if first is second else first + second
+
+
+def test_an_argument_that_is_given_twice_has_no_stored_capture(store: CaptureStore) -> None:
+    model, rows = Same(), torch.ones(4)
+    StoredModule(model, EAGER, "same", store)(rows, torch.ones(4))
+    loaded = StoredModule(model, EAGER, "same", store)
+    assert graphs_compiled_by(lambda: loaded(rows, torch.ones(4))) == 0
+    assert torch.equal(loaded(rows, rows), model(rows, rows))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import site
@@ -178,6 +179,15 @@ def test_all_packages_count_by_their_versions(tmp_path: Path, monkeypatch: pytes
         assert set(distributions()) - set(found) == {"own-1.0.dist-info"}
     finally:
         process_code._folders.cache_clear()
+
+
+def test_a_package_that_the_search_path_has_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = distributions()
+    (tmp_path / "own-1.0.dist-info").mkdir()
+    (tmp_path / "own-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.metadata.version("own") == "1.0"
+    assert set(distributions()) - set(found) == {"own-1.0.dist-info"}
 
 
 def test_a_program_of_its_own_stores_nothing(store: CaptureStore, caplog: pytest.LogCaptureFixture) -> None:

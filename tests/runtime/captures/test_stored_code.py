@@ -28,7 +28,6 @@ class Doubled(nn.Module):
 def test_code_that_was_edited_is_compiled_anew(
     store: CaptureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: time.time() + 1)
     source = tmp_path / "edited_model.py"
     text = "from torch import nn\n\n\nclass Model(nn.Module):\n    def forward(self, rows):\n        return rows * 2\n"
 
@@ -59,7 +58,43 @@ def test_code_that_was_edited_while_the_process_ran_is_not_stored(
     caplog.set_level("INFO", logger="moepass")
     began = Path(__file__).stat().st_ctime
     monkeypatch.setattr(stored_compile, "_own_digest", lambda: "")
-    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: began)
+    monkeypatch.setattr(fingerprint, "process_began", lambda: began - 0.1)
     StoredModule(Doubled(), EAGER, "doubled", store)(torch.ones(4))
     assert store.entries() == []
     assert "test_stored_code.py, which was changed since this process began" in caplog.text
+
+
+def test_a_release_that_a_link_was_switched_to_is_not_stored(
+    store: CaptureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its files are older than this process, which has read those of the release before."""
+    caplog.set_level("INFO", logger="moepass")
+    for factor in (2, 3):
+        release = tmp_path / f"release-{factor}"
+        release.mkdir()
+        text = f"from torch import nn\nclass Model(nn.Module):\n    def forward(self, rows): return rows * {factor}\n"
+        (release / "linked_model.py").write_text(text)
+    current = tmp_path / "current"
+
+    def load(factor: int) -> nn.Module:
+        current.unlink(missing_ok=True)
+        current.symlink_to(f"release-{factor}")
+        spec = importlib.util.spec_from_file_location("linked_model", current / "linked_model.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "linked_model", module)
+        spec.loader.exec_module(module)
+        made: nn.Module = module.Model()
+        return made
+
+    former = load(2)
+    began = time.time() + 0.05  # times of files are counted in steps
+    time.sleep(0.1)
+    newer = load(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(stored_compile, "_own_digest", lambda: "")
+        patch.setattr(fingerprint, "process_began", lambda: began)
+        StoredModule(former, EAGER, "linked", store)(torch.ones(4))
+    assert "another link leads" in caplog.text
+    assert compiles(store, newer)

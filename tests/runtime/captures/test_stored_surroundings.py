@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ Script = Callable[..., nn.Module]
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
     """The model of a file whose text is given, as a new process would load it."""
-    monkeypatch.setattr(fingerprint.psutil.Process, "create_time", lambda process: time.time() + 1)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -149,6 +147,22 @@ class Model(nn.Module):
         assert compiles(store, script(text))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [torch.backends.mkldnn.matmul, torch.backends.mkldnn, torch.backends.cuda.matmul],
+    ids=["mkldnn.matmul", "mkldnn", "cuda.matmul"],
+)
+def test_the_precision_that_one_library_may_use_is_compared(part: Any) -> None:
+    """Inductor's passes ask for it; the call for all libraries together raises once it was set."""
+    found, before = fingerprint.settings(), part.fp32_precision
+    part.fp32_precision = "tf32"
+    try:
+        assert fingerprint.settings() != found
+    finally:
+        part.fp32_precision = before
+    assert fingerprint.settings() == found
+
+
 @pytest.mark.parametrize("name", ["post_grad_custom_post_pass", "_pre_fusion_custom_pass", "custom_partitioner_fn"])
 def test_nothing_is_stored_where_inductor_has_a_pass_of_the_program(
     store: CaptureStore, script: Script, name: str, caplog: pytest.LogCaptureFixture
@@ -159,6 +173,30 @@ def test_nothing_is_stored_where_inductor_has_a_pass_of_the_program(
         assert compiles(store, script(text))
     assert store.entries() == []
     assert f"torch._inductor.config.{name}, which is set to code" in caplog.text
+
+
+@pytest.mark.parametrize("other", [("NVIDIA L4", (8, 9)), ("NVIDIA A100", (8, 9)), ("NVIDIA L4", (8, 0))])
+def test_gpus_that_the_model_lies_on_are_compared(
+    other: tuple[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CUDA_VISIBLE_DEVICES one machine shows one of several."""
+    devices = [torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:0")]
+    seen = []
+    for name, ability in (("NVIDIA L4", (8, 9)), other):
+        monkeypatch.setattr(fingerprint, "device_name", lambda device, name=name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, ability=ability: ability)
+        seen.append(fingerprint.digest_of(fingerprint.machine(devices)))
+    assert (seen[0] == seen[1]) == (other == ("NVIDIA L4", (8, 9)))
+
+
+@pytest.mark.parametrize("field", ["model name", "flags", "CPU part", "Features"])
+def test_what_the_kernel_says_of_a_processor_is_compared(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Arm it has no model name and no flags."""
+    before = fingerprint.machine([])
+    monkeypatch.setattr(fingerprint, "cpu_info", lambda name: "other" if name == field else None)
+    other = fingerprint.machine([])
+    monkeypatch.setattr(fingerprint, "cpu_info", lambda name: None)
+    assert len({fingerprint.digest_of(found) for found in (before, other, fingerprint.machine([]))}) == 3
 
 
 # ---- the context of a call -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 
 import moepass
 from moepass.models.testing.tiny import tiny_inputs, tiny_model
+from moepass.runtime.lowering.lower_later import lower_later
 from moepass.runtime.lowering.lower_segments import LOWERINGS
 
 
@@ -133,6 +134,33 @@ def test_a_view_stays_a_view(lower: str, no_grad: None) -> None:
     view, _ = torch.compile(forward, backend="asyncep", options={"lower": lower})(x)
     x[2, 1] = 7
     assert view[1, 1] == 7
+
+
+def _padded_to_8(x: torch.Tensor) -> torch.Tensor:
+    padding = (8 - x.shape[1] % 8) % 8
+    return nn.functional.pad(x.transpose(1, 2), (0, padding)).reshape(2, -1)
+
+
+@pytest.mark.parametrize("first", [5, 8])
+def test_a_view_of_an_operator_whose_strides_are_not_the_traced_ones(first: int, no_grad: None) -> None:
+    """With a padding of 0, `constant_pad_nd` keeps the strides of its input; traced with a symbol, it does not."""
+    compiled = torch.compile(_padded_to_8, backend="asyncep", fullgraph=True, options={"lower": "eager"})
+    with moepass.record_compilations() as compilations:
+        for length in (first, 8, 5, 16):
+            x = torch.randn(2, length, 4)
+            torch._dynamo.mark_dynamic(x, 1)
+            assert torch.equal(compiled(x), _padded_to_8(x))
+    assert len(compilations) == 1
+
+
+def test_a_graph_that_is_lowered_later_asks_for_shapes_too(no_grad: None) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.aten.view.default, (x, [-1])),))
+    captured = GraphModule({}, graph)
+    value = torch.randn(3, 4).t()
+    (found,) = lower_later(captured, {}, "eager").run(value)
+    assert torch.equal(found, value.reshape(-1))
 
 
 def _show(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from backend_helper import Stack, tokens
 from torch._inductor import cpu_vec_isa
 
+from moepass.runtime import torch_private
+from moepass.runtime.lowering import segment_records
 from moepass.runtime.lowering.vector_check import vector_check
 
 _context: contextvars.ContextVar[str] = contextvars.ContextVar("context", default="nobody's")
@@ -66,3 +69,13 @@ def test_only_what_inductor_compiles_asks(lower: str, is_asked: bool, monkeypatc
     with torch.no_grad():
         torch.compile(Stack("dense_bmm", depth=1), backend="asyncep", options={"lower": lower})(tokens())
     assert ("moepass-vector-check" in asked) == is_asked
+
+
+def test_stored_code_for_other_vector_instructions_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler may be another one than when it was stored, or a variable may ask for others."""
+    asked = iter(["avx512", "avx2", "avx2"])
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: next(asked))
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", functools.cache(lambda: []))
+    assert torch_private.vector_instructions() == "avx512"
+    with pytest.raises(ValueError, match="avx512; the compiler has avx2 now"):
+        segment_records.read_segments({}, "avx512")

@@ -1,0 +1,50 @@
+"""Every family in a compiled engine whose segments run operator by operator, as a trie and as padded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from moepass.models.testing.tiny import TINY_FAMILIES, tiny_model
+from moepass.runtime.serving.engine import load_engine
+from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
+from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+
+OPTIONS = EngineOptions(None, torch.device("cpu"), step_tokens=64, cache_bytes=0, warms_up=False)
+# Within a chunk of recurrent layers, which is 64 tokens; as long as one; and several of them.
+LENGTHS = (5, 64, 130)
+# Their recurrent layers take no trie, and jamba's make a graph for one length alone, so that it runs uncompiled.
+ALWAYS_ROWS, NOT_COMPILED = ("jamba", "qwen3_next"), ("jamba",)
+
+
+def _compiled(module: nn.Module) -> Callable[..., torch.Tensor]:
+    compiled: Callable[..., torch.Tensor] = torch.compile(module, backend="asyncep", options={"lower": "eager"})
+    return compiled
+
+
+def _request(length: int) -> Request:
+    tokens = np.random.default_rng(length).integers(3, 100, size=length, dtype=np.int32)
+    return Request(f"{length} tokens", (TokenPiece(-1, tokens, (TokenRead(length - 1, tokens[:1], 5),)),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(TINY_FAMILIES))
+@pytest.mark.parametrize("form", ["trie", "rows"])
+def test_answers_are_those_of_the_uncompiled_engine(family: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "trie" and family in ALWAYS_ROWS:
+        pytest.skip(f"{family} takes no trie")
+    if form == "rows":
+        monkeypatch.setattr(load_engine, "probe_trie", lambda model, survey: "rows are asked for")
+    plain, compiled = (make_engine(tiny_model(family), OPTIONS, how, bytes(32)) for how in (None, _compiled))
+    assert compiled.facts.form == form
+    assert ("compiled" in compiled.facts.notes) == (family in NOT_COMPILED)
+    for length in LENGTHS:
+        found, expected = (
+            engine.step([_request(length)]).answers[0].pieces[0].reads[0].top_log_probabilities
+            for engine in (compiled, plain)
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
