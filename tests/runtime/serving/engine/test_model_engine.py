@@ -49,7 +49,7 @@ def engine(
         model, runner = SERVED, TrieStates(TrieBackbone(SERVED.base_model), LAYERS, memory, CPU)
     else:
         model, runner = PLAIN, PaddedRows(RowsBackbone(PLAIN.base_model), CPU, 64)
-    facts = EngineFacts(form, saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {})
+    facts = EngineFacts(form, saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {}, 4096)
     return ModelEngine(
         ModelHead(model), runner, FlopsTable(from_config(PLAIN.config)), facts, index=BlockIndex(blocks), key=bytes(16)
     )
