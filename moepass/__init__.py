@@ -18,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moepass.backend import Compilation, record_compilations
+    from moepass.compilations import Compilation, record_compilations
     from moepass.explaining.explain_model import explain
     from moepass.explaining.report import Report
     from moepass.models.errors import CheckpointError, InputError, MoepassError, OptionError
@@ -60,7 +60,7 @@ __all__ = [
 # Imported on first use: `moepass --help` must not wait for torch.
 _HOME_OF = {
     "CheckpointError": "moepass.models.errors",
-    "Compilation": "moepass.backend",
+    "Compilation": "moepass.compilations",
     "Disk": "moepass.runtime.homes.registry.home_options",
     "Host": "moepass.runtime.homes.registry.home_options",
     "Hybrid": "moepass.runtime.homes.registry.home_options",
@@ -77,7 +77,7 @@ _HOME_OF = {
     "load_pretrained": "moepass.runtime.offload.loading",
     "offload_experts": "moepass.runtime.offload.offload",
     "offload_report": "moepass.runtime.offload.loading",
-    "record_compilations": "moepass.backend",
+    "record_compilations": "moepass.compilations",
     "record_timeline": "moepass.runtime.transfer.recording",
     "register_transformers": "moepass.runtime.integrations.transformers_ep",
 }

@@ -12,7 +12,7 @@ from moepass.models.errors import OptionError, one_of
 from moepass.models.homes import ADOPTED
 from moepass.models.limits import check_wait
 from moepass.passes.machine.hardware import Hardware
-from moepass.runtime.execute.adoption import AdoptionOptions
+from moepass.runtime.homes.adopted_banks import AdoptionOptions
 from moepass.runtime.lowering.lower_segments import LOWERINGS
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.agree import LARGEST_EXACT

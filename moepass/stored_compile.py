@@ -6,16 +6,17 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from moepass import __version__
-from moepass.backend import note_compilation, pass_context
+from moepass.compilations import note_compilation, pass_context
 from moepass.options import parse_options
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter
@@ -65,7 +66,7 @@ class StoredModule:
         # dump needs a real compilation, and debug changes the run: store nothing.
         is_inspected = self._options.dump is not None or self._options.debug
         self._store = None if is_inspected else store or find_store()
-        self._compiled: Any = torch.compile(module, backend="asyncep", options=dict(options))
+        self._compiled: Any = torch.compile(module, backend=_asyncep, options=dict(options))
         self._captures: list[StoredCapture] | None = None
         # As the first call found it.
         self._is_inference = False
@@ -184,6 +185,13 @@ class StoredModule:
             return {name: digest_of(part) for name, part in description.items()}, tensors
         except (ValueError, RecursionError) as error:  # of texts of numbers, of JSON, and of lists in lists
             raise NotStorableError(f"a value of the model has no text: {type(error).__name__}: {error}") from error
+
+
+def _asyncep(graph: GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:
+    """The backend, imported when something is compiled: where a stored capture runs, nobody waits for its imports."""
+    from moepass.backend import asyncep
+
+    return asyncep(graph, example_inputs, **keywords)
 
 
 def _bank_store(module: nn.Module) -> BankStore | None:

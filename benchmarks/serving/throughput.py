@@ -34,7 +34,7 @@ from serving_workloads import Prompts, ServedModel, demo_model, larger_model, pr
 from shared import print_table, verdict
 
 import moepass  # noqa: F401  # registers the backend
-from moepass.cli.serving import make_router as prefix_router
+from moepass.cli.rank_frontend import make_router as prefix_router
 from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead

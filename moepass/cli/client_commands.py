@@ -305,7 +305,7 @@ async def _ask_model(
     check_compiler_cache()
     from moepass.cli.serving import in_process
     from moepass.clients.server_address import make_client
-    from moepass.runtime.serving.routes.service import ServerSettings
+    from moepass.runtime.serving.routes.server_settings import ServerSettings
 
     async with contextlib.AsyncExitStack() as opened:
         transport = await opened.enter_async_context(in_process(ranks, ServerSettings(names, None, timeout)))

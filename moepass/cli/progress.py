@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from moepass.backend import Compilation
+    from moepass.compilations import Compilation
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from moepass.models.homes import HOMES
 from moepass.models.limits import MOST_BATCH_SIZE, MOST_TOKENS, check_limit
 
 if TYPE_CHECKING:
-    from moepass.backend import Compilation
+    from moepass.compilations import Compilation
     from moepass.runtime.serving.offline.encoded_texts import EncodedPart
     from moepass.runtime.serving.offline.text_scorer import ScoredWindow
 
@@ -168,7 +168,7 @@ def score(
             compiles = not eager and (lower is not None or compiling_pays(model, known_bytes))
             recording: contextlib.AbstractContextManager[list[Compilation]] = contextlib.nullcontext([])
             if compiles:  # what compiles takes a while to import
-                from moepass.backend import record_compilations
+                from moepass.compilations import record_compilations
                 from moepass.stored_compile import StoredModule
 
                 recording = record_compilations()

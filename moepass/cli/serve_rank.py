@@ -45,13 +45,14 @@ def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, 
 
     import zmq
 
-    from moepass.cli.progress import keep_what_is_there
+    from moepass.cli.progress import keep_what_is_there, no_garbage_collection
     from moepass.models.errors import MoepassError
     from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
     from moepass.runtime.serving.workers.rank_names import rank_name
 
     try:
-        engine = _engine(options, rank, attempt)
+        with no_garbage_collection():
+            engine = _engine(options, rank, attempt)
         keep_what_is_there()
         mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, watch, engine.look)
         try:

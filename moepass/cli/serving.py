@@ -1,54 +1,42 @@
 """A model that is served: over HTTP by `moepass serve`, or to this process alone, for `moepass batch`.
 
-Either way the routes are those of one application in one event loop, and the ranks are processes.
+Either way the routes are those of one application in one event loop, and the ranks are processes. They are started
+before the application is imported: both sides import libraries for seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
 import socket
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import msgspec
-from rich.console import Console
+import typer
 
-from moepass.cli.progress import keep_what_is_there
+from moepass.cli.progress import keep_what_is_there, no_garbage_collection
+from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
 from moepass.cli.rank_options import RankOptions
-from moepass.cli.torchrun import LaunchedProcess, RankStart, tell_ranks
+from moepass.cli.torchrun import LaunchedProcess
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
-from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
-from moepass.runtime.profiles.hardware_profiles import load_hardware
-from moepass.runtime.serving.batching.step_flops import FlopsTable
-from moepass.runtime.serving.engine.step_engine import EngineFacts
-from moepass.runtime.serving.http.app import create_app
-from moepass.runtime.serving.http.listen import open_socket, server_of
+from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
-from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
-from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.routes.service import ServerSettings, Service
-from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend
+from moepass.runtime.serving.routes.server_settings import ServerSettings
+from moepass.runtime.serving.workers.frontend import Frontend
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.launched_ranks import LaunchedRank
-from moepass.runtime.serving.workers.rank_watch import HangLimits
-from moepass.runtime.serving.workers.supervisor import RankCommand, RankLostError, RankStarter
+from moepass.runtime.serving.workers.supervisor import RankLostError
 
 if TYPE_CHECKING:
+    import httpx
     from transformers import PreTrainedConfig
 
-# After the server has answered what is open, its ranks have so long to end by themselves.
-RANKS_END_SECONDS = 5.0
+    from moepass.runtime.serving.routes.service import Service
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,19 +106,22 @@ def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable
     return done
 
 
-def _check(options: RankOptions) -> None:
-    """What a rank would refuse, before one starts. Raises OptionError and InputError."""
-    # The defaults need no check, and these imports bring torch, which takes seconds: a server has no other use for it.
-    if options.device != "cpu":
-        from moepass.runtime.offload.offload import check_device
-
-        check_device(options.device)
-    if options.link != "real":
-        from moepass.runtime.transfer.link import parse_link
-
-        parse_link(options.link)
-    if options.hardware is not None:
-        load_hardware(options.hardware)
+def read_model(name: str) -> tuple[PromptWriter, Architecture]:
+    """What the server itself needs of a model. Raises InputError for one that is not served."""
+    folder = resolve_model(name)
+    config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
+    architecture = _architecture(config, name)
+    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+    writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
+    writer.check()
+    highest = max(writer.tokenizer.get_vocab().values(), default=0)
+    if highest >= architecture.vocab:
+        typer.echo(
+            f"moepass: warning: the tokenizer has tokens up to {highest}, the model up to {architecture.vocab - 1}; "
+            "texts that need the others are refused",
+            err=True,
+        )
+    return writer, architecture
 
 
 def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
@@ -148,68 +139,6 @@ def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
     return from_config(config)
 
 
-def read_model(name: str) -> tuple[PromptWriter, Architecture]:
-    """What the server itself needs of a model. Raises InputError for one that is not served."""
-    folder = resolve_model(name)
-    config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
-    architecture = _architecture(config, name)
-    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
-    writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
-    writer.check()
-    highest = max(writer.tokenizer.get_vocab().values(), default=0)
-    if highest >= architecture.vocab:
-        Console(stderr=True).print(
-            f"moepass: warning: the tokenizer has tokens up to {highest}, the model up to {architecture.vocab - 1}; "
-            "texts that need the others are refused",
-            highlight=False,
-        )
-    return writer, architecture
-
-
-def make_frontend(
-    rank_options: RankOptions,
-    meeting: str,
-    limits: FrontendLimits,
-    formula: FlopsFormula | asyncio.Future[FlopsFormula],
-    *,
-    timeout_seconds: float,
-    launched: LaunchedProcess | None = None,
-) -> Frontend:
-    """What starts the ranks of a model, which meet in the folder `meeting`. It is to be started and closed.
-
-    `timeout_seconds`: what a request is given up after; a step that takes as long as half of it counts as hung.
-    Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
-    Raises OptionError for what a rank would refuse.
-    """
-    _check(rank_options)
-    key = bytes.fromhex(rank_options.key) or secrets.token_bytes(32)
-    told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
-    given = msgspec.json.encode(told)
-    endpoint = f"ipc://{meeting}/ranks"
-
-    def command(rank: int, attempt: int, endpoint: str) -> RankStarter:
-        if launched is not None and rank != launched.rank:
-            return LaunchedRank(Path(meeting), rank)
-        program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
-        return RankCommand(program, given)
-
-    if launched is not None:
-        tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), told))
-    return Frontend(
-        rank_options.ranks,
-        command,
-        endpoint=endpoint,
-        formula=formula,
-        make_router=make_router,
-        key=key,
-        limits=limits,
-        ends_together=home_named(rank_options.home).is_spread,
-        # Early enough for requests to run once more.
-        hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, timeout_seconds / 2)),
-        restarts=launched is None,
-    )
-
-
 @contextlib.asynccontextmanager
 async def _starting(
     rank_options: RankOptions,
@@ -221,8 +150,7 @@ async def _starting(
 ) -> AsyncIterator[tuple[Service, Frontend, asyncio.Task[None]]]:
     """The service of a model, its frontend, and the start of its ranks, which end with the block.
 
-    Ranks begin before the server reads the model: both import libraries for seconds. Raises OptionError and InputError
-    for what a rank would refuse.
+    Raises OptionError and InputError for what a rank would refuse.
     """
     formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
     frontend = make_frontend(
@@ -230,13 +158,24 @@ async def _starting(
     )
     starting = asyncio.create_task(frontend.start())
     try:
-        writer, architecture = await asyncio.to_thread(read_model, rank_options.model)
-        formula.set_result(FlopsTable(architecture))
-        yield Service(frontend, writer, settings), frontend, starting
+        service, costs = await asyncio.to_thread(_service_and_costs, rank_options.model, frontend, settings)
+        formula.set_result(costs)
+        yield service, frontend, starting
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await frontend.close(end_seconds)
+
+
+def _service_and_costs(model: str, frontend: Frontend, settings: ServerSettings) -> tuple[Service, FlopsFormula]:
+    """For a thread beside the event loop, which starts the ranks meanwhile. Raises InputError."""
+    with no_garbage_collection():
+        from moepass.runtime.serving.batching.step_flops import FlopsTable
+        from moepass.runtime.serving.http import listen  # noqa: F401  so that the event loop need not wait for it
+        from moepass.runtime.serving.routes.service import Service
+
+        writer, architecture = read_model(model)
+        return Service(frontend, writer, settings), FlopsTable(architecture)
 
 
 @contextlib.asynccontextmanager
@@ -249,6 +188,10 @@ async def in_process(rank_options: RankOptions, settings: ServerSettings) -> Asy
         async with _starting(rank_options, folder, settings, FrontendLimits(), 0.0) as (service, _, starting):
             await starting
             keep_what_is_there()
+            import httpx
+
+            from moepass.runtime.serving.http.app import create_app
+
             yield httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
 
 
@@ -260,7 +203,6 @@ async def _serve(
     visit: Callable[[str], Awaitable[None]] | None,
     launched: LaunchedProcess | None,
 ) -> None:
-    console = Console(stderr=True)
     settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
     limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
     end_seconds = min(RANKS_END_SECONDS, options.drain_seconds)
@@ -269,9 +211,11 @@ async def _serve(
         frontend,
         starting,
     ):
+        from moepass.runtime.serving.http.listen import server_of
+
         server = server_of(service, drain_seconds=options.drain_seconds)
         url = f"http://{options.host}:{listening.getsockname()[1]}"
-        console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
+        typer.echo(f"moepass serves {options.names[0]} at {url}; starting", err=True)
         serving = asyncio.create_task(server.serve([listening]))
         later: list[asyncio.Future[None]] = []
         try:
@@ -279,14 +223,14 @@ async def _serve(
             if starting.done():
                 starting.result()
                 keep_what_is_there()
-                console.print("ready", highlight=False)
+                typer.echo("ready", err=True)
                 later.append(asyncio.create_task(frontend.lost()))
                 if visit is not None:
                     later.append(asyncio.ensure_future(visit(url)))
                 await asyncio.wait((serving, *later), return_when=asyncio.FIRST_COMPLETED)
                 for ended in (task for task in later if task.done()):
                     ended.result()
-                console.print("ending: what is open is answered", highlight=False)
+                typer.echo("ending: what is open is answered", err=True)
         except RankLostError:
             await frontend.close(0.0)  # the answers that are open will not come
             raise
@@ -296,10 +240,3 @@ async def _serve(
             for task in later:
                 task.cancel()
             await asyncio.gather(serving, *later, return_exceptions=True)
-
-
-def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
-    """The router of a server: its ranks are saturated by the steps that may be at a rank at once."""
-    saturation = STEPS_AT_A_RANK * max(one.saturation_flops for one in facts)
-    rate = min(one.flops_per_second for one in facts)
-    return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=rate)

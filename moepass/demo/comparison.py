@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
-from moepass.backend import Compilation, record_compilations
+from moepass.compilations import Compilation, record_compilations
 from moepass.explaining.capture_model import explain_model
 from moepass.explaining.compiler_view import print_explanation
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_model, load_prompt, load_tokenizer, resolve_model

@@ -18,7 +18,8 @@ from moepass.ray_serve.ray_backend import RayBackend
 from moepass.ray_serve.ray_options import parse_options
 from moepass.ray_serve.replica import TOLD_SECONDS, Replica
 from moepass.runtime.serving.http.app import create_app
-from moepass.runtime.serving.routes.service import ServerSettings, Service
+from moepass.runtime.serving.routes.server_settings import ServerSettings
+from moepass.runtime.serving.routes.service import Service
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 
 # The router gives a replica no more than it computes in two steps, by FLOPs; Ray's own limits count requests.

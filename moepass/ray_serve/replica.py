@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
 from moepass.cli.rank_options import RankOptions
-from moepass.cli.serving import RANKS_END_SECONDS, make_frontend, read_model
+from moepass.cli.serving import read_model
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.requests.backend import BackendStatus
 from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK

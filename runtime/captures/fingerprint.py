@@ -52,6 +52,9 @@ def short_versions() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """The variables that packages may read before the model's code is traced."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cache_dir()  # sets its variable now, where it is not set: otherwise whatever compiles first would change it
     return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES) and name != "TORCH_LOGS"}
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moepass
-from moepass.backend import Compilation
+from moepass.compilations import Compilation
 from moepass.models.errors import InputError
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.sizes.families import from_config

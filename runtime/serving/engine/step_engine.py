@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 
@@ -42,7 +41,7 @@ class EngineFacts:
     vector: Literal["class scores", "embedding"] | None
     class_names: tuple[str, ...]
     notes: Mapping[str, str]
-    full_step_tokens: int = MICRO_BATCH_TOKENS
+    full_step_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -283,7 +283,8 @@ def _shared(left: Tokens, right: Tokens) -> int:
     """How many tokens both begin with."""
     count = min(len(left), len(right))
     differ = left[:count] != right[:count]
-    return int(differ.argmax()) if differ.any() else count
+    place = int(differ.argmax()) if count else 0
+    return place if count and differ[place] else count
 
 
 def _by_labels(asked: Sequence[_Prompt], rows: Sequence[int]) -> Iterator[tuple[LabelPieces, list[int]]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
 from moepass.models.errors import CheckpointError, InputError
@@ -13,6 +11,9 @@ from moepass.models.limits import MOST_CHARACTERS_PER_TOKEN, check_limit
 from moepass.runtime.serving.questions.render_limit import RenderLimit, RenderTimeoutError
 from moepass.runtime.serving.questions.text_encoding import TextEncoder
 from moepass.runtime.serving.requests.request import Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # A text of so many characters for each token that it is cut to is cut before it is encoded whole.
 _TRIED_CHARACTERS = 16

@@ -9,18 +9,21 @@ where the user's text holds no control tokens, they are the original tokenizer's
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
-from transformers import PreTrainedTokenizerBase
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.requests.request import Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Characters of two planes of Unicode that are for private use: no text has them, and no normaliser changes them.
 _PRIVATE, _NAMES = 0xF0000, 0x100000
@@ -113,7 +116,7 @@ class TextEncoder:
     def encode_pairs(self, rendered: Sequence[tuple[str, str]]) -> list[Tokens]:
         """The tokens of pairs of texts, joined as the tokenizer joins pairs."""
         named = [(self._named(first), self._named(second)) for first, second in rendered]
-        return [self._original_ids(encoding) for encoding in self._batch(named, True)]
+        return self._original_ids(self._batch(named, True))
 
     def names(self, tokens: Sequence[int]) -> list[str]:
         """The entries of the vocabulary, as they stand there."""
@@ -165,15 +168,18 @@ class TextEncoder:
             raise InputError("the text is no valid Unicode: it holds half of a surrogate pair", name="text") from error
 
     def _encode_batch(self, rendered: Sequence[str], add_special: bool) -> list[Tokens]:
-        return [self._original_ids(encoding) for encoding in self._batch([*map(self._named, rendered)], add_special)]
+        return self._original_ids(self._batch([*map(self._named, rendered)], add_special))
 
-    def _original_ids(self, encoding: Any) -> Tokens:
-        here = np.array(encoding.ids, np.int32)
+    def _original_ids(self, encodings: Sequence[Any]) -> list[Tokens]:
+        """The tokens of each. Many texts are short, so arrays are made of all of them at once."""
+        own = [encoding.ids for encoding in encodings]
+        here = np.fromiter(itertools.chain.from_iterable(own), np.int32)
         ids: Tokens = self._ids[here]
         forged = self._is_forged[here]
         if forged.any():
             # Those that the tokenizer puts around the text are meant.
-            forged &= np.array(encoding.special_tokens_mask, np.int32) == 0
+            masks = itertools.chain.from_iterable(encoding.special_tokens_mask for encoding in encodings)
+            forged &= np.fromiter(masks, np.int32) == 0
             if forged.any():
                 content = self._control_ids[int(ids[forged][0])]
                 raise InputError(
@@ -182,7 +188,8 @@ class TextEncoder:
                     name="text",
                     value=content,
                 )
-        return ids
+        ends = [0, *itertools.accumulate(map(len, own))]
+        return [ids[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _shared_start(texts: Sequence[str]) -> str:

@@ -13,14 +13,15 @@ import msgspec
 from fastapi.responses import Response
 from msgspec import Meta
 
-from moepass.models.errors import InputError, OptionError
-from moepass.models.limits import MOST_BODIES_BYTES, MOST_REQUEST_TOKENS, MOST_WAIT_SECONDS, check_limit, decode_json
+from moepass.models.errors import InputError
+from moepass.models.limits import MOST_BODIES_BYTES, MOST_REQUEST_TOKENS, check_limit, decode_json
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.requests.answer import Answer, AnswerTimes, Usage
 from moepass.runtime.serving.requests.backend import Backend, QueueFullError
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.routes.errors import HttpError
+from moepass.runtime.serving.routes.server_settings import ServerSettings
 
 _Kind = TypeVar("_Kind")
 _Given = ParamSpec("_Given")
@@ -52,38 +53,6 @@ _CHANGING_FIELDS: dict[str, tuple[Any, ...]] = {
 
 # Bodies beyond this are made into tokens by another thread, so that others are answered meanwhile. [Empirical]
 _SMALL_BODY_BYTES = 1 << 12
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """`model_names` are those that clients may ask for, the first of them the one that answers call themselves.
-
-    Without `api_key` everyone is answered. A request that waits and runs longer than `timeout_seconds` is given up, and
-    so is one whose body takes longer than `read_seconds` to come.
-    """
-
-    model_names: tuple[str, ...]
-    api_key: str | None = None
-    timeout_seconds: float = 60.0
-    read_seconds: float = 60.0
-
-    def __post_init__(self) -> None:
-        if not self.model_names:
-            raise OptionError("no model name is given; give at least one", name="model_names", expected="1 or more")
-        for name in self.model_names:
-            if not name.strip():
-                raise OptionError.wrong("model_names", name, "names that clients can ask for, such as my-model")
-        if self.api_key == "":
-            raise OptionError("the API key is empty; give one, or none to let everyone in", name="api_key")
-        if self.api_key is not None and (not self.api_key.isprintable() or self.api_key != self.api_key.strip()):
-            raise OptionError(
-                "the API key begins or ends with a blank, or holds a line break or another control character, which no "
-                "HTTP header can carry; give one without",
-                name="api_key",
-            )
-        for name in ("timeout_seconds", "read_seconds"):
-            if not 0 < getattr(self, name) <= MOST_WAIT_SECONDS:
-                raise OptionError.wrong(name, getattr(self, name), f"above 0 and at most {MOST_WAIT_SECONDS:g}")
 
 
 @dataclasses.dataclass(slots=True)

@@ -101,6 +101,13 @@ def check_what_is_seen(server: Server) -> None:
     assert step["tokens"] == step["nodes"][0]["tokens"] == state["sums"]["request_tokens"]
 
 
+def test_ranks_need_not_wait_for_the_imports_of_the_server() -> None:
+    heavy = ("torch", "transformers", "sympy", "fastapi", "uvicorn", "httpx", "rich")
+    program = f"import sys, moepass.cli.serving; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -13,9 +13,11 @@ from engine_backend import EngineBackend
 from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer
-from moepass.runtime.serving.http.listen import open_socket, server_of
+from moepass.runtime.serving.http.listen import server_of
+from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
-from moepass.runtime.serving.routes.service import ServerSettings, Service
+from moepass.runtime.serving.routes.server_settings import ServerSettings
+from moepass.runtime.serving.routes.service import Service
 
 # A chat template of the usual form, which ends prompts with an open turn of the assistant.
 CHAT_TEMPLATE = (

@@ -11,7 +11,8 @@ from typing import Any
 
 import uvicorn
 
-from moepass.runtime.serving.http.listen import DrainingServer, open_socket
+from moepass.runtime.serving.http.listen import DrainingServer
+from moepass.runtime.serving.http.listening_socket import open_socket
 
 Answer = tuple[int, dict[str, str], Any]
 

@@ -31,7 +31,7 @@ NO_FLOATS = np.empty(0, np.float32)
 
 
 class SumEngine:
-    facts = EngineFacts("trie", STEP_TOKENS, 1000.0, 1000, 500, 512, True, None, (), {"attention": "none"})
+    facts = EngineFacts("trie", STEP_TOKENS, 1000.0, 1000, 500, 512, True, None, (), {"attention": "none"}, 4096)
 
     def __init__(self, step_seconds: float, fails: bool, hangs: bool = False) -> None:
         self.step_seconds, self.fails, self.hangs = step_seconds, fails, hangs

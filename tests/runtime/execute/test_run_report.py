@@ -16,7 +16,7 @@ from ring_runs import SLOT_BYTES, run_banks, small_bank
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moepass
-from moepass.backend import Compilation
+from moepass.compilations import Compilation
 from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
 from moepass.runtime.execute.run_clock import RunClock
 from moepass.runtime.profiles.hardware_profiles import load_hardware

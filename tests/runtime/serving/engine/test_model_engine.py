@@ -53,7 +53,7 @@ def engine(
         model, runner = SERVED, TrieStates(BACKBONE, LAYERS, memory, CPU)
     else:
         model, runner = PLAIN, PaddedRows(RowsBackbone(PLAIN.base_model), CPU, 64)
-    facts = EngineFacts(form, saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {})
+    facts = EngineFacts(form, saturation_flops, 1e9, most_tokens, 64, VOCABULARY, True, "embedding", (), {}, 4096)
     table = FlopsTable(from_config(PLAIN.config), narrows=form == "trie")
     return ModelEngine(ModelHead(model), runner, table, facts, index=BlockIndex(blocks), key=bytes(16))
 

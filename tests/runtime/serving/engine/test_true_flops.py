@@ -46,7 +46,7 @@ class Executed:
 
 
 def execute(requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> Executed:
-    facts = EngineFacts("trie", 1 << 60, 1e9, 100_000, 2048, CONFIG.vocab_size, True, "embedding", (), {})
+    facts = EngineFacts("trie", 1 << 60, 1e9, 100_000, 2048, CONFIG.vocab_size, True, "embedding", (), {}, 4096)
     runner = TrieStates(BACKBONE, SURVEY.layers, None, CPU)
     table = FlopsTable(from_config(CONFIG))
     engine = ModelEngine(ModelHead(MODEL), runner, table, facts, index=BlockIndex(0), key=bytes(16))

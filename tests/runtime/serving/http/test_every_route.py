@@ -29,7 +29,7 @@ from moepass.runtime.serving.requests.backend import (
     SequenceTooLongError,
 )
 from moepass.runtime.serving.routes import scores, service
-from moepass.runtime.serving.routes.service import ServerSettings
+from moepass.runtime.serving.routes.server_settings import ServerSettings
 
 POSTS = sorted({route.path for route in ROUTES if route.method == "POST" and route.bodies})
 DECISION = {

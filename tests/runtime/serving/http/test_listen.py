@@ -20,7 +20,8 @@ from error_fields import refused
 from served import Served
 
 from moepass.models.errors import OptionError
-from moepass.runtime.serving.http.listen import open_socket, server_of
+from moepass.runtime.serving.http.listen import server_of
+from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import Backend, BackendStatus
 from moepass.runtime.serving.requests.request import Request
@@ -72,8 +73,10 @@ import asyncio, sys
 from pathlib import Path
 from reference_backend import ReferenceBackend
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer
-from moepass.runtime.serving.http.listen import open_socket, server_of
-from moepass.runtime.serving.routes.service import ServerSettings, Service
+from moepass.runtime.serving.http.listen import server_of
+from moepass.runtime.serving.http.listening_socket import open_socket
+from moepass.runtime.serving.routes.server_settings import ServerSettings
+from moepass.runtime.serving.routes.service import Service
 from moepass.runtime.serving.questions.prompts import PromptWriter
 
 class Slow(ReferenceBackend):

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 from served import Served
 
-from moepass.runtime.serving.http.listen import open_socket, server_of
+from moepass.runtime.serving.http.listen import server_of
+from moepass.runtime.serving.http.listening_socket import open_socket
 
 HEAD_SECONDS, READ_SECONDS = 0.3, 0.4
 BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()

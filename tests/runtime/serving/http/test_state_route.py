@@ -17,7 +17,8 @@ from moepass.models.checkpoint.checkpoint_folders import Prompt
 from moepass.runtime.serving.http import looking
 from moepass.runtime.serving.requests.backend import BackendStatus
 from moepass.runtime.serving.requests.view import BackendView, EngineView, RankView, StepNode, StepView
-from moepass.runtime.serving.routes.service import Call, ServerSettings, Service
+from moepass.runtime.serving.routes.server_settings import ServerSettings
+from moepass.runtime.serving.routes.service import Call, Service
 
 STEP = StepView(4, 0.5, 2, 9, 16, 800, 1600, 0.25, (StepNode(-1, 16, True, 0), StepNode(0, 9, False, 2)), 1)
 VIEW = BackendView(

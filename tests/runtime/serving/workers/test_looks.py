@@ -13,7 +13,9 @@ from moepass.runtime.serving.workers import looks
 from moepass.runtime.serving.workers.looks import Looks
 from moepass.runtime.serving.workers.rank_views import rank_views
 
-FACTS = EngineFacts("rows", 10, 1e6, 100, 50, 32, True, None, (), {"steps": "padded rows, because it is recurrent"})
+FACTS = EngineFacts(
+    "rows", 10, 1e6, 100, 50, 32, True, None, (), {"steps": "padded rows, because it is recurrent"}, 4096
+)
 
 
 def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from moepass.runtime.serving.workers.messages import (
 )
 from moepass.runtime.serving.workers.rank_loop import FailingRankError, Mailbox, run_rank
 
-FACTS = EngineFacts("trie", 10, 1e6, 100, 50, 32, True, None, (), {"attention": "trie"})
+FACTS = EngineFacts("trie", 10, 1e6, 100, 50, 32, True, None, (), {"attention": "trie"}, 4096)
 
 
 class CountingEngine:

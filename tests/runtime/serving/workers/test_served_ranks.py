@@ -11,9 +11,11 @@ from byte_checkpoint import save_byte_checkpoint
 from test_frontend import run, serving, slow
 
 from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer
-from moepass.runtime.serving.http.listen import open_socket, server_of
+from moepass.runtime.serving.http.listen import server_of
+from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
-from moepass.runtime.serving.routes.service import ServerSettings, Service
+from moepass.runtime.serving.routes.server_settings import ServerSettings
+from moepass.runtime.serving.routes.service import Service
 
 
 @pytest.mark.slow
