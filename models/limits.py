@@ -71,10 +71,11 @@ class TooLargeError(InputError):
     """Something from outside is beyond a limit of `moepass.models.limits`, which is `expected`."""
 
 
-def check_limit(name: str, value: float, most: float, advice: str) -> None:
-    """Raise TooLargeError, which gives `advice`, where `value` is beyond `most`."""
+def check_limit(what: str, value: float, most: float, advice: str, *, name: str | None = None) -> None:
+    """Raise TooLargeError, which gives `advice`, where `value` is beyond `most`. `name`: where `what` is a sentence."""
     if value > most:
-        raise TooLargeError(f"{name} is {value}; the limit is {most}: {advice}", name=name, value=value, expected=most)
+        text = f"{what} is {value}; the limit is {most}: {advice}"
+        raise TooLargeError(text, name=name or what, value=value, expected=most)
 
 
 def read_limited(file: Path, most_bytes: int) -> bytes:

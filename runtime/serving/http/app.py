@@ -91,6 +91,7 @@ def create_app(service: Service) -> FastAPI:
 
 def _endpoint(route: Route, service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def endpoint(request: HttpRequest) -> Response:
+        request.scope["moepass"]["fields"] = route.fields
         parts: list[bytes] = []
         try:
             if route.bodies:
@@ -202,7 +203,7 @@ class _Guard:
         except Exception as error:
             if "answered" in state:  # too late for another answer
                 raise
-            await response_of(error)(scope, receive, send_timed)
+            await response_of(error, state.get("fields", frozenset()))(scope, receive, send_timed)
         except asyncio.CancelledError:
             # The server ends, and has waited for what is open as long as it was told to.
             if "answered" in state:

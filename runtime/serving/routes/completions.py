@@ -104,7 +104,7 @@ async def complete(call: Call) -> Response:
     trees = []
     for place, prompt in enumerate(prompts):
         tree = RequestTree(call.writer.most_tokens)
-        number = tree.add(prompt, f"prompt {place}" if len(prompts) > 1 else "the prompt")
+        number = tree.add(prompt, f"prompt[{place}]" if len(prompts) > 1 else "prompt")
         if body.max_tokens == 1 or not body.echo or body.logprobs is None:
             tree.read(number, len(prompt) - 1, top=max(1, body.logprobs or 0))
         if body.echo and body.logprobs is not None:
@@ -131,7 +131,7 @@ def _prompts(call: Call, body: CompletionBody) -> list[Tokens]:
     prompts = prompt_list(call, body.prompt, "prompt")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return call.writer.encode_plain(texts, add_special=body.add_special_tokens, name="the prompt")
+        return call.writer.encode_plain(texts, add_special=body.add_special_tokens, name="prompt")
     return [prompt for prompt in prompts if not isinstance(prompt, str)]
 
 

@@ -110,13 +110,13 @@ def test_tokens_that_read_alike_all_are_listed(base: Served) -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "the prompt"),
-        ({"prompt": ""}, "the prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [[1], 2]}, "prompt"),
         ({"prompt": [1 << 40]}, "prompt"),
-        ({"prompt": [5] * 1025}, "the prompt"),
+        ({"prompt": [5] * 1025}, "prompt"),
     ],
 )
 def test_what_needs_decoding_or_changes_scores_is_refused_by_name(

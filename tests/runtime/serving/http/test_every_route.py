@@ -32,11 +32,8 @@ from moepass.runtime.serving.routes import scores, service
 from moepass.runtime.serving.routes.service import ServerSettings
 
 POSTS = sorted({route.path for route in ROUTES if route.method == "POST" and route.bodies})
-DECISION = {
-    "model": "tiny",
-    "input": "a text",
-    "questions": [{"type": "predicate", "instructions": "Is it so?"}],
-}
+ASKED = {"type": "predicate", "instructions": "Is it so?"}
+DECISION = {"model": "tiny", "input": "a text", "questions": [ASKED]}
 INVOCATIONS: list[tuple[dict[str, Any], str]] = [
     ({"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}, "/v1/systemone"),
     (DECISION, "/v1/decisions"),
@@ -373,13 +370,55 @@ ABSURD = {
 }
 
 
+LONG = "a" * 2000  # longer than the model takes; the other one is not even made into tokens
+ENDLESS = "a" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/completions", {"prompt": LONG, "max_tokens": 1}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", LONG], "max_tokens": 1}, "prompt[1]"),
+        ("/v1/completions", {"prompt": ENDLESS, "max_tokens": 1}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": "gpt"}, "model"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": ENDLESS}]}, "messages[0].content"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/v1/decisions", DECISION | {"input": LONG}, "questions[0]"),
+        ("/v1/decisions", DECISION | {"input": LONG, "questions": [ASKED | {"name": "model"}]}, "questions[0]"),
+        ("/v1/decisions", {"input": LONG, "questions": [{"id": "?", "type": "yes_no", "question": ""}]}, "questions[0]"),
+        ("/v1/systemone", {"state": LONG, "questions": {"so?": {"type": "noul"}}}, "questions"),
+        ("/v1/systemone", {"state": "s", "questions": {"?": {"type": "noul", "criteria": {"x": ""}}}}, "questions"),
+        ("/v1/score", {"query": "a", "items": ["b", LONG], "label_token_ids": [5]}, "items[1]"),
+        ("/v1/score", {"query": ENDLESS, "items": ["b"], "label_token_ids": [5]}, "query"),
+        ("/score", {"queries": "a", "documents": LONG}, "documents[0]"),
+        ("/score", {"text_1": "a", "text_2": ["b", LONG]}, "text_2[1]"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "texts": ["b", LONG]}, "texts[1]"),
+        ("/tokenize", {"prompt": ENDLESS}, "prompt"),
+        ("/detokenize", {"tokens": [5] * (MOST_REQUEST_TOKENS + 1)}, "tokens"),
+        ("/invocations", {"x": 1}, None),
+        ("/invocations", {"prompt": LONG, "max_tokens": 1}, "prompt"),
+        ("/classify", {"input": "a"}, "model"),
+        ("/predict", {"inputs": "a"}, None),  # its body names no model
+    ],
+)  # fmt: skip
+def test_an_error_names_the_field_that_it_is_about(chat: Served, path: str, body: Any, param: str | None) -> None:
+    status = 404 if body.get("model") == "gpt" else 400
+    assert chat.refused(path, body, status)["param"] == param
+
+
 @pytest.mark.parametrize("path", POSTS)
 def test_absurd_bodies_are_refused_with_a_sentence(chat: Served, path: str) -> None:
+    (fields,) = {frozenset(route.fields) for route in ROUTES if (route.method, route.path) == ("POST", path)}
     for name, body in ABSURD.items():
         response = chat.client.post(path, content=body)
         assert response.status_code in (200, 400), (name, response.text)
         if response.status_code == 400:
-            assert response.json()["error"]["message"], name
+            error = response.json()["error"]
+            assert error["message"], name
+            assert error["param"] is None or error["param"].split(".")[0].split("[")[0] in fields, name
 
 
 def _choices(count: int, text: str = "v") -> dict[str, Any]:
