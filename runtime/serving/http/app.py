@@ -63,6 +63,8 @@ def create_app(service: Service) -> FastAPI:
     """The application that answers with `service`; it is traced where the process or its environment asks for that."""
     app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for route in ROUTES:
+        if route.method == "GET":  # load balancers ask with HEAD; uvicorn leaves the body out
+            app.add_api_route(route.path, _endpoint(route, service), methods=["HEAD"], include_in_schema=False)
         app.add_api_route(
             route.path,
             _endpoint(route, service),

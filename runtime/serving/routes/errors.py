@@ -19,6 +19,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.requests.backend import (
@@ -116,8 +117,16 @@ def _no_route(request: Request, error: HTTPException) -> HTTPException:
     if error.status_code == 404:
         words = f"there is no route {path!r}; GET /openapi.json has all routes"
     else:
-        words = f"{path} takes no {request.method}; it takes {(error.headers or {}).get('Allow', 'other methods')}"
+        allowed = ", ".join(sorted(_methods(request)))  # the framework's own are those of one route of several
+        words = f"{path} takes no {request.method}; it takes {allowed}"
+        return HTTPException(error.status_code, words, {"Allow": allowed})
     return HTTPException(error.status_code, words, error.headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """What the request's path takes."""
+    routes = (route for route in request.app.routes if isinstance(route, Route) and route.path == request.url.path)
+    return {method for route in routes for method in route.methods or ()}
 
 
 def _param(name: str | None, fields: Set[str]) -> str | None:

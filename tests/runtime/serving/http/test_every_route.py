@@ -180,7 +180,13 @@ def guarded(checkpoint: Path) -> Iterator[Served]:
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_the_key_guards_every_route_but_health(guarded: Served, route: Any) -> None:
-    for headers in ({}, {"Authorization": "Bearer sesame"}, {"Authorization": ""}, {"Authorization": b"Bearer \xff"}):
+    for headers in (
+        {},
+        {"Authorization": "Bearer sesame"},
+        {"Authorization": "Basic sésame".encode()},
+        {"Authorization": ""},
+        {"Authorization": b"Bearer \xff"},
+    ):
         response = httpx.request(route.method, guarded.url + route.path, headers=headers)
         if route.path in OPEN_PATHS:
             assert response.status_code == 200
@@ -195,8 +201,9 @@ def test_the_key_guards_what_is_no_route_of_ours(guarded: Served, path: str) -> 
     assert httpx.get(guarded.url + path).status_code == 401
 
 
-def test_the_right_key_opens(guarded: Served) -> None:
-    headers = {"Authorization": "Bearer sésame".encode()}
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
+def test_the_right_key_opens(guarded: Served, scheme: str) -> None:
+    headers = {"Authorization": f"{scheme} sésame".encode()}
     assert httpx.post(f"{guarded.url}/v1/decisions", json=DECISION, headers=headers).status_code == 200
 
 
@@ -206,6 +213,7 @@ def test_the_right_key_opens(guarded: Served) -> None:
         ("GET", "/nowhere", 404, "there is no route '/nowhere'; GET /openapi.json has all routes"),
         ("POST", "/v1/decisions/", 404, "there is no route '/v1/decisions/'; GET /openapi.json has all routes"),
         ("GET", "/v1/decisions", 405, "/v1/decisions takes no GET; it takes POST"),
+        ("DELETE", "/ping", 405, "/ping takes no DELETE; it takes GET, HEAD, POST"),
     ],
 )
 def test_what_is_no_route_is_told_what_would_be_right(
@@ -256,6 +264,20 @@ def test_a_server_says_how_it_is(chat: Served) -> None:
         assert get("/health").status_code == 200
     finally:
         chat.backend.state = "ready"
+
+
+@pytest.mark.parametrize("path", sorted(route.path for route in ROUTES if route.method == "GET"))
+def test_a_probe_with_head_is_answered_as_get_without_a_body(chat: Served, path: str) -> None:
+    for state, status in (("ready", 200), ("draining", 503 if path in ("/ready", "/ping") else 200)):
+        chat.backend.state = state
+        try:
+            probed, whole = chat.client.head(path), chat.client.get(path)
+        finally:
+            chat.backend.state = "ready"
+        assert (probed.status_code, probed.content, whole.status_code) == (status, b"", status)
+        assert probed.headers["content-type"] == whole.headers["content-type"]
+    # The connection goes on, and a route that computes is not probed.
+    assert chat.client.head("/v1/decisions").status_code == 405
 
 
 def test_openais_client_lists_the_models(client: openai.OpenAI) -> None:
@@ -372,6 +394,7 @@ ABSURD = {
 
 LONG = "a" * 2000  # longer than the model takes; the other one is not even made into tokens
 ENDLESS = "a" * 10_000_000
+LABELLED = {"id": "is it so?", "type": "yes_no", "question": ""}
 
 
 @pytest.mark.parametrize(
@@ -387,9 +410,9 @@ ENDLESS = "a" * 10_000_000
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, "messages[0].content"),
         ("/v1/decisions", DECISION | {"input": LONG}, "questions[0]"),
         ("/v1/decisions", DECISION | {"input": LONG, "questions": [ASKED | {"name": "model"}]}, "questions[0]"),
-        ("/v1/decisions", {"input": LONG, "questions": [{"id": "?", "type": "yes_no", "question": ""}]}, "questions[0]"),
+        ("/v1/decisions", {"input": LONG, "questions": [LABELLED]}, "questions[0]"),
         ("/v1/systemone", {"state": LONG, "questions": {"so?": {"type": "noul"}}}, "questions"),
-        ("/v1/systemone", {"state": "s", "questions": {"?": {"type": "noul", "criteria": {"x": ""}}}}, "questions"),
+        ("/v1/systemone", {"state": "s", "questions": {"?": {"type": "noul", "criteria": {"x": 0}}}}, "questions"),
         ("/v1/score", {"query": "a", "items": ["b", LONG], "label_token_ids": [5]}, "items[1]"),
         ("/v1/score", {"query": ENDLESS, "items": ["b"], "label_token_ids": [5]}, "query"),
         ("/score", {"queries": "a", "documents": LONG}, "documents[0]"),
