@@ -160,7 +160,7 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, api_key: str | None, backend: Backend, asking: frozenset[str]) -> None:
         self.app, self._backend, self._asking = app, backend, asking
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -183,12 +183,7 @@ class _Guard:
                 headers["server-timing"] = f"total;dur={total:.1f}{'' if call is None else _parts_of(call)}"
             await send(message)
 
-        # Compared in constant time, so that nobody learns the key byte by byte.
-        if (
-            self._expected is not None
-            and scope["path"] not in OPEN_PATHS
-            and not hmac.compare_digest(given.get(b"authorization", b""), self._expected)
-        ):
+        if scope["path"] not in OPEN_PATHS and not self._is_let_in(given.get(b"authorization", b"")):
             refusal = error_response(
                 401,
                 "the API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'",
@@ -212,6 +207,11 @@ class _Guard:
                 raise
             refusal = error_response(503, "the server has ended before this was answered", headers={"Retry-After": "1"})
             await refusal(scope, receive, send_timed)
+
+    def _is_let_in(self, authorization: bytes) -> bool:
+        scheme, _, key = authorization.partition(b" ")
+        # Compared in constant time, so that nobody learns the key byte by byte.
+        return self._key is None or (scheme.lower() == b"bearer" and hmac.compare_digest(key.lstrip(b" "), self._key))
 
 
 def _parts_of(call: Call) -> str:
