@@ -127,6 +127,9 @@ async def _read(request: HttpRequest, parts: list[bytes], service: Service) -> N
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise HttpError(415, f"the body has the content encoding {encoding[:40]!r}; send it as it is")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal():
+        _check_size(int(declared), f"{int(declared)} bytes")
     seconds = service.settings.read_seconds
     try:
         await asyncio.wait_for(_read_parts(request, parts, service), seconds)
@@ -142,12 +145,14 @@ async def _read_parts(request: HttpRequest, parts: list[bytes], service: Service
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size > MOST_BODY_BYTES:
-            raise HttpError(
-                413, f"the body has {size} bytes or more; the limit is {MOST_BODY_BYTES}", code="body_too_large"
-            )
+        _check_size(size, f"{size} bytes or more")
         service.bodies.take(len(part))
         parts.append(part)
+
+
+def _check_size(size: int, words: str) -> None:
+    if size > MOST_BODY_BYTES:
+        raise HttpError(413, f"the body has {words}; the limit is {MOST_BODY_BYTES}", code="body_too_large")
 
 
 async def _disconnected(request: HttpRequest) -> None:

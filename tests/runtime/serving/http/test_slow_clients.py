@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from served import Served
 
+from moepass.models.limits import MOST_BODY_BYTES
 from moepass.runtime.serving.http.listen import open_socket, server_of
 
 HEAD_SECONDS, READ_SECONDS = 0.3, 0.4
@@ -90,6 +91,12 @@ def test_a_body_that_never_ends_is_an_error_and_frees_what_it_took(chat: Served,
         opened.sendall(head(1000) + BODY)
         assert answered(opened) == 408
     assert chat.service.bodies.taken == 0
+
+
+def test_a_body_that_is_declared_too_large_is_refused_unread(impatient: tuple[str, int]) -> None:
+    with connected(impatient) as opened:
+        opened.sendall(head(MOST_BODY_BYTES + 1) + BODY)
+        assert answered(opened) == 413  # and not 408 when its time is over
 
 
 @pytest.mark.slow
