@@ -270,11 +270,15 @@ def _allow_many_files() -> None:
 
 
 def _refuse_rank_options(context: typer.Context) -> None:
+    """Raises OptionError for an option of ranks. One of the environment may be for other commands, and is left."""
     for given in (*_RANK_OPTIONS, "name"):
         source = context.get_parameter_source(given)
+        option = given.replace("_", "-")
         if source is not None and source.name == "COMMANDLINE":
-            option = "--" + given.replace("_", "-")
-            raise OptionError(f"{option} is for a MODEL; the server of --url runs already", name=given)
+            raise OptionError(f"--{option} is for a MODEL; the server of --url runs already", name=given)
+        if source is not None and source.name == "ENVIRONMENT":
+            variable = f"MOEPASS_{given.upper()}"
+            typer.echo(f"{variable} is not used: it is for a MODEL, and the server of --url runs already", err=True)
 
 
 async def _ask_server(
