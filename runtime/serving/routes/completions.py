@@ -15,9 +15,9 @@ import msgspec
 from fastapi.responses import Response
 from msgspec import Meta
 
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_TOP_TOKENS
-from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
+from moepass.runtime.serving.questions.request_tree import NO_NUMBERS, RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.errors import DecodingError
@@ -189,8 +189,10 @@ def _logprobs(
 
 
 def at_least(log_probability: float) -> float:
-    """A log-probability that JSON can write."""
-    return max(log_probability, LEAST_LOG_PROBABILITY) if not math.isnan(log_probability) else LEAST_LOG_PROBABILITY
+    """A log-probability that JSON can write. Raises CheckpointError for NaN, which is none."""
+    if math.isnan(log_probability):
+        raise CheckpointError(NO_NUMBERS, name="output")
+    return max(log_probability, LEAST_LOG_PROBABILITY)
 
 
 def check_decoding(count: int | None, name: str, *, least: int) -> None:

@@ -9,6 +9,9 @@ import pytest
 from plain_scores import next_token_table
 from served import CHAT_TEMPLATE, Served
 
+from moepass.models.errors import CheckpointError
+from moepass.runtime.serving.routes.completions import at_least
+
 TEXT = "The cat sat on the mat"
 
 
@@ -93,6 +96,12 @@ def test_tokens_that_read_alike_all_are_listed(base: Served) -> None:
     body = {"prompt": TEXT, "max_tokens": 1, "logprobs": 20}
     (choice,) = base.post("/v1/completions", body)["choices"]
     assert len(choice["logprobs"]["top_logprobs"][0]) == 20
+
+
+def test_what_is_no_number_is_no_log_probability() -> None:
+    assert [at_least(value) for value in (-1.5, float("-inf"), -1e9)] == [-1.5, -9999.0, -9999.0]
+    with pytest.raises(CheckpointError, match="no numbers"):
+        at_least(float("nan"))
 
 
 @pytest.mark.parametrize(
