@@ -42,6 +42,9 @@ MOST_BENCH_REQUESTS = 1_000_000
 MOST_LABELS = 1024
 MOST_BATCH_SIZE = 1 << 16
 
+# Connections that clients have open at a server that is told no other number.
+MOST_CONNECTIONS = 4096
+
 # What clients send to a server: bytes of a body, and of all that are answered at the same time; questions of a request
 # and choices of a question, which are the limits of OpenAI's API; texts of a request; likely tokens that are listed at
 # a place; orders in which a question is asked.

@@ -20,12 +20,14 @@ import httpx
 import msgspec
 from rich.console import Console
 
+from moepass.cli.open_files import allow_many_files
 from moepass.cli.progress import keep_what_is_there
 from moepass.cli.rank_options import RankOptions
 from moepass.cli.torchrun import LaunchedProcess, RankStart, tell_ranks
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
 from moepass.models.homes import home_named
+from moepass.models.limits import MOST_CONNECTIONS
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.runtime.profiles.hardware_profiles import load_hardware
@@ -33,6 +35,7 @@ from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.http.app import create_app
 from moepass.runtime.serving.http.listen import open_socket, server_of
+from moepass.runtime.serving.http.patience import ConnectionLimits
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 
 # After the server has answered what is open, its ranks have so long to end by themselves.
 RANKS_END_SECONDS = 5.0
+# Files that a server has open beside connections: those of ranks, of the model, of its libraries.
+_OWN_FILES = 256
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +67,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue_seconds: float
     queue_bytes: int
     drain_seconds: float
+    max_connections: int = MOST_CONNECTIONS
 
 
 def run_server(
@@ -269,9 +275,11 @@ async def _serve(
         frontend,
         starting,
     ):
-        server = server_of(service, drain_seconds=options.drain_seconds)
         url = f"http://{options.host}:{listening.getsockname()[1]}"
         console.print(f"moepass serves {options.names[0]} at {url}; starting", highlight=False)
+        most = possible_connections(options.max_connections, console)
+        connections = ConnectionLimits(most, read_seconds=options.timeout_seconds)
+        server = server_of(service, drain_seconds=options.drain_seconds, limits=connections)
         serving = asyncio.create_task(server.serve([listening]))
         later: list[asyncio.Future[None]] = []
         try:
@@ -296,6 +304,18 @@ async def _serve(
             for task in later:
                 task.cancel()
             await asyncio.gather(serving, *later, return_exceptions=True)
+
+
+def possible_connections(wanted: int, console: Console) -> int:
+    """As many of `wanted` as the system lets this process have; each takes a file descriptor."""
+    possible = max(1, allow_many_files() - _OWN_FILES)
+    if possible < wanted:
+        console.print(
+            f"moepass: warning: {possible} connections at most, not {wanted}: this process may have no more files open "
+            "(ulimit -Hn)",
+            highlight=False,
+        )
+    return min(wanted, possible)
 
 
 def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
