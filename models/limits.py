@@ -42,6 +42,9 @@ MOST_BENCH_REQUESTS = 1_000_000
 MOST_LABELS = 1024
 MOST_BATCH_SIZE = 1 << 16
 
+# Connections that clients have open at a server that is told no other number.
+MOST_CONNECTIONS = 4096
+
 # What clients send to a server: bytes of a body, and of all that are answered at the same time; questions of a request
 # and choices of a question, which are the limits of OpenAI's API; texts of a request; likely tokens that are listed at
 # a place; orders in which a question is asked.
@@ -71,10 +74,11 @@ class TooLargeError(InputError):
     """Something from outside is beyond a limit of `moepass.models.limits`, which is `expected`."""
 
 
-def check_limit(name: str, value: float, most: float, advice: str) -> None:
-    """Raise TooLargeError, which gives `advice`, where `value` is beyond `most`."""
+def check_limit(what: str, value: float, most: float, advice: str, *, name: str | None = None) -> None:
+    """Raise TooLargeError, which gives `advice`, where `value` is beyond `most`. `name`: where `what` is a sentence."""
     if value > most:
-        raise TooLargeError(f"{name} is {value}; the limit is {most}: {advice}", name=name, value=value, expected=most)
+        text = f"{what} is {value}; the limit is {most}: {advice}"
+        raise TooLargeError(text, name=name or what, value=value, expected=most)
 
 
 def read_limited(file: Path, most_bytes: int) -> bytes:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import inspect
-import resource
 import signal
 import typing
 from collections.abc import Callable, Coroutine
@@ -16,6 +15,7 @@ import msgspec
 import typer
 
 from moepass.cli.arguments import parse_labels, parse_range
+from moepass.cli.open_files import allow_many_files
 from moepass.cli.progress import progress_bar
 from moepass.cli.serve_command import rank_options_of, serve, served_names
 from moepass.cli.streams import check_compiler_cache
@@ -242,7 +242,7 @@ def bench(
         api_key=api_key,
         timeout_seconds=timeout,
     )
-    _allow_many_files()
+    allow_many_files()
     reports: list[BenchReport] = []
     total = shape.requests if file is None else requests
     with progress_bar("warming up", total, rate="requests") as (bar, task):
@@ -263,18 +263,16 @@ def bench(
         raise typer.Exit(1)
 
 
-def _allow_many_files() -> None:
-    """As many connections may be open as the system lets this process have."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def _refuse_rank_options(context: typer.Context) -> None:
+    """Raises OptionError for an option of ranks. One of the environment may be for other commands, and is left."""
     for given in (*_RANK_OPTIONS, "name"):
         source = context.get_parameter_source(given)
+        option = given.replace("_", "-")
         if source is not None and source.name == "COMMANDLINE":
-            option = "--" + given.replace("_", "-")
-            raise OptionError(f"{option} is for a MODEL; the server of --url runs already", name=given)
+            raise OptionError(f"--{option} is for a MODEL; the server of --url runs already", name=given)
+        if source is not None and source.name == "ENVIRONMENT":
+            variable = f"MOEPASS_{given.upper()}"
+            typer.echo(f"{variable} is not used: it is for a MODEL, and the server of --url runs already", err=True)
 
 
 async def _ask_server(

@@ -14,7 +14,7 @@ from moepass.cli.torchrun import checked_ranks, launched_process, run_launched_r
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
 from moepass.models.homes import HOMES, home_named
-from moepass.models.limits import MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
+from moepass.models.limits import MOST_CONNECTIONS, MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
 
 
 def serve(
@@ -106,6 +106,12 @@ def serve(
         str,
         typer.Option(metavar="BYTES", help="Tokens of all open requests."),
     ] = "1GB",
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            min=1, max=1 << 20, metavar="N", help="Clients may have so many open; one more is answered with 503."
+        ),
+    ] = MOST_CONNECTIONS,
     drain: Annotated[
         float,
         typer.Option(
@@ -170,6 +176,7 @@ def serve(
             timeout_seconds=timeout,
             queue_seconds=queue_seconds,
             queue_bytes=int(most_bytes),
+            max_connections=max_connections,
             drain_seconds=drain,
         ),
         rank_options,

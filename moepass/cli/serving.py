@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import typer
 
+from moepass.cli.open_files import allow_many_files
 from moepass.cli.progress import keep_what_is_there, no_garbage_collection
 from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
 from moepass.cli.rank_options import RankOptions
 from moepass.cli.torchrun import LaunchedProcess
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
+from moepass.models.limits import MOST_CONNECTIONS
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.runtime.serving.http.listening_socket import open_socket
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 
     from moepass.runtime.serving.routes.service import Service
 
+# Files that a server has open beside connections: those of ranks, of the model, of its libraries.
+_OWN_FILES = 256
+
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line says beside the options of the ranks."""
@@ -50,6 +55,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue_seconds: float
     queue_bytes: int
     drain_seconds: float
+    max_connections: int = MOST_CONNECTIONS
 
 
 def run_server(
@@ -212,10 +218,13 @@ async def _serve(
         starting,
     ):
         from moepass.runtime.serving.http.listen import server_of
+        from moepass.runtime.serving.http.patience import ConnectionLimits
 
-        server = server_of(service, drain_seconds=options.drain_seconds)
         url = f"http://{options.host}:{listening.getsockname()[1]}"
         typer.echo(f"moepass serves {options.names[0]} at {url}; starting", err=True)
+        most = possible_connections(options.max_connections)
+        connections = ConnectionLimits(most, read_seconds=options.timeout_seconds)
+        server = server_of(service, drain_seconds=options.drain_seconds, limits=connections)
         serving = asyncio.create_task(server.serve([listening]))
         later: list[asyncio.Future[None]] = []
         try:
@@ -240,3 +249,15 @@ async def _serve(
             for task in later:
                 task.cancel()
             await asyncio.gather(serving, *later, return_exceptions=True)
+
+
+def possible_connections(wanted: int) -> int:
+    """As many of `wanted` as the system lets this process have; each takes a file descriptor."""
+    possible = max(1, allow_many_files() - _OWN_FILES)
+    if possible < wanted:
+        typer.echo(
+            f"moepass: warning: {possible} connections at most, not {wanted}: this process may have no more files open "
+            "(ulimit -Hn)",
+            err=True,
+        )
+    return min(wanted, possible)

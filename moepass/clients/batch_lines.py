@@ -46,7 +46,7 @@ class BadBatchLine(msgspec.Struct, frozen=True):
 
 
 class BatchResponse(msgspec.Struct, frozen=True):
-    """What the server answered; `body` is plain values, or text where it was no JSON."""
+    """What the server answered; `body` is plain values, or text where it was events."""
 
     status_code: int
     request_id: str
@@ -56,7 +56,7 @@ class BatchResponse(msgspec.Struct, frozen=True):
 class BatchError(msgspec.Struct, frozen=True):
     """Why there is no response."""
 
-    code: Literal["invalid_line", "timeout", "no_connection"]
+    code: Literal["invalid_line", "timeout", "no_connection", "no_json"]
     message: str
 
 

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import httpx
 
@@ -32,15 +32,16 @@ from moepass.clients.batch_lines import (
 )
 from moepass.clients.batch_output import BatchOutput, StoredAnswer
 from moepass.clients.places import Places
-from moepass.clients.server_address import reason_of, retry_after
+from moepass.clients.server_address import body_of, reason_of, retry_after
 from moepass.models.errors import InputError, MoepassError
-from moepass.models.limits import decode_json
 
 # A full queue, a proxy whose server is away, a server that starts or drains or has lost a rank: later it may answer.
 FULL_STATUS = 429
 TEMPORARY_STATUSES = frozenset({FULL_STATUS, 502, 503})
 # Every line would be answered with it.
 KEY_STATUSES = frozenset({401, 403})
+# What another service says to a route that it does not have.
+NO_ROUTE_STATUSES = frozenset({404, 405})
 _MOST_PAUSE_SECONDS = 60.0
 # Bytes of the lines that are being asked; half of what a server takes of all its clients.
 _MOST_HELD_BYTES = 256 << 20
@@ -52,6 +53,10 @@ class ServerGoneError(MoepassError, RuntimeError):
 
 class KeyRefusedError(MoepassError, RuntimeError):
     """The server asks for another API key."""
+
+
+class ForeignServerError(MoepassError, RuntimeError):
+    """What answers has none of these routes: it is another service, or a page for people."""
 
 
 @dataclasses.dataclass
@@ -111,7 +116,8 @@ class Batch:
         """Ask for all that is left. When this is cancelled, the output is as good as ever.
 
         Raises ServerGoneError where nothing is answered for `patience_seconds`, KeyRefusedError where the server asks
-        for another key, and InputError where the output cannot be written.
+        for another key, ForeignServerError where the first answers are none of an API, and InputError where the output
+        cannot be written.
         """
         asker = _Asker(client, Places(most_open), patience_seconds)
         self._source.seek(0)
@@ -185,6 +191,7 @@ class _Asker:
     def __init__(self, client: httpx.AsyncClient, places: Places, patience_seconds: float) -> None:
         self._client, self._places, self._patience = client, places, patience_seconds
         self._last_answer = -float("inf")
+        self._knows_server = False
         self._refusal = ""
 
     async def answer(self, line: BatchRequest) -> BatchResponse | BatchError:
@@ -229,16 +236,38 @@ class _Asker:
                 expected="the server's key",
             )
         if response.status_code not in TEMPORARY_STATUSES:
+            self._check_known(line, response)
             return _parsed(response), None
         self._refusal = reason_of(response)
         return _parsed(response), retry_after(response, _MOST_PAUSE_SECONDS)
 
+    def _check_known(self, line: BatchRequest, response: httpx.Response) -> None:
+        """Raises ForeignServerError where nothing shows that this is a server of these routes. Once it has answered,
+        a page that comes instead of an answer is one of something between it and us.
+        """
+        if self._knows_server:
+            return
+        body = body_of(response)
+        if body is None or (response.status_code in NO_ROUTE_STATUSES and not _tells_error(body)):
+            raise ForeignServerError(
+                f"{self._client.base_url} answers POST {line.route} with {reason_of(response)}: it is no server with "
+                "the routes of moepass; give the address of one as --url",
+                name="url",
+                value=str(self._client.base_url),
+                expected="such as http://127.0.0.1:8000",
+            )
+        self._knows_server = True
 
-def _parsed(response: httpx.Response) -> BatchResponse:
-    try:
-        body = decode_json(response.content) if response.content else ""
-    except InputError:
-        body = response.text
+
+def _tells_error(body: Any) -> bool:
+    """Whether it is an error in the shape of OpenAI's, or of vLLM's older versions."""
+    return isinstance(body, dict) and ("error" in body or body.get("object") == "error")
+
+
+def _parsed(response: httpx.Response) -> BatchResponse | BatchError:
+    body = body_of(response) if response.content else ""
+    if body is None:
+        return BatchError("no_json", reason_of(response))
     request_id: str = response.headers.get("x-request-id", "")
     return BatchResponse(response.status_code, request_id, body)
 

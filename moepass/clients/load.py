@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from moepass.clients.server_address import reason_of
+from moepass.clients.server_address import body_of, reason_of
 from moepass.clients.workloads import BenchRequest
 
 _ONE_LINE = 200
@@ -132,6 +132,8 @@ async def _send(client: httpx.AsyncClient, request: BenchRequest, start: float, 
     done = time.perf_counter() - start
     if response.status_code != 200:
         return RequestOutcome(due, sent, done, response.status_code, reason_of(response)[:_ONE_LINE])
+    if body_of(response) is None:
+        return RequestOutcome(due, sent, done, 200, reason_of(response)[:_ONE_LINE])
     usage = _decoded(response.content, _Told).usage or _ReportedUsage()
     problem = _refusal(response.content) if request.route.endswith("/decisions") else ""
     return RequestOutcome(due, sent, done, 200, problem, usage.input, usage.cached)

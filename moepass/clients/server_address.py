@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 
-from moepass.models.errors import OptionError
+from moepass.models.errors import InputError, OptionError
+from moepass.models.limits import decode_json
 
 _CONNECT_SECONDS = 10.0
 _REASON_CHARACTERS = 300
+_SHOWN_CHARACTERS = 60
 
 
 def parse_server_url(text: str) -> str:
@@ -75,6 +78,17 @@ def make_client(
     )
 
 
+def body_of(response: httpx.Response) -> Any:
+    """An object or a list of JSON, or the text of events; None where it is neither: a page for people, say."""
+    if response.headers.get("content-type", "").startswith("text/event-stream"):
+        return response.text
+    try:
+        body = decode_json(response.content)
+    except InputError:
+        return None
+    return body if isinstance(body, (dict, list)) else None
+
+
 def reason_of(response: httpx.Response) -> str:
     """What an answer that is an error says, in a line."""
     try:
@@ -82,7 +96,7 @@ def reason_of(response: httpx.Response) -> str:
         error = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
         text = str(error.get("message", error) if isinstance(error, dict) else error)
     except (json.JSONDecodeError, UnicodeDecodeError):
-        text = response.text
+        text = f"no JSON, but {response.text[:_SHOWN_CHARACTERS]!r}"
     return f"{response.status_code}: {' '.join(text.split())[:_REASON_CHARACTERS]}"
 
 

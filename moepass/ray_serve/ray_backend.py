@@ -19,9 +19,9 @@ from moepass.ray_serve.replica_routing import live_router
 from moepass.runtime.serving.batching.block_hashes import path_hashes
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import (
-    AnswerTimeoutError,
     BackendStatus,
     NotServingError,
+    answer_within,
 )
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.view import BackendView
@@ -65,11 +65,7 @@ class RayBackend:
         size = sum(piece.tokens.nbytes for piece in request.pieces)
         self._open_bytes += size
         try:
-            return await asyncio.wait_for(self._answer(request, priority, timeout_seconds), timeout_seconds)
-        except TimeoutError:
-            raise AnswerTimeoutError(
-                f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
-            ) from None
+            return await answer_within(timeout_seconds, self._answer(request, priority, timeout_seconds))
         finally:
             self._open_bytes -= size
 

@@ -63,6 +63,8 @@ def create_app(service: Service) -> FastAPI:
     """The application that answers with `service`; it is traced where the process or its environment asks for that."""
     app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for route in ROUTES:
+        if route.method == "GET":  # load balancers ask with HEAD; uvicorn leaves the body out
+            app.add_api_route(route.path, _endpoint(route, service), methods=["HEAD"], include_in_schema=False)
         app.add_api_route(
             route.path,
             _endpoint(route, service),
@@ -91,6 +93,7 @@ def create_app(service: Service) -> FastAPI:
 
 def _endpoint(route: Route, service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def endpoint(request: HttpRequest) -> Response:
+        request.scope["moepass"]["fields"] = route.fields
         parts: list[bytes] = []
         try:
             if route.bodies:
@@ -124,6 +127,9 @@ async def _read(request: HttpRequest, parts: list[bytes], service: Service) -> N
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise HttpError(415, f"the body has the content encoding {encoding[:40]!r}; send it as it is")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal():
+        _check_size(int(declared), f"{int(declared)} bytes")
     seconds = service.settings.read_seconds
     try:
         await asyncio.wait_for(_read_parts(request, parts, service), seconds)
@@ -139,12 +145,14 @@ async def _read_parts(request: HttpRequest, parts: list[bytes], service: Service
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size > MOST_BODY_BYTES:
-            raise HttpError(
-                413, f"the body has {size} bytes or more; the limit is {MOST_BODY_BYTES}", code="body_too_large"
-            )
+        _check_size(size, f"{size} bytes or more")
         service.bodies.take(len(part))
         parts.append(part)
+
+
+def _check_size(size: int, words: str) -> None:
+    if size > MOST_BODY_BYTES:
+        raise HttpError(413, f"the body has {words}; the limit is {MOST_BODY_BYTES}", code="body_too_large")
 
 
 async def _disconnected(request: HttpRequest) -> None:
@@ -157,7 +165,7 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, api_key: str | None, backend: Backend, asking: frozenset[str]) -> None:
         self.app, self._backend, self._asking = app, backend, asking
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -180,12 +188,7 @@ class _Guard:
                 headers["server-timing"] = f"total;dur={total:.1f}{'' if call is None else _parts_of(call)}"
             await send(message)
 
-        # Compared in constant time, so that nobody learns the key byte by byte.
-        if (
-            self._expected is not None
-            and scope["path"] not in OPEN_PATHS
-            and not hmac.compare_digest(given.get(b"authorization", b""), self._expected)
-        ):
+        if scope["path"] not in OPEN_PATHS and not self._is_let_in(given.get(b"authorization", b"")):
             refusal = error_response(
                 401,
                 "the API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'",
@@ -202,13 +205,18 @@ class _Guard:
         except Exception as error:
             if "answered" in state:  # too late for another answer
                 raise
-            await response_of(error)(scope, receive, send_timed)
+            await response_of(error, state.get("fields", frozenset()))(scope, receive, send_timed)
         except asyncio.CancelledError:
             # The server ends, and has waited for what is open as long as it was told to.
             if "answered" in state:
                 raise
             refusal = error_response(503, "the server has ended before this was answered", headers={"Retry-After": "1"})
             await refusal(scope, receive, send_timed)
+
+    def _is_let_in(self, authorization: bytes) -> bool:
+        scheme, _, key = authorization.partition(b" ")
+        # Compared in constant time, so that nobody learns the key byte by byte.
+        return self._key is None or (scheme.lower() == b"bearer" and hmac.compare_digest(key.lstrip(b" "), self._key))
 
 
 def _parts_of(call: Call) -> str:

@@ -7,7 +7,7 @@ from types import FrameType
 import uvicorn
 
 from moepass.runtime.serving.http.app import create_app
-from moepass.runtime.serving.http.patience import HEAD_SECONDS, patient_protocol
+from moepass.runtime.serving.http.patience import DEFAULT_LIMITS, ConnectionLimits, patient_protocol
 from moepass.runtime.serving.routes.service import Service
 
 
@@ -22,12 +22,13 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def server_of(service: Service, *, drain_seconds: float = 30.0, head_seconds: float = HEAD_SECONDS) -> DrainingServer:
-    """A server of `service`, to be run with a socket of `open_socket`; it drains for at most `drain_seconds`, and waits
-    for the head of a request for `head_seconds`."""
+def server_of(
+    service: Service, *, drain_seconds: float = 30.0, limits: ConnectionLimits = DEFAULT_LIMITS
+) -> DrainingServer:
+    """A server of `service`, to be run with a socket of `open_socket`; it drains for at most `drain_seconds`."""
     config = uvicorn.Config(
         create_app(service),
-        http=patient_protocol(head_seconds),
+        http=patient_protocol(limits),
         lifespan="off",
         log_level="warning",
         access_log=False,

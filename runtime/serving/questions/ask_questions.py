@@ -65,17 +65,18 @@ class QuestionTree:
         wording: Wording,
         *,
         order_invariant: bool = False,
+        text_name: str = "input",
         names: Sequence[str] = (),
     ) -> None:
         """Raises InputError, which names the question, where its prompt does not fit or its labels cannot be told.
 
-        `names` are what errors call the questions.
+        `text_name` and `names` are what errors call the input and the questions.
         """
         self.tree = RequestTree(writer.most_tokens)
         self._asked: list[_Asked | str] = []
         names = names or [f"question {number}" for number in range(len(questions))]
         if writer.prompt.labels and not writer.has_chat_template:
-            self._ask_own_labels(writer, text, questions)
+            self._ask_own_labels(writer, text, questions, text_name)
             return
         planned = []
         for number, question in enumerate(questions):
@@ -114,10 +115,10 @@ class QuestionTree:
                 found.append(QuestionAnswer(refusal=str(error)))
         return found
 
-    def _ask_own_labels(self, writer: PromptWriter, text: str, questions: Sequence[Question]) -> None:
+    def _ask_own_labels(self, writer: PromptWriter, text: str, questions: Sequence[Question], name: str) -> None:
         labels = writer.prompt.labels
         called = writer.called_labels
-        rendered = writer.ask(text, "the input")
+        rendered = writer.ask(text, name)
         (tokens,) = writer.encode([rendered])
         for question in questions:
             chosen = [called.get(option.name) for option in question.options]
@@ -130,7 +131,7 @@ class QuestionTree:
                 )
                 continue
             encoded = encode_labels(writer.encoder, rendered, known)
-            reads = ask_labels(self.tree, tokens, encoded, "the input")
+            reads = ask_labels(self.tree, tokens, encoded, name)
             self._asked.append(_Asked((tuple(range(len(known))),), (reads,)))
 
 

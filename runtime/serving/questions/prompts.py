@@ -71,7 +71,7 @@ class PromptWriter:
     def check_length(self, text: str, name: str) -> None:
         """Raises TooLargeError for a text that cannot fit, without making tokens of it."""
         advice = f"the model takes {self.most_tokens} tokens; send a shorter text"
-        check_limit(f"the length of {name} in characters", len(text), self._most_characters, advice)
+        check_limit(f"the length of {name} in characters", len(text), self._most_characters, advice, name=name)
 
     def ask(self, text: str, name: str = "the text") -> str:
         """The prompt that asks `text`, all of which the user wrote: its only message, or `{text}` of the prompt."""
@@ -118,8 +118,8 @@ class PromptWriter:
             raise InputError(
                 "this checkpoint has no chat template, so that it takes no messages; send a text", name="messages"
             )
-        for message in messages:
-            self.check_length(message["content"], "a message")
+        for number, message in enumerate(messages):
+            self.check_length(message["content"], f"messages[{number}].content")
         shielded = [{**message, "content": self.encoder.shield(message["content"])} for message in messages]
         options = {"add_generation_prompt": True, "enable_thinking": False, **options}
         try:
@@ -145,9 +145,11 @@ class PromptWriter:
         """The tokens of texts without a template."""
         return self.encoder.encode_all([self.plain(text, name) for text in texts], add_special=add_special)
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], names: tuple[str, str] = ("query", "document")
+    ) -> list[Tokens]:
         """The tokens of pairs of texts, by the checkpoint's `pair_template`, or as its tokenizer joins them."""
-        texts = [(self.plain(query, "a query"), self.plain(document, "a document")) for query, document in pairs]
+        texts = [(self.plain(query, names[0]), self.plain(document, names[1])) for query, document in pairs]
         if self.prompt.pair_template is not None:
             return self.encode([self.prompt.render_pair(*pair) for pair in texts])
         return self.encoder.encode_pairs(texts)

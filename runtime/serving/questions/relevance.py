@@ -22,23 +22,30 @@ _RELEVANT = Question("predicate", "Is the document relevant to the query?", (Opt
 class PairTree:
     """Pairs of query and document, as a request; `scores` are those of its answer."""
 
-    def __init__(self, writer: PromptWriter, pairs: Sequence[tuple[str, str]], *, by_class_scores: bool) -> None:
-        """Asks for the head's class scores, or for predictions of tokens. Raises InputError for an impossible pair."""
+    def __init__(
+        self,
+        writer: PromptWriter,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        by_class_scores: bool,
+        names: tuple[str, str] = ("query", "documents"),
+    ) -> None:
+        """Asks for the head's class scores, or for predictions of tokens. Raises InputError for an impossible pair.
+
+        `names` are what errors call the queries and the documents.
+        """
         self.tree = RequestTree(writer.most_tokens)
         self._reads: list[LabelReads] = []
-        names = [f"pair {number}" for number in range(len(pairs))]
+        pair_names = [f"{names[1]}[{number}] with its query" for number in range(len(pairs))]
         if by_class_scores:
-            encoded = writer.encode_pairs(pairs)
-            self._sequences = [self.tree.add(tokens, name) for tokens, name in zip(encoded, names, strict=True)]
+            encoded = writer.encode_pairs(pairs, names)
+            self._sequences = [self.tree.add(tokens, name) for tokens, name in zip(encoded, pair_names, strict=True)]
             for sequence in self._sequences:
                 self.tree.vector(sequence, "last")
             return
         prompt = writer.prompt
         if prompt.pair_template is not None:
-            rendered = [
-                prompt.render_pair(writer.plain(query, "a query"), writer.plain(document, "a document"))
-                for query, document in pairs
-            ]
+            rendered = [prompt.render_pair(*map(writer.plain, pair, names)) for pair in pairs]
             texts: tuple[str, ...] = prompt.pair_labels
         elif prompt.labels and not writer.has_chat_template:
             raise InputError(
@@ -48,11 +55,11 @@ class PairTree:
             )
         else:
             asked = [SYSTEMONE.ask(f"Query: {query}\nDocument: {document}", _RELEVANT) for query, document in pairs]
-            rendered = [writer.ask(text, name) for text, name in zip(asked, names, strict=True)]
+            rendered = [writer.ask(text, name) for text, name in zip(asked, pair_names, strict=True)]
             blank = " " if writer.asks_before_blank(rendered[0]) else ""
             texts = tuple(blank + label for label in SYSTEMONE.labels(_RELEVANT))
         known: dict[str, tuple[LabelTokens, ...]] = {}  # most prompts end alike
-        for prompt_text, tokens, name in zip(rendered, writer.encode(rendered), names, strict=True):
+        for prompt_text, tokens, name in zip(rendered, writer.encode(rendered), pair_names, strict=True):
             context = writer.encoder.context_of(prompt_text)
             labels = known.get(context) or known.setdefault(context, encode_labels(writer.encoder, prompt_text, texts))
             self._reads.append(ask_labels(self.tree, tokens, labels, name))

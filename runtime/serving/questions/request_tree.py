@@ -18,6 +18,11 @@ from moepass.models.errors import CheckpointError, InputError
 from moepass.runtime.serving.requests.answer import Answer, Floats, ReadAnswer
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Tokens, Vector
 
+NO_NUMBERS = (
+    "the model's outputs are no numbers; its weights are damaged, or too large for their type (serve the model in "
+    "float32 to tell which)"
+)
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Node:
@@ -220,9 +225,5 @@ class TreeAnswer:
 
 def _checked(values: Floats) -> Floats:
     if np.isnan(values).any():
-        raise CheckpointError(
-            "the model's outputs are no numbers; its weights are damaged, or too large for their type (serve the "
-            "model in float32 to tell which)",
-            name="output",
-        )
+        raise CheckpointError(NO_NUMBERS, name="output")
     return values

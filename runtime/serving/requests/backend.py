@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Literal, Protocol
 
 from moepass.models.errors import InputError, MoepassError
@@ -33,6 +34,16 @@ class SequenceTooLongError(InputError):
 
 class AnswerTimeoutError(MoepassError, TimeoutError):
     """A request was not answered within its `expected` seconds; it has been given up and takes no more work."""
+
+
+async def answer_within(seconds: float, answer: Awaitable[Answer]) -> Answer:
+    """What `answer` gives. Raises AnswerTimeoutError after `seconds`, and cancels it then."""
+    try:
+        return await asyncio.wait_for(answer, seconds)
+    except AnswerTimeoutError:  # of the answer itself, which says more
+        raise
+    except TimeoutError:
+        raise AnswerTimeoutError(f"no answer within {seconds:g} seconds", name="timeout", expected=seconds) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

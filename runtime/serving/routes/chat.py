@@ -116,7 +116,7 @@ async def chat(call: Call) -> Response:
     call.need_predictions()
     prompt = await call.prepare(_prompt, call, body)
     tree = RequestTree(call.writer.most_tokens)
-    number = tree.add(prompt, "the conversation")
+    number = tree.add(prompt, "messages")
     count = body.top_logprobs or 0
     tree.read(number, len(prompt) - 1, top=max(1, count))
     answer = await call.answer_tree(tree, body.cache_salt, body.priority)

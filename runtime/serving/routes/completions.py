@@ -15,9 +15,9 @@ import msgspec
 from fastapi.responses import Response
 from msgspec import Meta
 
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_TOP_TOKENS
-from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
+from moepass.runtime.serving.questions.request_tree import NO_NUMBERS, RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.errors import DecodingError
@@ -104,7 +104,7 @@ async def complete(call: Call) -> Response:
     trees = []
     for place, prompt in enumerate(prompts):
         tree = RequestTree(call.writer.most_tokens)
-        number = tree.add(prompt, f"prompt {place}" if len(prompts) > 1 else "the prompt")
+        number = tree.add(prompt, f"prompt[{place}]" if len(prompts) > 1 else "prompt")
         if body.max_tokens == 1 or not body.echo or body.logprobs is None:
             tree.read(number, len(prompt) - 1, top=max(1, body.logprobs or 0))
         if body.echo and body.logprobs is not None:
@@ -131,7 +131,7 @@ def _prompts(call: Call, body: CompletionBody) -> list[Tokens]:
     prompts = prompt_list(call, body.prompt, "prompt")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return call.writer.encode_plain(texts, add_special=body.add_special_tokens, name="the prompt")
+        return call.writer.encode_plain(texts, add_special=body.add_special_tokens, name="prompt")
     return [prompt for prompt in prompts if not isinstance(prompt, str)]
 
 
@@ -189,8 +189,10 @@ def _logprobs(
 
 
 def at_least(log_probability: float) -> float:
-    """A log-probability that JSON can write."""
-    return max(log_probability, LEAST_LOG_PROBABILITY) if not math.isnan(log_probability) else LEAST_LOG_PROBABILITY
+    """A log-probability that JSON can write. Raises CheckpointError for NaN, which is none."""
+    if math.isnan(log_probability):
+        raise CheckpointError(NO_NUMBERS, name="output")
+    return max(log_probability, LEAST_LOG_PROBABILITY)
 
 
 def check_decoding(count: int | None, name: str, *, least: int) -> None:

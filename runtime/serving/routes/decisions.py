@@ -213,7 +213,7 @@ async def ask_tree(call: Call, tree: QuestionTree, salt: str | None, priority: i
 
 
 def _tree(call: Call, body: DecisionsBody) -> QuestionTree:
-    names = [question.name or f"questions[{number}]" for number, question in enumerate(body.questions)]
+    names = [_called(number, question.name) for number, question in enumerate(body.questions)]
     asked = [_question(question, f"questions[{number}]") for number, question in enumerate(body.questions)]
     text = input_text(body.input)
     return QuestionTree(call.writer, text, asked, SYSTEMONE, order_invariant=body.order_invariant, names=names)
@@ -243,6 +243,11 @@ def _question(question: DecisionPredicate | DecisionChoice | DecisionScore, name
             asked = Question("score", text, tuple(levels))
             check_options(asked, f"{name}.levels", MOST_CHOICES, "levels")
             return asked
+
+
+def _called(number: int, name: str | None) -> str:
+    """What errors call a question: its place first, which they name."""
+    return f"questions[{number}]" + (f" ({name!r})" if name else "")
 
 
 def _value_text(value: str | bool) -> str:
@@ -290,9 +295,10 @@ async def _labelled(call: Call) -> LabelledReply:
     tree = await call.prepare(_labelled_tree, call, body)
     answers = await ask_tree(call, tree, body.cache_salt, body.priority)
     found = {}
-    for question, answer in zip(body.questions, answers, strict=True):
+    for number, (question, answer) in enumerate(zip(body.questions, answers, strict=True)):
         if answer.refusal is not None:  # this shape knows no refusal of one question
-            raise InputError(f"question {question.id!r} cannot be answered: {answer.refusal}", name=question.id)
+            name = _called(number, question.id)
+            raise InputError(f"{name} cannot be answered: {answer.refusal}", name=name)
         found[question.id] = _labelled_answer(question, answer)
     return LabelledReply(call.model, found, TokenUsage(call.tokens, call.tokens))
 
@@ -301,25 +307,25 @@ def _labelled_tree(call: Call, body: LabelledBody) -> QuestionTree:
     text = json_text(body.input, compact=True)
     if not text.strip():
         raise InputError("input is blank; give a text", name="input")
-    asked = [_labelled_question(question) for question in body.questions]
-    names = [f"question {question.id!r}" for question in body.questions]
+    names = [_called(number, question.id) for number, question in enumerate(body.questions)]
+    asked = [_labelled_question(question, name) for question, name in zip(body.questions, names, strict=True)]
     return QuestionTree(call.writer, text, asked, SGLANG, order_invariant=body.order_invariant, names=names)
 
 
-def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo) -> Question:
+def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo, name: str) -> Question:
     text = json_text(question.question, compact=True)
     match question:
         case LabelledChoice():
             names = [option.name for option in question.options]
             if len(set(names)) < len(names):
-                raise InputError(f"question {question.id!r} has two options of one name", name=question.id)
+                raise InputError(f"{name} has two options of one name", name=name)
             options = [Option(option.name, json_text(option.description, compact=True)) for option in question.options]
             asked = Question("choice", text, tuple(options))
-            check_options(asked, f"question {question.id!r}", MOST_CHOICES, "options")
+            check_options(asked, name, MOST_CHOICES, "options")
         case LabelledScore():
             levels = [json_text(level, compact=True) for level in question.levels]
             asked = Question("score", text, tuple(Option(str(place), level) for place, level in enumerate(levels)))
-            check_options(asked, f"question {question.id!r}", MOST_CHOICES, "levels")
+            check_options(asked, name, MOST_CHOICES, "levels")
         case LabelledYesNo():
             described = [json_text(value, compact=True) for value in (question.yes, question.no)]
             asked = Question("predicate", text, (Option("yes", described[0]), Option("no", described[1])))

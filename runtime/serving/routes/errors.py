@@ -1,5 +1,8 @@
 """Errors become responses in OpenAI's shape: one sentence that says what was wrong and what would be right.
 
+`param` is a field of the body that the route takes, or a place within one (`questions[0].choices`), or null. What an
+error's name says beyond that, as `items[3] with the query` does, is for its sentence.
+
 Status codes: 400 for an input that cannot be answered, 401 for a wrong key, 404 for an unknown model or route, 408 for
 a body that does not come, 413 for one beyond the limit, 429 with Retry-After where the queue is full, 503 with
 Retry-After where nothing is answered now, and 504 for a request that was not answered in time.
@@ -9,11 +12,14 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+from collections.abc import Set
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.requests.backend import (
@@ -27,6 +33,7 @@ logger = logging.getLogger("moepass")
 
 # Seconds until a client may try again while nothing is answered.
 _RETRY_SECONDS = 1.0
+_PLACE = re.compile(r"(\w+)(?:\.\w+|\[\d+\])*")
 
 
 class ErrorBody(msgspec.Struct):
@@ -67,11 +74,11 @@ def error_response(
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def response_of(error: Exception) -> Response:
-    """The response to a request that ended with `error`."""
+def response_of(error: Exception, fields: Set[str] = frozenset()) -> Response:
+    """The response to a request that ended with `error`; `fields` are those that its body may have."""
     match error:
         case HttpError():
-            return error_response(error.status, _text(error), param=error.name, code=error.code)
+            return error_response(error.status, _text(error), param=_param(error.name, fields), code=error.code)
         case QueueFullError():
             headers = _retry_after(error.retry_after_seconds)
             return error_response(429, _text(error), code="queue_full", headers=headers)
@@ -82,7 +89,7 @@ def response_of(error: Exception) -> Response:
         case SequenceTooLongError():
             return error_response(400, _text(error), code="context_length_exceeded")
         case InputError():
-            return error_response(400, _text(error), param=error.name)
+            return error_response(400, _text(error), param=_param(error.name, fields))
         case HTTPException():
             return error_response(error.status_code, str(error.detail), headers=dict(error.headers or {}))
         case MoepassError() if error.path is None:
@@ -98,7 +105,7 @@ def add_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             error = _no_route(request, error)
-        return response_of(error)
+        return response_of(error, request.scope["moepass"].get("fields", frozenset()))
 
     for kind in (MoepassError, HTTPException):
         app.add_exception_handler(kind, handle)
@@ -110,8 +117,22 @@ def _no_route(request: Request, error: HTTPException) -> HTTPException:
     if error.status_code == 404:
         words = f"there is no route {path!r}; GET /openapi.json has all routes"
     else:
-        words = f"{path} takes no {request.method}; it takes {(error.headers or {}).get('Allow', 'other methods')}"
+        allowed = ", ".join(sorted(_methods(request)))  # the framework's own are those of one route of several
+        words = f"{path} takes no {request.method}; it takes {allowed}"
+        return HTTPException(error.status_code, words, {"Allow": allowed})
     return HTTPException(error.status_code, words, error.headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """What the request's path takes."""
+    routes = (route for route in request.app.routes if isinstance(route, Route) and route.path == request.url.path)
+    return {method for route in routes for method in route.methods or ()}
+
+
+def _param(name: str | None, fields: Set[str]) -> str | None:
+    """The place in the body that `name` begins with, None where it begins with none."""
+    found = _PLACE.match(name or "")
+    return found[0] if found is not None and found[1] in fields else None
 
 
 def _text(error: Exception) -> str:

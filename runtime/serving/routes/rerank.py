@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.routes.scores import check_items, pair_scores
+from moepass.runtime.serving.routes.scores import pair_scores
 from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id
 
 
@@ -86,9 +86,8 @@ async def rerank(call: Call) -> RerankReply | list[RankedText]:
     # 0 is what some clients send for all.
     if body.top_n is not None and body.top_n < 0:
         raise InputError.wrong("top_n", body.top_n, "1 or more, or left out")
-    check_items(body.documents, "documents")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    found = await _ranked(call, body.query, texts, body.cache_salt, body.priority)
+    found = await _ranked(call, body.query, texts, "documents", body.cache_salt, body.priority)
     results = [
         RerankResult(index, score, RerankDocument(texts[index]) if body.return_documents else None)
         for index, score in found[: body.top_n or None]
@@ -102,13 +101,14 @@ async def _rerank_texts(call: Call) -> list[RankedText]:
     body = call.body(PlainRerankBody)
     if body.raw_scores:
         raise InputError("raw_scores is given; scores are from 0 to 1 here, leave it out", name="raw_scores")
-    check_items(body.texts, "texts")
-    found = await _ranked(call, body.query, body.texts, None, body.priority)
+    found = await _ranked(call, body.query, body.texts, "texts", None, body.priority)
     return [RankedText(index, score, body.texts[index] if body.return_text else None) for index, score in found]
 
 
-async def _ranked(call: Call, query: str, texts: list[str], salt: str | None, priority: int) -> list[tuple[int, float]]:
-    scores = await pair_scores(call, [(query, text) for text in texts], salt, priority)
+async def _ranked(
+    call: Call, query: str, texts: list[str], name: str, salt: str | None, priority: int
+) -> list[tuple[int, float]]:
+    scores = await pair_scores(call, [(query, text) for text in texts], salt, priority, ("query", name))
     return sorted(enumerate(scores), key=lambda one: -one[1])
 
 

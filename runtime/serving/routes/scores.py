@@ -121,7 +121,11 @@ async def _score_pairs(call: Call) -> PairScoreReply:
             expected=len(documents),
         )
     pairs = list(zip(queries, documents, strict=True))
-    return _pair_reply(call, await pair_scores(call, pairs, body.cache_salt, body.priority))
+    names = (
+        "queries" if body.queries is not None else "text_1",
+        "documents" if body.documents is not None else "text_2",
+    )
+    return _pair_reply(call, await pair_scores(call, pairs, body.cache_salt, body.priority, names))
 
 
 def _pair_reply(call: Call, scores: Sequence[float]) -> PairScoreReply:
@@ -164,7 +168,7 @@ def _joined(call: Call, body: LabelScoreBody, items: Sequence[TextOrTokens], add
             if not isinstance(item, str):
                 raise InputError(f"items[{place}] holds tokens, but the query is a text; give both alike", name="items")
             texts.append(item + query if body.item_first else query + item)
-        return call.writer.encode_plain(texts, add_special=add_special, name="the query with an item")
+        return call.writer.encode_plain(texts, add_special=add_special, name="query with an item")
     check_token_ids(call, query, "query")
     joined = []
     for place, item in enumerate(items):
@@ -175,14 +179,16 @@ def _joined(call: Call, body: LabelScoreBody, items: Sequence[TextOrTokens], add
     return joined
 
 
-async def pair_scores(call: Call, pairs: Sequence[tuple[str, str]], salt: str | None, priority: int) -> list[float]:
-    """How relevant the second text of each pair is to the first, from 0 to 1."""
-    check_items(pairs, "documents")
+async def pair_scores(
+    call: Call, pairs: Sequence[tuple[str, str]], salt: str | None, priority: int, names: tuple[str, str]
+) -> list[float]:
+    """How relevant the second text of each pair is to the first, from 0 to 1. `names`: the fields that they are in."""
+    check_items(pairs, names[1])
     status = call.service.backend.status()
     has_classes = status.vector == "class scores"
     if not has_classes:
         call.need_predictions()
-    tree = await call.prepare(PairTree, call.writer, pairs, by_class_scores=has_classes)
+    tree = await call.prepare(PairTree, call.writer, pairs, by_class_scores=has_classes, names=names)
     return tree.scores(await call.answer_tree(tree.tree, salt, priority))
 
 

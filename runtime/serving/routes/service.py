@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
@@ -50,6 +51,8 @@ _CHANGING_FIELDS: dict[str, tuple[Any, ...]] = {
     "guided_json": (None,),
     "guided_grammar": (None,),
 }
+
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 # Bodies beyond this are made into tokens by another thread, so that others are answered meanwhile. [Empirical]
 _SMALL_BODY_BYTES = 1 << 12
@@ -218,6 +221,12 @@ class Route:
     has_streams: bool = False
     asks_model: bool = True
 
+    @property
+    def fields(self) -> Set[str]:
+        """What errors may name: the fields of its bodies, and those that no body may have."""
+        known = {name for body in self.bodies for name in body.__struct_fields__}
+        return known | _CHANGING_FIELDS.keys() if known else known
+
 
 class EmptyReply(msgspec.Struct):
     """Nothing but that it was answered."""
@@ -251,5 +260,8 @@ def _decode(raw: bytes, kind: Any) -> Any:
     try:
         return decode_json(raw, kind)
     except InputError as error:
-        path = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else "body"
-        raise InputError(f"the body does not fit: {error}", name=path) from error
+        text = str(error)
+        place = text.rpartition("`$.")[2].rstrip("`") if "`$." in text else ""
+        missing = _MISSING.match(text)
+        name = ".".join(filter(None, (place, missing[1] if missing else ""))) or "body"
+        raise InputError(f"the body does not fit: {text}", name=name) from error

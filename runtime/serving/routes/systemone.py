@@ -96,7 +96,7 @@ async def systemone(call: Call) -> SystemoneReply:
     found = {}
     for (name, question), answer in zip(body.questions.items(), answers, strict=True):
         if answer.refusal is not None:  # this shape knows no refusal of one question
-            raise InputError(f"question {name!r} cannot be answered: {answer.refusal}", name=f"questions.{name}")
+            raise InputError(f"questions[{name!r}] cannot be answered: {answer.refusal}", name="questions")
         found[name] = _reply(question, answer)
     return SystemoneReply(call.model, found, SystemoneUsage(call.tokens, call.cached_tokens))
 
@@ -105,9 +105,11 @@ def _tree(call: Call, body: SystemoneBody) -> QuestionTree:
     text = json_text(body.state, compact=False)
     if not text.strip():
         raise InputError("state is blank; give a text", name="state")
-    names = [f"question {name!r}" for name in body.questions]
+    names = [f"questions[{name!r}]" for name in body.questions]
     asked = [_question(question, name) for question, name in zip(body.questions.values(), names, strict=True)]
-    return QuestionTree(call.writer, text, asked, SYSTEMONE, order_invariant=body.order_invariant, names=names)
+    return QuestionTree(
+        call.writer, text, asked, SYSTEMONE, order_invariant=body.order_invariant, text_name="state", names=names
+    )
 
 
 def _question(question: NoulQuestion | ChoiceQuestion | ScoreQuestion, name: str) -> Question:

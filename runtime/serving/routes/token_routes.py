@@ -69,7 +69,7 @@ async def tokenize(call: Call) -> TokenizeReply:
 def _tokens(call: Call, body: TokenizeBody) -> Tokens:
     writer = call.writer
     if body.prompt is not None:
-        return writer.encode_plain([body.prompt], add_special=body.add_special_tokens, name="the prompt")[0]
+        return writer.encode_plain([body.prompt], add_special=body.add_special_tokens, name="prompt")[0]
     messages = [
         {"role": message.role, "content": content_text(message.content, f"messages[{number}].content")}
         for number, message in enumerate(body.messages or [])
@@ -79,7 +79,8 @@ def _tokens(call: Call, body: TokenizeBody) -> Tokens:
 
 async def detokenize(call: Call) -> DetokenizeReply:
     body = call.body(DetokenizeBody)
-    check_limit("the number of tokens", len(body.tokens), MOST_REQUEST_TOKENS, "send them in several parts")
+    advice = "send them in several parts"
+    check_limit("the number of tokens", len(body.tokens), MOST_REQUEST_TOKENS, advice, name="tokens")
     check_token_ids(call, body.tokens, "tokens")
     return DetokenizeReply(await call.prepare(TokenTexts(call.writer.tokenizer).text, body.tokens))
 

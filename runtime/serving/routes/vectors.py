@@ -104,14 +104,14 @@ class Prediction(msgspec.Struct):
 
 async def embed(call: Call) -> EmbeddingReply:
     body = call.body(VectorBody)
-    found = await _embeddings(call, body.input, body.dimensions, body.cache_salt, body.priority)
+    found = await _embeddings(call, "input", body.input, body.dimensions, body.cache_salt, body.priority)
     data = [Embedding(index, _written(vector, body)) for index, vector in enumerate(map(_normalised, found))]
     return EmbeddingReply(call.model, data, TokenUsage(call.tokens, call.tokens))
 
 
 async def embed_plain(call: Call) -> list[list[float]]:
     body = call.body(PlainBody)
-    found = await _embeddings(call, body.inputs, body.dimensions, None, body.priority)
+    found = await _embeddings(call, "inputs", body.inputs, body.dimensions, None, body.priority)
     return [(_normalised(vector) if body.normalize else vector).tolist() for vector in found]
 
 
@@ -120,7 +120,7 @@ async def classify(call: Call) -> ClassifyReply:
     prompts = await call.prepare(prompt_list, call, body.input, "input")
     names = _class_names(call)
     data = []
-    for index, scores in enumerate(await _class_scores(call, prompts, body.cache_salt, body.priority)):
+    for index, scores in enumerate(await _class_scores(call, "input", prompts, body.cache_salt, body.priority)):
         data.append(ClassifiedText(index, names[_best(scores)], scores, len(scores)))
     usage = TokenUsage(call.tokens, call.tokens)
     return ClassifyReply(new_id("classify"), int(time.time()), call.model, data, usage)
@@ -134,10 +134,10 @@ async def pool(call: Call) -> PoolingReply:
         raise InputError.wrong("task", body.task, f"one of {', '.join(known) or 'none, for this model pools nothing'}")
     if kind == "class scores":
         prompts = await call.prepare(prompt_list, call, body.input, "input")
-        scores = await _class_scores(call, prompts, body.cache_salt, body.priority)
+        scores = await _class_scores(call, "input", prompts, body.cache_salt, body.priority)
         found = [np.array(values, np.float32) for values in scores]
     else:
-        vectors = await _embeddings(call, body.input, body.dimensions, body.cache_salt, body.priority)
+        vectors = await _embeddings(call, "input", body.input, body.dimensions, body.cache_salt, body.priority)
         found = [_normalised(vector) for vector in vectors]
     data = [PooledText(index, _written(vector, body)) for index, vector in enumerate(found)]
     usage = TokenUsage(call.tokens, call.tokens)
@@ -149,7 +149,7 @@ async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
     texts: list[list[str]] = [[body.inputs]] if isinstance(body.inputs, str) else _texts(body.inputs)
     check_items(texts, "inputs")
     prompts = await call.prepare(_joined, call, texts)
-    found = await _class_scores(call, prompts, None, body.priority, is_raw=body.raw_scores)
+    found = await _class_scores(call, "inputs", prompts, None, body.priority, is_raw=body.raw_scores)
     names = _class_names(call)
     sorted_ = [
         sorted(
@@ -185,15 +185,15 @@ def _joined(call: Call, texts: Sequence[Sequence[str]]) -> list[str] | list[Toke
     if call.service.backend.status().vector != "class scores":
         raise InputError("this model classifies single texts; send no pairs", name="inputs")
     return [
-        call.writer.encode_pairs([(text[0], text[1])])[0]
+        call.writer.encode_pairs([(text[0], text[1])], ("inputs", "inputs"))[0]
         if len(text) == 2
-        else call.writer.encode_plain([text[0]], name="a text")[0]
+        else call.writer.encode_plain([text[0]], name="inputs")[0]
         for text in texts
     ]
 
 
 async def _embeddings(
-    call: Call, inputs: Inputs, dimensions: int | None, salt: str | None, priority: int
+    call: Call, name: str, inputs: Inputs, dimensions: int | None, salt: str | None, priority: int
 ) -> list[Floats]:
     status = call.service.backend.status()
     if status.vector != "embedding":
@@ -202,8 +202,8 @@ async def _embeddings(
             + (": its head tells classes apart, ask /classify" if status.vector else ""),
             name="model",
         )
-    prompts = await call.prepare(prompt_list, call, inputs, "input")
-    found = await _vectors(call, prompts, salt, priority)
+    prompts = await call.prepare(prompt_list, call, inputs, name)
+    found = await _vectors(call, name, prompts, salt, priority)
     size = len(found[0])
     check_answer(size * len(found))
     if dimensions not in (None, size):
@@ -211,19 +211,21 @@ async def _embeddings(
     return found
 
 
-async def _vectors(call: Call, prompts: list[str] | list[Tokens], salt: str | None, priority: int) -> list[Floats]:
+async def _vectors(
+    call: Call, name: str, prompts: list[str] | list[Tokens], salt: str | None, priority: int
+) -> list[Floats]:
     trees = []
-    for place, tokens in enumerate(await call.prepare(_encoded, call, prompts)):
+    for place, tokens in enumerate(await call.prepare(_encoded, call, name, prompts)):
         tree = RequestTree(call.writer.most_tokens)
-        number = tree.add(tokens, f"input[{place}]")
+        number = tree.add(tokens, f"{name}[{place}]")
         tree.vector(number, call.writer.prompt.vector)
         trees.append(tree)
     return [answer.vector(0) for answer in await call.answer_trees(trees, salt, priority)]
 
 
-def _encoded(call: Call, prompts: list[str] | list[Tokens]) -> list[Tokens]:
+def _encoded(call: Call, name: str, prompts: list[str] | list[Tokens]) -> list[Tokens]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    return call.writer.encode_plain(texts, name="an input") if texts else prompts  # type: ignore[return-value]
+    return call.writer.encode_plain(texts, name=name) if texts else prompts  # type: ignore[return-value]
 
 
 def _class_names(call: Call) -> tuple[str, ...]:
@@ -232,11 +234,17 @@ def _class_names(call: Call) -> tuple[str, ...]:
 
 
 async def _class_scores(
-    call: Call, prompts: list[str] | list[Tokens], salt: str | None, priority: int, *, is_raw: bool = False
+    call: Call,
+    name: str,
+    prompts: list[str] | list[Tokens],
+    salt: str | None,
+    priority: int,
+    *,
+    is_raw: bool = False,
 ) -> list[list[float]]:
     status, writer = call.service.backend.status(), call.writer
     if status.vector == "class scores":
-        scores = await _vectors(call, prompts, salt, priority)
+        scores = await _vectors(call, name, prompts, salt, priority)
         return [values.tolist() if is_raw else class_probabilities(values) for values in scores]
     if not writer.prompt.labels:
         raise InputError(
@@ -245,22 +253,24 @@ async def _class_scores(
             name="model",
         )
     check_answer(len(prompts) * len(writer.prompt.labels))
-    trees, reads = await call.prepare(_label_trees, call, prompts)
+    trees, reads = await call.prepare(_label_trees, call, name, prompts)
     answers = await call.answer_trees(trees, salt, priority)
     found = [read.scores(answer) for read, answer in zip(reads, answers, strict=True)]
     return [list(scores.log_probabilities if is_raw else scores.probabilities) for scores in found]
 
 
-def _label_trees(call: Call, prompts: list[str] | list[Tokens]) -> tuple[list[RequestTree], list[LabelReads]]:
+def _label_trees(
+    call: Call, name: str, prompts: list[str] | list[Tokens]
+) -> tuple[list[RequestTree], list[LabelReads]]:
     writer = call.writer
     trees, reads = [], []
     for place, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
-            raise InputError("the input holds tokens; this model classifies texts, in its own prompt", name="input")
-        rendered = writer.ask(prompt, f"input[{place}]")
+            raise InputError(f"{name} holds tokens; this model classifies texts, in its own prompt", name=name)
+        rendered = writer.ask(prompt, f"{name}[{place}]")
         labels = encode_labels(writer.encoder, rendered, writer.prompt.labels)
         tree = RequestTree(writer.most_tokens)
-        reads.append(ask_labels(tree, writer.encode([rendered])[0], labels, f"input[{place}]"))
+        reads.append(ask_labels(tree, writer.encode([rendered])[0], labels, f"{name}[{place}]"))
         trees.append(tree)
     return trees, reads
 

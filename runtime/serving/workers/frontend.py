@@ -33,6 +33,7 @@ from moepass.runtime.serving.requests.backend import (
     NotServingError,
     QueueFullError,
     ServingState,
+    answer_within,
 )
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.view import BackendView
@@ -205,12 +206,8 @@ class Frontend:
         self._open_bytes += size
         self._route_soon()
         try:
-            answer = await asyncio.wait_for(waiting.future, timeout_seconds)
+            answer = await answer_within(timeout_seconds, waiting.future)
             return self._times.answered(waiting, answer, time.monotonic())
-        except TimeoutError:
-            raise AnswerTimeoutError(
-                f"no answer within {timeout_seconds:g} seconds", name="timeout", expected=timeout_seconds
-            ) from None
         finally:
             self._open_bytes -= size
             if self._waiting.pop(number, None) is not None:  # timed out, or its client is gone

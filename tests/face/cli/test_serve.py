@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,9 @@ from typer.testing import CliRunner
 
 from moepass.cli.main import app
 from moepass.cli.serve_command import served_names
+from moepass.cli.serving import possible_connections
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer, resolve_model
+from moepass.models.limits import MOST_CONNECTIONS
 
 START_SECONDS = 240
 
@@ -153,6 +156,21 @@ def test_times_that_are_none_are_refused_by_the_name_of_the_option(option: str, 
     done = CliRunner().invoke(app, ["serve", "demo", option, value])
     assert done.exit_code == 2
     assert option in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hard_limit", "expected", "warns"),
+    [(1 << 16, 4096, False), (resource.RLIM_INFINITY, 4096, False), (1024, 768, True), (100, 1, True)],
+)
+def test_no_more_connections_are_promised_than_files_can_be_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hard_limit: int, expected: int, warns: bool
+) -> None:
+    limits: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, hard_limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append(pair))
+    assert possible_connections(MOST_CONNECTIONS) == expected
+    assert limits == [(hard_limit, hard_limit)]
+    assert (f"{expected} connections at most, not 4096" in capsys.readouterr().err) is warns
 
 
 def test_a_dense_model_is_refused_with_the_reason(tmp_path: Path) -> None:

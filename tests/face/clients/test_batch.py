@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from moepass.cli.main import app
 from moepass.clients import batch_lines, batch_run
 from moepass.clients.batch_lines import BadBatchLine, BatchAnswer, read_batch
-from moepass.clients.batch_run import Batch, KeyRefusedError, ServerGoneError
+from moepass.clients.batch_run import Batch, ForeignServerError, KeyRefusedError, ServerGoneError
 from moepass.clients.places import Places
 from moepass.models.errors import InputError, OptionError
 
@@ -223,13 +223,13 @@ def test_errors_are_asked_again_where_that_is_wished(files: tuple[Path, Path]) -
 
     def ask(request: httpx.Request) -> httpx.Response:
         name = json.loads(request.content)["name"]
-        return httpx.Response(500, text="<html>sorry</html>") if name in bad else echoed(request)
+        return httpx.Response(500, json={"error": "sorry"}) if name in bad else echoed(request)
 
     batch = Batch(str(source), str(target))
     run(batch, ask)
     assert batch.counts.errors == 1
     (wrong,) = (answer for answer in answered(target) if answer["custom_id"] == "b")
-    assert wrong["response"]["body"] == "<html>sorry</html>"
+    assert wrong["response"]["body"] == {"error": "sorry"}
     batch = Batch(str(source), str(target))
     run(batch, ask)
     assert (batch.counts.answered, batch.counts.errors) == (0, 1)
@@ -308,6 +308,53 @@ def test_a_wrong_key_ends_it_before_every_line_is_an_error(files: tuple[Path, Pa
     with pytest.raises(KeyRefusedError, match=f"{status}: who are you; give the right --api-key"):
         run(Batch(str(source), str(target)), lambda request: httpx.Response(status, json={"detail": "who are you"}))
     assert answered(target) == []
+
+
+PAGE = "<!doctype html><html>Not here</html>"
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "words"),
+    [
+        (200, {"text": PAGE}, "200: no JSON, but '<!doctype"),
+        (404, {"text": PAGE}, "404: no JSON"),
+        (301, {"text": PAGE}, "301: no JSON"),
+        (404, {"json": {"detail": "Not Found"}}, "404: Not Found"),
+        (200, {"json": "hello"}, "200: hello"),
+        (200, {"content": b"\xff\x00garbage"}, "200: no JSON"),
+        (200, {"content": b""}, "200: no JSON, but ''"),
+    ],
+)
+def test_a_server_of_something_else_ends_it_with_one_error_and_no_answer(
+    files: tuple[Path, Path], status: int, content: dict[str, Any], words: str
+) -> None:
+    source, target = files
+    write_batch(source, list("abcdef"))
+    with pytest.raises(ForeignServerError, match=f"answers POST {ROUTE} with {words}.* address of one as --url"):
+        run(Batch(str(source), str(target)), lambda request: httpx.Response(status, **content))
+    assert answered(target) == []
+
+
+def test_a_page_that_comes_between_answers_is_an_error_of_its_line(files: tuple[Path, Path]) -> None:
+    source, target = files
+    write_batch(source, ["first", "page", "events", "no such route"])
+
+    def ask(request: httpx.Request) -> httpx.Response:
+        match json.loads(request.content)["name"]:
+            case "page":
+                return httpx.Response(504, text=PAGE)
+            case "events":
+                return httpx.Response(200, text="data: {}", headers={"content-type": "text/event-stream"})
+            case "no such route":
+                return httpx.Response(404, json={"detail": "Not Found"})
+        return echoed(request)
+
+    run(Batch(str(source), str(target)), ask, most_open=1)
+    found = {answer["custom_id"]: answer for answer in answered(target)}
+    assert found["page"]["response"] is None
+    assert found["page"]["error"]["code"] == "no_json"
+    assert found["events"]["response"]["body"] == "data: {}"
+    assert found["no such route"]["response"]["status_code"] == 404
 
 
 def test_no_more_places_are_taken_than_there_are() -> None:
@@ -394,8 +441,10 @@ def test_a_server_is_asked_with_its_key(files: tuple[Path, Path]) -> None:
         assert (result.exit_code, stub.keys) == (0, {"Bearer secret"})
         assert "2 lines answered now; 0 answers of 2 are errors" in result.stderr
         source.write_text(source.read_text() + "{}\n")
-        result = command("-i", source, "-o", target, MOEPASS_URL=stub.url)
+        result = command("-i", source, "-o", target, MOEPASS_URL=stub.url, MOEPASS_HOME="peer")
         assert result.exit_code == 1
+        assert "MOEPASS_HOME is not used: it is for a MODEL" in result.stderr
+        assert result.stderr.count("MOEPASS_") == 1
         assert "3 lines, 2 of them answered before" in result.stderr
         assert "--retry-errors" in result.stderr
 

@@ -344,6 +344,16 @@ def test_bench_says_why_nothing_is_answered() -> None:
     assert "no server answers" in bench(stub.url).stderr
 
 
+def test_bench_measures_no_server_of_something_else() -> None:
+    with stub_server(lambda route, value: (200, {}, "<html>Welcome</html>")) as stub:
+        result = bench(stub.url)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "/v1/models of the server is none" in result.stderr
+        result = bench(stub.url, "--model", "mine")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "answers nothing of this workload: 200: no JSON, but '<html>" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

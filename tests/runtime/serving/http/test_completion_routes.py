@@ -9,6 +9,9 @@ import pytest
 from plain_scores import next_token_table
 from served import CHAT_TEMPLATE, Served
 
+from moepass.models.errors import CheckpointError
+from moepass.runtime.serving.routes.completions import at_least
+
 TEXT = "The cat sat on the mat"
 
 
@@ -95,6 +98,12 @@ def test_tokens_that_read_alike_all_are_listed(base: Served) -> None:
     assert len(choice["logprobs"]["top_logprobs"][0]) == 20
 
 
+def test_what_is_no_number_is_no_log_probability() -> None:
+    assert [at_least(value) for value in (-1.5, float("-inf"), -1e9)] == [-1.5, -9999.0, -9999.0]
+    with pytest.raises(CheckpointError, match="no numbers"):
+        at_least(float("nan"))
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -110,13 +119,13 @@ def test_tokens_that_read_alike_all_are_listed(base: Served) -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "the prompt"),
-        ({"prompt": ""}, "the prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [[1], 2]}, "prompt"),
         ({"prompt": [1 << 40]}, "prompt"),
-        ({"prompt": [5] * 1025}, "the prompt"),
+        ({"prompt": [5] * 1025}, "prompt"),
     ],
 )
 def test_what_needs_decoding_or_changes_scores_is_refused_by_name(

@@ -250,7 +250,7 @@ BODY = {"model": "tiny", "input": INPUT, "questions": [PREDICATE]}
         ({"questions": []}, "questions"),
         ({"questions": [PREDICATE] * (MOST_QUESTIONS + 1)}, "questions"),
         ({"questions": [{"type": "guess", "instructions": "x"}]}, "questions[0].type"),
-        ({"questions": [{"type": "predicate"}]}, "questions[0]"),
+        ({"questions": [{"type": "predicate"}]}, "questions[0].instructions"),
         ({"questions": [PREDICATE | {"instructions": " "}]}, "questions[0].instructions"),
         ({"questions": [CHOICE | {"choices": [{"value": "a"}]}]}, "questions[0].choices"),
         ({"questions": [CHOICE | {"choices": [{"value": "a"}] * 2}]}, "questions[0].choices"),

@@ -32,11 +32,8 @@ from moepass.runtime.serving.routes import scores, service
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 
 POSTS = sorted({route.path for route in ROUTES if route.method == "POST" and route.bodies})
-DECISION = {
-    "model": "tiny",
-    "input": "a text",
-    "questions": [{"type": "predicate", "instructions": "Is it so?"}],
-}
+ASKED = {"type": "predicate", "instructions": "Is it so?"}
+DECISION = {"model": "tiny", "input": "a text", "questions": [ASKED]}
 INVOCATIONS: list[tuple[dict[str, Any], str]] = [
     ({"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}, "/v1/systemone"),
     (DECISION, "/v1/decisions"),
@@ -183,7 +180,13 @@ def guarded(checkpoint: Path) -> Iterator[Served]:
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_the_key_guards_every_route_but_health(guarded: Served, route: Any) -> None:
-    for headers in ({}, {"Authorization": "Bearer sesame"}, {"Authorization": ""}, {"Authorization": b"Bearer \xff"}):
+    for headers in (
+        {},
+        {"Authorization": "Bearer sesame"},
+        {"Authorization": "Basic sésame".encode()},
+        {"Authorization": ""},
+        {"Authorization": b"Bearer \xff"},
+    ):
         response = httpx.request(route.method, guarded.url + route.path, headers=headers)
         if route.path in OPEN_PATHS:
             assert response.status_code == 200
@@ -198,8 +201,9 @@ def test_the_key_guards_what_is_no_route_of_ours(guarded: Served, path: str) -> 
     assert httpx.get(guarded.url + path).status_code == 401
 
 
-def test_the_right_key_opens(guarded: Served) -> None:
-    headers = {"Authorization": "Bearer sésame".encode()}
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
+def test_the_right_key_opens(guarded: Served, scheme: str) -> None:
+    headers = {"Authorization": f"{scheme} sésame".encode()}
     assert httpx.post(f"{guarded.url}/v1/decisions", json=DECISION, headers=headers).status_code == 200
 
 
@@ -209,6 +213,7 @@ def test_the_right_key_opens(guarded: Served) -> None:
         ("GET", "/nowhere", 404, "there is no route '/nowhere'; GET /openapi.json has all routes"),
         ("POST", "/v1/decisions/", 404, "there is no route '/v1/decisions/'; GET /openapi.json has all routes"),
         ("GET", "/v1/decisions", 405, "/v1/decisions takes no GET; it takes POST"),
+        ("DELETE", "/ping", 405, "/ping takes no DELETE; it takes GET, HEAD, POST"),
     ],
 )
 def test_what_is_no_route_is_told_what_would_be_right(
@@ -259,6 +264,20 @@ def test_a_server_says_how_it_is(chat: Served) -> None:
         assert get("/health").status_code == 200
     finally:
         chat.backend.state = "ready"
+
+
+@pytest.mark.parametrize("path", sorted(route.path for route in ROUTES if route.method == "GET"))
+def test_a_probe_with_head_is_answered_as_get_without_a_body(chat: Served, path: str) -> None:
+    for state, status in (("ready", 200), ("draining", 503 if path in ("/ready", "/ping") else 200)):
+        chat.backend.state = state
+        try:
+            probed, whole = chat.client.head(path), chat.client.get(path)
+        finally:
+            chat.backend.state = "ready"
+        assert (probed.status_code, probed.content, whole.status_code) == (status, b"", status)
+        assert probed.headers["content-type"] == whole.headers["content-type"]
+    # The connection goes on, and a route that computes is not probed.
+    assert chat.client.head("/v1/decisions").status_code == 405
 
 
 def test_openais_client_lists_the_models(client: openai.OpenAI) -> None:
@@ -373,13 +392,56 @@ ABSURD = {
 }
 
 
+LONG = "a" * 2000  # longer than the model takes; the other one is not even made into tokens
+ENDLESS = "a" * 10_000_000
+LABELLED = {"id": "is it so?", "type": "yes_no", "question": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/completions", {"prompt": LONG, "max_tokens": 1}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", LONG], "max_tokens": 1}, "prompt[1]"),
+        ("/v1/completions", {"prompt": ENDLESS, "max_tokens": 1}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": "gpt"}, "model"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": ENDLESS}]}, "messages[0].content"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/v1/decisions", DECISION | {"input": LONG}, "questions[0]"),
+        ("/v1/decisions", DECISION | {"input": LONG, "questions": [ASKED | {"name": "model"}]}, "questions[0]"),
+        ("/v1/decisions", {"input": LONG, "questions": [LABELLED]}, "questions[0]"),
+        ("/v1/systemone", {"state": LONG, "questions": {"so?": {"type": "noul"}}}, "questions"),
+        ("/v1/systemone", {"state": "s", "questions": {"?": {"type": "noul", "criteria": {"x": 0}}}}, "questions"),
+        ("/v1/score", {"query": "a", "items": ["b", LONG], "label_token_ids": [5]}, "items[1]"),
+        ("/v1/score", {"query": ENDLESS, "items": ["b"], "label_token_ids": [5]}, "query"),
+        ("/score", {"queries": "a", "documents": LONG}, "documents[0]"),
+        ("/score", {"text_1": "a", "text_2": ["b", LONG]}, "text_2[1]"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "texts": ["b", LONG]}, "texts[1]"),
+        ("/tokenize", {"prompt": ENDLESS}, "prompt"),
+        ("/detokenize", {"tokens": [5] * (MOST_REQUEST_TOKENS + 1)}, "tokens"),
+        ("/invocations", {"x": 1}, None),
+        ("/invocations", {"prompt": LONG, "max_tokens": 1}, "prompt"),
+        ("/classify", {"input": "a"}, "model"),
+        ("/predict", {"inputs": "a"}, None),  # its body names no model
+    ],
+)  # fmt: skip
+def test_an_error_names_the_field_that_it_is_about(chat: Served, path: str, body: Any, param: str | None) -> None:
+    status = 404 if body.get("model") == "gpt" else 400
+    assert chat.refused(path, body, status)["param"] == param
+
+
 @pytest.mark.parametrize("path", POSTS)
 def test_absurd_bodies_are_refused_with_a_sentence(chat: Served, path: str) -> None:
+    (fields,) = {frozenset(route.fields) for route in ROUTES if (route.method, route.path) == ("POST", path)}
     for name, body in ABSURD.items():
         response = chat.client.post(path, content=body)
         assert response.status_code in (200, 400), (name, response.text)
         if response.status_code == 400:
-            assert response.json()["error"]["message"], name
+            error = response.json()["error"]
+            assert error["message"], name
+            assert error["param"] is None or error["param"].split(".")[0].split("[")[0] in fields, name
 
 
 def _choices(count: int, text: str = "v") -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_generative_scoring_gives_the_share_of_the_first_label(base: Served) -> 
         ({"items": [[1]]}, "items"),
         ({"query": [1]}, "items"),
         ({"query": [999], "items": [[1]]}, "query"),
-        ({"query": [], "items": [[]]}, "items[0] with the query"),
+        ({"query": [], "items": [[]]}, "items[0]"),
         ({"query": None}, "query"),
     ],
 )

@@ -8,13 +8,15 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from served import Served
 
-from moepass.runtime.serving.http.listen import server_of
+from moepass.models.limits import MOST_BODY_BYTES
+from moepass.runtime.serving.http.listen import DrainingServer, server_of
 from moepass.runtime.serving.http.listening_socket import open_socket
+from moepass.runtime.serving.http.patience import ConnectionLimits
 
 HEAD_SECONDS, READ_SECONDS = 0.3, 0.4
 BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
@@ -24,17 +26,35 @@ def head(length: int, path: str = "/v1/completions") -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-@pytest.fixture(scope="module")
-def impatient(chat: Served) -> Iterator[tuple[str, int]]:
+@contextlib.contextmanager
+def limited(chat: Served, limits: ConnectionLimits) -> Iterator[tuple[DrainingServer, tuple[str, int]]]:
     settings = dataclasses.replace(chat.service.settings, read_seconds=READ_SECONDS)
-    server = server_of(dataclasses.replace(chat.service, settings=settings), head_seconds=HEAD_SECONDS)
+    server = server_of(dataclasses.replace(chat.service, settings=settings), limits=limits)
     with open_socket("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
-        yield listening.getsockname()[:2]
+        yield server, listening.getsockname()[:2]
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def impatient_server(chat: Served) -> Iterator[tuple[DrainingServer, tuple[str, int]]]:
+    with limited(chat, ConnectionLimits(head_seconds=HEAD_SECONDS, read_seconds=READ_SECONDS)) as running:
+        yield running
+
+
+@pytest.fixture
+def impatient(impatient_server: tuple[DrainingServer, tuple[str, int]]) -> tuple[str, int]:
+    return impatient_server[1]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -86,11 +106,74 @@ def test_a_head_that_never_ends_is_cut_off(impatient: tuple[str, int], behind_an
         assert is_closed_while_it_trickles(opened, b"X-More: more\r\n")
 
 
+def test_a_client_that_says_nothing_is_cut_off(impatient: tuple[str, int]) -> None:
+    with connected(impatient) as opened:
+        assert opened.recv(1) == b""
+
+
+# More than the sockets of both sides hold.
+MANY_ANSWERS = 150
+
+
+def ask_for_many(address: tuple[str, int]) -> socket.socket:
+    opened = socket.socket()
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    opened.settimeout(20)
+    opened.connect(address)
+    ask = b"GET /openapi.json HTTP/1.1\r\nHost: here\r\n"
+    opened.sendall((ask + b"\r\n") * (MANY_ANSWERS - 1) + ask + b"Connection: close\r\n\r\n")
+    return opened
+
+
+def test_a_client_that_reads_no_answer_is_cut_off(impatient_server: tuple[DrainingServer, tuple[str, int]]) -> None:
+    server, address = impatient_server
+    wait_until(lambda: not server.server_state.connections)
+    with ask_for_many(address):
+        wait_until(lambda: any(one.transport.get_write_buffer_size() for one in server.server_state.connections))
+        wait_until(lambda: not server.server_state.connections)
+        assert not server.server_state.tasks
+
+
+def test_a_client_that_reads_slowly_gets_its_answers(chat: Served, impatient: tuple[str, int]) -> None:
+    size = MANY_ANSWERS * len(chat.client.get("/openapi.json").content)
+    with ask_for_many(impatient) as opened:
+        whole = bytearray()
+        while part := opened.recv(1 << 16):
+            # Twice as long as one answer may be left, in all.
+            time.sleep(2 * READ_SECONDS * len(part) / size)
+            whole += part
+    assert whole.count(b"HTTP/1.1 200 ") == MANY_ANSWERS
+
+
+def test_one_connection_too_many_is_told_so(chat: Served) -> None:
+    with contextlib.ExitStack() as opened, limited(chat, ConnectionLimits(most=2)) as (server, address):
+        first, *others = [opened.enter_context(connected(address)) for _ in range(40)]
+        for one in others[1:]:  # in the order in which they came
+            answer = b"".join(iter(lambda one=one: one.recv(1 << 16), b""))
+            start, _, body = answer.partition(b"\r\n\r\n")
+            assert start.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nretry-after: 1\r\n" in start
+            assert "2 connections are open" in json.loads(body)["error"]["message"]
+        assert len(server.server_state.connections) == 2
+        first.close()
+        wait_until(lambda: len(server.server_state.connections) == 1)
+        with connected(address) as next_one:
+            for one in (others[0], next_one):
+                one.sendall(head(len(BODY)) + BODY)
+                assert answered(one) == 200
+
+
 def test_a_body_that_never_ends_is_an_error_and_frees_what_it_took(chat: Served, impatient: tuple[str, int]) -> None:
     with connected(impatient) as opened:
         opened.sendall(head(1000) + BODY)
         assert answered(opened) == 408
     assert chat.service.bodies.taken == 0
+
+
+def test_a_body_that_is_declared_too_large_is_refused_unread(impatient: tuple[str, int]) -> None:
+    with connected(impatient) as opened:
+        opened.sendall(head(MOST_BODY_BYTES + 1) + BODY)
+        assert answered(opened) == 413  # and not 408 when its time is over
 
 
 @pytest.mark.slow
