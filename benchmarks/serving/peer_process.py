@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from serving_workloads import Prompts
 class Run:
     """`seconds` for all prompts; of each its most likely next token with its log-probability, and its latency.
 
-    `processor_seconds` are those of all threads of all processes that took part.
+    `processor_seconds` are those of all threads of all processes that took part. `flops_saved`: the part of the true
+    FLOPs of all requests, each alone, that was not computed; NaN where nobody counts it.
     """
 
     seconds: float
@@ -25,6 +27,7 @@ class Run:
     log_probabilities: list[float]
     latencies: list[float] = dataclasses.field(default_factory=list)
     processor_seconds: float = 0.0
+    flops_saved: float = math.nan
 
 
 def processor_seconds(process: int) -> float:

@@ -94,9 +94,11 @@ class ServedRanks:
         """All prompts at once. What earlier runs left in the cache is not found: every run is a tenant of its own."""
         self._runs += 1
         requests = [self._request(number, prompt) for number, prompt in enumerate(prompts)]
-        before = self._processor_seconds()
+        before, counters = self._processor_seconds(), dataclasses.replace(self._frontend.counters)
         run = self._loop.run_until_complete(self._answers(requests))
-        return dataclasses.replace(run, processor_seconds=self._processor_seconds() - before)
+        used, counted = self._processor_seconds() - before, self._frontend.counters
+        computed, alone = counted.flops - counters.flops, counted.unshared_flops - counters.unshared_flops
+        return dataclasses.replace(run, processor_seconds=used, flops_saved=1 - computed / alone)
 
     def _processor_seconds(self) -> float:
         """Of the ranks, and of this process, which holds the router."""
@@ -128,10 +130,6 @@ class ServedRanks:
 
     def compilations_after_ready(self) -> int:
         return int(self._frontend.status().metrics["compilations_after_ready"])
-
-    def unshared_per_executed_flops(self) -> float:
-        counters = self._frontend.counters
-        return counters.unshared_flops / counters.flops
 
     def __enter__(self) -> ServedRanks:
         return self

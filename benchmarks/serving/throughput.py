@@ -113,10 +113,11 @@ def _compare(
         compiled = sum(served.compilations_after_ready() for served in ours.values())
     print_table(
         f"{model.name}, {ranks} rank(s), {max(1, threads // ranks)} thread(s) each",
-        ["workload", "engine", "requests/s", "ours is", "by processor time", "p50 s", "p99 s"],
+        ["workload", "engine", "requests/s", "ours is", "by processor time", "FLOPs saved", "p50 s", "p99 s"],
         rows,
         f"medians of {repeats} turns, ratios turn by turn. Processor time changes less beside other programs, "
-        "and counts waiting threads as working ones. Latencies when all come at once. Same tokens, "
+        "and counts waiting threads as working ones. FLOPs saved: of what the requests would take one by one. "
+        "Latencies when all come at once. Same tokens, "
         f"log-probabilities within {TOLERANCE}: {verdict(is_equal)}. Compilations after ready: {compiled}"
         + "".join(f". {name}: not measured" for name, (python, _) in vllms.items() if not python),
     )
@@ -163,6 +164,7 @@ def _rows(workload: str, turns: list[dict[str, Run]], count: int) -> Iterator[li
     for name in turns[0]:
         rate = statistics.median(count / turn[name].seconds for turn in turns)
         used = statistics.median(turn[name].processor_seconds / turn["ours"].processor_seconds for turn in turns)
+        saved = statistics.median(turn[name].flops_saved for turn in turns)
         latencies = np.array([turn[name].latencies or [math.nan] for turn in turns])
         middle, last = (statistics.median(np.percentile(latencies, share, axis=1)) for share in (50, 99))
         yield [
@@ -171,6 +173,7 @@ def _rows(workload: str, turns: list[dict[str, Run]], count: int) -> Iterator[li
             f"{rate:.1f}",
             f"{_ratio(turns, name):.2f}x",
             f"{used:.2f}x",
+            "" if math.isnan(saved) else f"{saved:.0%}",
             *("" if math.isnan(seconds) else f"{seconds:.2f}" for seconds in (middle, last)),
         ]
 

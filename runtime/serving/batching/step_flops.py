@@ -84,12 +84,6 @@ class FlopsTable:
         return new_tokens * slope + (end * (end - 1) - prefix_tokens * (prefix_tokens - 1)) // 2 * growth
 
 
-def batch_flops(table: FlopsTable, batch: StepBatch, logit_places: int) -> int:
-    """FLOPs of a step whose logits are read at `logit_places` places."""
-    nodes = sum(table.flops(int(batch.depth[node.start]), node.end - node.start) for node in batch.nodes)
-    return nodes + logit_places * table.logit_flops
-
-
 def row_lengths(batch: StepBatch) -> list[int]:
     """Tokens of each sequence of a step without a cache, where every one is a row of its own."""
     return [int(batch.depth[node.end - 1]) + 1 for node in batch.nodes if node.subtree_end == node.end]

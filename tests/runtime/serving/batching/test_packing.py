@@ -31,7 +31,7 @@ from moepass.runtime.serving.batching.block_hashes import request_hashes
 from moepass.runtime.serving.batching.pack import PackedStep, pack
 from moepass.runtime.serving.batching.request_costs import unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.batching.step_flops import FlopsTable, batch_flops
+from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.requests.request import Request
 
 LAYERS = (
@@ -234,7 +234,9 @@ def test_flops_are_those_of_all_visible_pairs(case: Case) -> None:
         flops[owner] += head_flops(ARCHITECTURE, 1)
     assert [placement.usage.flops for placement in case.packed.placements] == flops
     assert case.packed.flops == sum(flops)
-    assert batch_flops(TABLE, case.packed.batch, len(case.packed.logit_places)) == sum(flops)
+    nodes = ((int(case.packed.batch.depth[node.start]), node.end - node.start) for node in case.packed.batch.nodes)
+    logits = len(case.packed.logit_places) * TABLE.logit_flops
+    assert sum(TABLE.flops(depth, tokens) for depth, tokens in nodes) + logits == sum(flops)
 
 
 @many
