@@ -34,15 +34,21 @@ class OwnBatch:
     """Own parts that one call computes: a slice of the stream, or rows [b, n] of it, filled up with any rows.
 
     Of the b · n results, in this order, `kept` belong to the tokens `places`. `mask` [b or 1, n, n], or None: causal.
+    With `keys` a slice meets these, which begin before it, and the mask is made for each layer anew: those of all such
+    parts would be too large to keep.
     """
 
     rows: slice | torch.Tensor
     mask: torch.Tensor | None
     kept: torch.Tensor | None = None
     places: torch.Tensor | None = None
+    keys: slice | None = None
 
     @property
     def pairs(self) -> int:
+        if self.keys is not None:
+            assert isinstance(self.rows, slice)
+            return int((self.rows.stop - self.rows.start) * (self.keys.stop - self.keys.start))
         count, tokens = (1, self.rows.stop - self.rows.start) if isinstance(self.rows, slice) else self.rows.shape
         return count * (tokens * (tokens + 1) // 2 if self.mask is None else tokens * tokens)
 
@@ -157,7 +163,7 @@ class RunningStep:
             for number, part in enumerate(parts.own):
                 tokens = part.end - part.start
                 # Long parts stand alone.
-                filled = next((size for size in _FILLED if size >= tokens), -number)
+                filled = -number if part.before else next((size for size in _FILLED if size >= tokens), -number)
                 batches.setdefault((filled, part.is_causal), []).append(part)
             own = tuple(
                 self._one(batch[0], first_seen) if len(batch) == 1 else self._batch(batch, filled, first_seen)
@@ -186,6 +192,8 @@ class RunningStep:
         return PreparedCall(queries, keys, query_ends, key_ends, call.most_queries, call.most_keys)
 
     def _one(self, part: OwnPart, first_seen: torch.Tensor) -> OwnBatch:
+        if part.before:
+            return OwnBatch(slice(part.start, part.end), None, keys=slice(part.start - part.before, part.end))
         places = torch.arange(part.start, part.end, device=self.device)[None]
         mask = None if part.is_causal else additive_mask(self._visible(places, first_seen))
         return OwnBatch(slice(part.start, part.end), mask)
@@ -201,11 +209,19 @@ class RunningStep:
             mask = additive_mask(self._visible(rows, first_seen) & own[:, None] & own[:, :, None])
         return OwnBatch(rows, mask, self._on_device(kept), self._on_device(places.ravel()[kept]))
 
-    def _visible(self, places: torch.Tensor, first_seen: torch.Tensor) -> torch.Tensor:
-        """Which tokens at `places` [b, n] see which of the same row, [b, n, n]."""
-        query, key = places[:, :, None], places[:, None]
-        is_before = (key <= query) & (query < self.subtree_end[places][:, None])
-        return is_before & (self.depth[places][:, None] >= first_seen[places][:, :, None])
+    def mask_between(self, rows: slice, keys: slice, first_seen: torch.Tensor) -> torch.Tensor:
+        """Which of `keys` each of `rows` sees, as an additive mask [1, rows, keys]."""
+        queries, others = (torch.arange(one.start, one.stop, device=self.device)[None] for one in (rows, keys))
+        return additive_mask(self._visible(queries, first_seen, others))
+
+    def _visible(
+        self, places: torch.Tensor, first_seen: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Which tokens at `places` [b, n] see which of the same row, or of `keys` [b, m], [b, n, m]."""
+        keys = places if keys is None else keys
+        query, key = places[:, :, None], keys[:, None]
+        is_before = (key <= query) & (query < self.subtree_end[keys][:, None])
+        return is_before & (self.depth[keys][:, None] >= first_seen[places][:, :, None])
 
     def _on_device(self, numbers: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers, np.int64)).to(self.device)

@@ -108,7 +108,12 @@ def _over_parts(
             queries, keys, values = query[:, :, rows], key[:, :, rows], value[:, :, rows]
         else:
             queries, keys, values = (one[0].transpose(0, 1)[rows].transpose(1, 2) for one in (query, key, value))
-        found, sums = partial_attention(queries, keys, values, scaling, softcap, own.mask is None, own.mask)
+        mask = own.mask
+        if own.keys is not None:
+            assert isinstance(rows, slice)
+            keys, values = key[:, :, own.keys], value[:, :, own.keys]
+            mask = step.mask_between(rows, own.keys, prepared.first_seen)
+        found, sums = partial_attention(queries, keys, values, scaling, softcap, mask is None, mask)
         if own.kept is None or own.places is None:
             output[:, :, rows], log_sum_exp[:, :, rows] = found, sums
         else:

@@ -34,16 +34,17 @@ def _counts(step: StepBatch, parts: TrieParts, past: VisiblePast) -> tuple[np.nd
     behind = [np.zeros((step.count, BLOCK_TOKENS * len(chain)), int) for chain in step.contexts]
     place = np.arange(step.count)
     for own in parts.own:
-        rows = slice(own.start, own.end)
-        sees = place[rows] <= place[rows, None]
+        rows, keys = slice(own.start, own.end), slice(own.start - own.before, own.end)
+        assert not (own.is_causal and own.before)
+        sees = place[keys] <= place[rows, None]
         if not own.is_causal:
-            sees &= (place[rows, None] < step.subtree_end[rows]) & (step.depth[rows] >= first[rows, None])
-        among[rows, rows] += sees
+            sees &= (place[rows, None] < step.subtree_end[keys]) & (step.depth[keys] >= first[rows, None])
+        among[rows, keys] += sees
     for part in parts.earlier:
         table, depth = (among, step.depth) if part.context < 0 else (behind[part.context], None)
         rows, columns = slice(part.start, part.end), slice(part.key_start, part.key_end)
-        keys = np.arange(part.key_start, part.key_end) if depth is None else depth[columns]
-        sees = keys >= first[rows, None]
+        depths = np.arange(part.key_start, part.key_end) if depth is None else depth[columns]
+        sees = depths >= first[rows, None]
         assert not part.sees_all or sees.all()
         table[rows, columns] += sees
     return among, behind
@@ -100,8 +101,8 @@ def _tree(spec: Sequence[tuple[int, list[tuple[int, list[tuple[int, list]]]]]]) 
 
 
 def _pairs(parts: TrieParts) -> int:
-    sizes = [(part.end - part.start, part.is_causal) for part in parts.own]
-    own = sum(size * (size + 1) // 2 if is_causal else size**2 for size, is_causal in sizes)
+    sizes = [(part.end - part.start, part.before, part.is_causal) for part in parts.own]
+    own = sum(size * (size + 1) // 2 if is_causal else size * (before + size) for size, before, is_causal in sizes)
     return own + sum((part.end - part.start) * (part.key_end - part.key_start) for part in parts.earlier)
 
 
@@ -157,4 +158,20 @@ def test_masks_are_bounded() -> None:
     """20,000 branches of one token, where the predicted cost of a part is far above that of its pairs."""
     nodes = (TrieNode(0, 1, -1, 20_001), *(TrieNode(place, place + 1, 0, place + 1) for place in range(1, 20_001)))
     parts = trie_parts(nodes, np.asarray([0] + [1] * 20_000), [], VisiblePast(), 1)
-    assert max((own.end - own.start) ** 2 for own in parts.own) <= parts_module.MASK_NUMBERS
+    sizes = [(own.end - own.start) * (own.end - own.start + own.before) for own in parts.own]
+    assert max(sizes) <= parts_module.MASK_NUMBERS
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["the branch first", "the sequence first"])
+def test_thousands_of_branch_points_below_each_other_are_few_parts(turns: bool) -> None:
+    """Behind each token of a sequence another one branches off. As a part each would meet all tokens behind it."""
+    points = 5000
+    nodes, depth = [], np.empty(2 * points, np.int64)
+    for point in range(points):
+        place, branch = (point, 2 * points - 1 - point) if turns else (2 * point, 2 * point + 1)
+        end = branch + 1 if turns else 2 * points
+        nodes += [TrieNode(place, place + 1, -1, end), TrieNode(branch, branch + 1, -1, branch + 1)]
+        depth[place], depth[branch] = point, point + 1
+    parts = trie_parts(sorted(nodes, key=lambda node: node.start), depth, [], VisiblePast(), PAIR_FLOPS)
+    assert len(parts.own) + len(parts.earlier) <= 50
+    assert _pairs(parts) <= 2.2 * int((depth + 1).sum())
