@@ -15,13 +15,13 @@ import msgspec
 import typer
 
 from moepass.cli.arguments import parse_labels, parse_range
-from moepass.cli.open_files import allow_many_files
 from moepass.cli.progress import progress_bar
 from moepass.cli.serve_command import rank_options_of, serve, served_names
 from moepass.cli.streams import check_compiler_cache
 from moepass.clients.workloads import PRESETS, ROUTES, WorkloadShape
 from moepass.models.errors import OptionError
 from moepass.models.limits import MOST_BENCH_REQUESTS, check_wait
+from moepass.runtime.system.open_files import allow_many_files
 
 if TYPE_CHECKING:
     from moepass.cli.rank_options import RankOptions

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import typer
 
-from moepass.cli.open_files import allow_many_files
 from moepass.cli.progress import keep_what_is_there, no_garbage_collection
 from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
 from moepass.cli.rank_options import RankOptions
@@ -33,6 +32,7 @@ from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.workers.frontend import Frontend
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.supervisor import RankLostError
+from moepass.runtime.system.open_files import allow_many_files
 
 if TYPE_CHECKING:
     import httpx
