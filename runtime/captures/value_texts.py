@@ -29,6 +29,8 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # described by their functions, because their numbers differ between processes.
 _WALKED = {"_modules", "_parameters", "_buffers"}
 _HOOKS = "_hooks"
+# Behind that, in names of what torch keeps of some of the hooks.
+_OF_SOME_HOOKS = ("_with_kwargs", "_always_called")
 # Of objects: what transformers keeps of Python's `hash`, which differs between processes, and Dynamo of itself.
 _NOT_COMPARED = {"_original_object_hash", "_dynamo_static_input_type", "_torchdynamo_wrapper_id"}
 
@@ -100,6 +102,9 @@ class Description:
                 parts[name] = self._members(value, where)
             elif name.endswith(_HOOKS):
                 parts[name] = [self.value(item, f"{where}.{name}") for item in value.values()]
+            elif name.endswith(_OF_SOME_HOOKS):
+                hooks = vars(module)[name[: name.index(_HOOKS) + len(_HOOKS)]]
+                parts[name] = [place for place, number in enumerate(hooks) if number in value]
             else:
                 parts[name] = self.value(value, f"{where}.{name}")
         return [self.value(type(module), where), parts]

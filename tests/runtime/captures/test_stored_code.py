@@ -25,6 +25,18 @@ class Doubled(nn.Module):
         return rows * 2
 
 
+def _model_of(name: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """The `Model` of `source`, imported anew as module `name`."""
+    spec = importlib.util.spec_from_file_location(name, source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    made: nn.Module = module.Model()
+    return made
+
+
 def test_code_that_was_edited_is_compiled_anew(
     store: CaptureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,14 +44,7 @@ def test_code_that_was_edited_is_compiled_anew(
     text = "from torch import nn\n\n\nclass Model(nn.Module):\n    def forward(self, rows):\n        return rows * 2\n"
 
     def model() -> nn.Module:
-        spec = importlib.util.spec_from_file_location("edited_model", source)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "edited_model", module)
-        spec.loader.exec_module(module)
-        made: nn.Module = module.Model()
-        return made
+        return _model_of("edited_model", source, monkeypatch)
 
     source.write_text(text)
     StoredModule(model(), EAGER, "edited", store)(torch.ones(4))
@@ -79,14 +84,7 @@ def test_a_release_that_a_link_was_switched_to_is_not_stored(
     def load(factor: int) -> nn.Module:
         current.unlink(missing_ok=True)
         current.symlink_to(f"release-{factor}")
-        spec = importlib.util.spec_from_file_location("linked_model", current / "linked_model.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "linked_model", module)
-        spec.loader.exec_module(module)
-        made: nn.Module = module.Model()
-        return made
+        return _model_of("linked_model", current / "linked_model.py", monkeypatch)
 
     former = load(2)
     began = time.time() + 0.05  # times of files are counted in steps

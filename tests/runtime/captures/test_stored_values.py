@@ -86,10 +86,19 @@ class Hook:
     def called(self, module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
         return output * self.factor
 
+    def called_with_names(self, module: nn.Module, given: Any, named: dict[str, Any], output: torch.Tensor) -> Any:
+        return output * self.factor
+
 
 def _hooked(factor: float) -> nn.Module:
     model = Scale(1.0)
     model.register_forward_hook(Hook(factor).called)
+    return nn.Sequential(model)
+
+
+def _hooked_with_names(factor: float) -> nn.Module:
+    model = Scale(1.0)
+    model.register_forward_hook(Hook(factor).called_with_names, with_kwargs=True)
     return nn.Sequential(model)
 
 
@@ -112,6 +121,7 @@ def _attribute_of_parameter(factor: float) -> nn.Module:
         _parametrized,
         _replaced_forward,
         _hooked,
+        _hooked_with_names,
         _attribute_of_parameter,
     ],
 )
