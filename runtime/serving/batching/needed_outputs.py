@@ -39,6 +39,8 @@ class NeededOutputs:
     spans           what is computed
     logits          outputs that logits are read of
     vectors         outputs that are read as vectors
+    output_count    tokens with a needed output, each once in the sequence of each piece
+    logit_count     the same of those that logits are read of
     score_slots     of pieces with cached scores: for each token the slot (block * BLOCK_TOKENS + place) beside which
                     its score lies, -1 where the step computes it
     """
@@ -46,6 +48,8 @@ class NeededOutputs:
     spans: list[NeededSpan] = dataclasses.field(default_factory=list)
     logits: list[int] = dataclasses.field(default_factory=list)
     vectors: list[int] = dataclasses.field(default_factory=list)
+    output_count: int = 0
+    logit_count: int = 0
     score_slots: dict[int, Indices] = dataclasses.field(default_factory=dict)
 
 
@@ -67,6 +71,8 @@ def needed_outputs(trie: PieceTrie, chains: CachedChains) -> NeededOutputs:
                     first = 1
                 if first < end:
                     needed.logits += (start + first - 1, end - first, request)
+        if runs:
+            needed.logit_count += _distinct(runs)
         if piece.vector == "last":
             runs.append((depth + count - 1, depth + count))
             needed.vectors += (start + count - 1, 1, request)
@@ -78,8 +84,20 @@ def needed_outputs(trie: PieceTrie, chains: CachedChains) -> NeededOutputs:
                 needed.vectors += (first, trie.piece_end(on_path) - first, request)
                 on_path = trie.piece_parents[on_path]
         if runs:
+            needed.output_count += _distinct(runs)
             needed.spans += _spans(number, chains.held[number], runs)
     return needed
+
+
+def _distinct(runs: list[tuple[int, int]]) -> int:
+    """How many tokens are in `runs`, each counted once."""
+    if len(runs) == 1:
+        return runs[0][1] - runs[0][0]
+    count = reached = 0
+    for first, end in sorted(runs):
+        count += max(0, end - max(first, reached))
+        reached = max(reached, end)
+    return count
 
 
 def _spans(piece: int, held: int, runs: list[tuple[int, int]]) -> list[NeededSpan]:

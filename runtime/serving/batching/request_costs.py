@@ -33,8 +33,7 @@ def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     for piece, _, end in needed.spans:
         ends[piece] = max(ends[piece], end)
     is_inside = [False] * len(trie.pieces)
-    logits, vectors = sum(needed.logits[1::3]), sum(needed.vectors[1::3])
-    flops = table.logit_flops * logits + table.read_flops * (logits + vectors)
+    flops = table.logit_flops * needed.logit_count + table.read_flops * needed.output_count
     for piece in reversed(range(len(trie.pieces))):
         if ends[piece] and not is_inside[piece]:
             flops += table.total(ends[piece])

@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import load_model
@@ -40,7 +41,13 @@ from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEng
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.model_sizes import ModelSizes, model_sizes
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
-from moepass.runtime.serving.engine.plain_outputs import PlainOutputs, check_outputs, plain_outputs
+from moepass.runtime.serving.engine.plain_outputs import (
+    PlainOutputs,
+    check_outputs,
+    check_single_reads,
+    plain_outputs,
+    sequence_step,
+)
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
 from moepass.runtime.serving.engine.summed_experts import use_summed_experts
 from moepass.runtime.serving.engine.trie_states import TrieStates
@@ -60,7 +67,10 @@ ROWS_TOKENS = MICRO_BATCH_TOKENS
 # Tokens of a sequence of the full step that is measured.
 WARM_UP_TOKENS = 256
 
-LOOPS_OVER_TOKENS = "it loops over tokens, so that each graph would be for one length alone"
+# Lengths of two streams that have nothing in common with other sizes of a model. Vocabularies are larger.
+LEARNED_COUNTS = (19, 23)
+
+LOOPS_OVER_TOKENS = "it loops over tokens, or chunks of them, so that each graph would be for some lengths alone"
 
 # Compiles a module, whose arguments are tensors.
 Compile = Callable[[nn.Module], Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
@@ -122,6 +132,7 @@ def make_engine(
     blocks = _block_count(shapes, options, free)
     runner: TrieStates | PaddedRows
     backbone: nn.Module
+    narrowing: _Narrowing | None
     # The probe of a trie has shown that no token of one depends on those behind or beside it.
     plain = plain_outputs(model, head, with_prefix=refusal is not None)
     if refusal is None:
@@ -130,24 +141,25 @@ def make_engine(
             use_summed_experts(model)
         memory = BlockMemory(shapes, blocks * block_bytes(shapes), options.device) if blocks else None
         runner = TrieStates(TrieBackbone(head.backbone), survey.layers, memory, options.device)
-        backbone, obstacle = _narrowed(head, survey, plain, runner)
+        narrowing = _narrowed(head, survey, plain, runner)
+        backbone, obstacle = narrowing.backbone, narrowing.obstacle
     else:
         logger.info("every sequence is computed by itself, as padded rows: %s", refusal)
         backbone = RowsBackbone(head.backbone)
         runner = PaddedRows(backbone, options.device, ROWS_TOKENS)
         check_outputs(plain, head, runner)
-        obstacle = "steps are padded rows"
-    sizes = model_sizes(model, narrows=not obstacle)
-    is_compiled = compile_module is not None
+        narrowing, obstacle = None, "steps are padded rows"
+    is_compiled = False
     if compile_module is not None:
-        runner.forward = compile_module(backbone)
         try:
-            with quiet_log("torch._guards"):
-                check_outputs(plain, head, runner)
-        except constraint_violation_error():
-            # A loop over tokens, as in some recurrent layers: each length would be compiled when it first comes.
-            logger.warning("the model runs uncompiled: %s", LOOPS_OVER_TOKENS)
-            runner.forward, is_compiled = backbone, False
+            is_compiled = _compile(compile_module, backbone, plain, head, runner)
+        except Exception as error:  # of code that Dynamo sees in two ways, where the last layer runs twice
+            if narrowing is None or narrowing.handle is None:
+                raise
+            narrowing = narrowing.undone(error)
+            backbone, obstacle = narrowing.backbone, narrowing.obstacle
+            is_compiled = _compile(compile_module, backbone, plain, head, runner)
+    sizes = model_sizes(model, narrows=not obstacle)
     full_step = _full_step(store, options)
     facts = _facts(model, head, sizes, full_step, survey, refusal, free)
     narrowed = "the read tokens alone" if not obstacle else f"all tokens, because {obstacle}"
@@ -166,29 +178,62 @@ def make_engine(
     return engine
 
 
-def _narrowed(
-    head: ModelHead, survey: AttentionSurvey, plain: PlainOutputs, runner: TrieStates
-) -> tuple[TrieBackbone, str]:
-    """A backbone for `runner`, which has it then, and why its last layer computes all tokens: "" where it does not.
+class _Narrowing(NamedTuple):
+    """A backbone whose last layer computes the read tokens alone, where `handle` is not None.
 
-    Raises InputError where such a backbone gives something else than the model, too.
+    Else it computes all tokens, because of `obstacle`.
     """
+
+    backbone: TrieBackbone
+    obstacle: str = ""
+    handle: RemovableHandle | None = None
+
+    def undone(self, error: Exception) -> _Narrowing:
+        if self.handle is not None:
+            self.handle.remove()
+        obstacle = f"{type(error).__name__}: {error}".partition("\n")[0]
+        logger.warning("the last layer computes all tokens, not the read ones alone: %s", obstacle)
+        logger.debug("the last layer computes all tokens", exc_info=error)
+        return _Narrowing(TrieBackbone(self.backbone.backbone), obstacle)
+
+
+def _narrowed(head: ModelHead, survey: AttentionSurvey, plain: PlainOutputs, runner: TrieStates) -> _Narrowing:
+    """What it gives runs in `runner`. Raises InputError where all tokens give something else than the model, too."""
     assert survey.last is not None
     last_layer = LastLayer()
-    backbone = TrieBackbone(head.backbone, last_layer)
-    handle = None
+    whole = TrieStates(TrieBackbone(head.backbone), runner.layers, runner.memory, runner.device)
+    narrowing = _Narrowing(TrieBackbone(head.backbone, last_layer))
     try:
-        handle = last_layer.attach(head.backbone, survey.last)
-        runner.forward = backbone
+        narrowing = narrowing._replace(handle=last_layer.attach(head.backbone, survey.last))
+        last_layer.learn(lambda count: whole.states(sequence_step(count)), LEARNED_COUNTS)
+        runner.forward = narrowing.backbone
         check_outputs(plain, head, runner)
+        check_single_reads(plain, head, runner, whole)
     except Exception as error:  # the model's own code meets numbers of tokens that it does not expect
-        logger.debug("the last layer computes all tokens", exc_info=True)
-        if handle is not None:
-            handle.remove()
-        runner.forward = backbone = TrieBackbone(head.backbone)
+        narrowing = narrowing.undone(error)
+        runner.forward = narrowing.backbone
         check_outputs(plain, head, runner)
-        return backbone, f"{type(error).__name__}: {error}"
-    return backbone, ""
+    return narrowing
+
+
+def _compile(
+    compile_module: Compile,
+    backbone: nn.Module,
+    plain: PlainOutputs,
+    head: ModelHead,
+    runner: TrieStates | PaddedRows,
+) -> bool:
+    """Let `runner` run `backbone` compiled; False where no graph of it is for all numbers of tokens."""
+    runner.forward = compile_module(backbone)
+    try:
+        with quiet_log("torch._guards"):
+            check_outputs(plain, head, runner)
+    except constraint_violation_error():
+        # As in some recurrent layers: lengths would be compiled when they first come.
+        logger.warning("the model runs uncompiled: %s", LOOPS_OVER_TOKENS)
+        runner.forward = backbone
+        return False
+    return True
 
 
 def warm_up(engine: ModelEngine, full_step_tokens: int) -> None:

@@ -13,6 +13,9 @@ import torch
 
 from moepass.runtime.serving.batching.step_batch import Indices, StepBatch
 
+# Tokens of a row up to which a graph must hold. Indices of larger tensors may need 64 bits, and so another graph.
+MOST_COMPILED_WIDTH = 1 << 17
+
 # (input_ids [rows, tokens], attention_mask [rows, tokens], flat places [n] in rows * tokens) -> states [n, hidden]
 RowsForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -74,8 +77,11 @@ class PaddedRows:
         places = local[owners] * width + depths
         flat = np.resize(places, max(2, len(places)))
         inputs = [torch.from_numpy(array).to(self.device) for array in (tokens, mask, flat)]
-        for tensor in inputs:
-            torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
+        # One graph for all widths, or none: loops over chunks of tokens would be compiled for each number of chunks.
+        limits = {"min": 2, "max": MOST_COMPILED_WIDTH} if width <= MOST_COMPILED_WIDTH else {}
+        for tensor in inputs[:2]:
+            torch._dynamo.mark_dynamic(tensor, 1, **limits)
+        torch._dynamo.mark_dynamic(inputs[2], 0)
         return self.forward(*inputs)[: len(places)]
 
 

@@ -23,6 +23,8 @@ from moepass.runtime.serving.engine.model_head import ModelHead
 _PREFIX, _LENGTH, _BRANCH = 12, 24, 8
 # Not all tokens are read, so that those that are not may be left out. The last of the prefix and of the whole are.
 _READ = np.arange(1, _LENGTH + _BRANCH, 2)
+# One by one; the first and the last of the stream are.
+_SINGLE = np.array([0, _PREFIX - 1, _LENGTH - 1, _LENGTH + _BRANCH - 1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -65,6 +67,28 @@ def check_outputs(plain: PlainOutputs, head: ModelHead, runner: StatesRunner) ->
         _compare(head, *_at_read_tokens(found, plain.prefix, _PREFIX), "tokens that others follow")
 
 
+@torch.no_grad()
+def check_single_reads(plain: PlainOutputs, head: ModelHead, runner: StatesRunner, whole: StatesRunner) -> None:
+    """Raises InputError where a token that is read alone gets other outputs from `runner` than from `whole`."""
+    expected = head(whole.states(_step(plain.tokens, _SINGLE))).float()
+    found = torch.cat([runner.states(_step(plain.tokens, place)) for place in np.split(_SINGLE, len(_SINGLE))])
+    if difference := _difference(head, head(found).float(), expected):
+        raise InputError(f"outputs of tokens that are read alone {difference}", name="model", value=head.model_name)
+
+
+def sequence_step(count: int) -> StepBatch:
+    """One sequence of the first `count` token ids, the last of which is read."""
+    return StepBatch(
+        tokens=np.arange(count),
+        depth=np.arange(count),
+        subtree_end=np.full(count, count),
+        nodes=(TrieNode(0, count, -1, count),),
+        contexts=(),
+        places=np.array([count - 1]),
+        stored=(),
+    )
+
+
 def _at_read_tokens(found: torch.Tensor, outputs: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of `found` at the tokens that are read, and of `outputs` at the last ones before `end`: what both have."""
     first = end - len(outputs)
@@ -73,25 +97,30 @@ def _at_read_tokens(found: torch.Tensor, outputs: torch.Tensor, end: int) -> tup
 
 
 def _compare(head: ModelHead, found: torch.Tensor, expected: torch.Tensor, which: str) -> None:
-    if not expected.isfinite().all():
-        return
-    differences = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    is_half = head.dtype in (torch.float16, torch.bfloat16)
-    largest = float(differences.quantile(HALF_QUANTILE) if is_half else differences.max())
-    tolerance = HALF_TOLERANCE if is_half else FP32_TOLERANCE
-    if not largest <= tolerance:  # also for NaN
+    if difference := _difference(head, found, expected):
         raise InputError(
-            f"{head.model_name} gives other outputs than its backbone and its head one after the other: {which} differ "
-            f"by {largest:.1e} of their size, and {tolerance:.0e} is allowed. Its backbone gets more than token ids, "
-            "its head more than the state of each token, or a token depends on those behind or beside it; such models "
-            "cannot be served",
+            f"{head.model_name} gives other outputs than its backbone and its head one after the other: {which} "
+            f"{difference}. Its backbone gets more than token ids, its head more than the state of each token, or a "
+            "token depends on those behind or beside it; such models cannot be served",
             name="model",
             value=head.model_name,
         )
 
 
-def _step(tokens: Sequence[int] | Indices) -> StepBatch:
-    """A sequence of 24 tokens, and a shorter branch that hangs on its first 12, some of which are read as well."""
+def _difference(head: ModelHead, found: torch.Tensor, expected: torch.Tensor) -> str:
+    """By how much `found` differs, "" where it is as good as equal."""
+    if not expected.isfinite().all():
+        return ""
+    differences = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    is_half = head.dtype in (torch.float16, torch.bfloat16)
+    largest = float(differences.quantile(HALF_QUANTILE) if is_half else differences.max())
+    tolerance = HALF_TOLERANCE if is_half else FP32_TOLERANCE
+    # Not ">", for NaN.
+    return "" if largest <= tolerance else f"differ by {largest:.1e} of their size, and {tolerance:.0e} is allowed"
+
+
+def _step(tokens: Sequence[int] | Indices, places: Indices = _READ) -> StepBatch:
+    """A sequence of 24 tokens, and a shorter branch that hangs on its first 12; those at `places` are read."""
     ends = np.concatenate((np.full(_PREFIX, _LENGTH + _BRANCH), np.full(_LENGTH - _PREFIX, _LENGTH)))
     return StepBatch(
         tokens=np.asarray(tokens, np.int64),
@@ -103,6 +132,6 @@ def _step(tokens: Sequence[int] | Indices) -> StepBatch:
             TrieNode(_LENGTH, _LENGTH + _BRANCH, 0, _LENGTH + _BRANCH),
         ),
         contexts=(),
-        places=_READ,
+        places=places,
         stored=(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from narrowed import narrowed_backbone
 from torch.fx import GraphModule
 
 from moepass.models.errors import InputError
@@ -41,25 +42,26 @@ def test_read_tokens_get_the_same_states(family: str) -> None:
     model = tiny_model(family)
     survey = survey_attention(model)
     model.set_attn_implementation(TRIE_ATTENTION_NAME)
-    assert survey.last is not None
     backbone = ModelHead(model).backbone
     step = step_with_reads(int(model.config.get_text_config().vocab_size))
     assert (len(step.places), step.count) == (4, 52)
     expected = TrieStates(TrieBackbone(backbone), survey.layers, None, CPU).states(step)
     rows: list[int] = []
-    last_layer = LastLayer()
-    handle = last_layer.attach(backbone, survey.last)
     experts = [part for name, part in model.named_modules() if name.endswith("experts")]
     for part in experts:
         part.register_forward_pre_hook(lambda _, given: rows.append(given[0].flatten(0, -2).shape[0]))
-    narrowed = TrieStates(TrieBackbone(backbone, last_layer), survey.layers, None, CPU)
-    torch.testing.assert_close(narrowed.states(step), expected, rtol=1e-5, atol=1e-6)
+    narrowed = narrowed_backbone(backbone, survey)
+    rows.clear()
+    torch.testing.assert_close(
+        TrieStates(narrowed, survey.layers, None, CPU).states(step), expected, rtol=1e-5, atol=1e-6
+    )
     # llama4 has the rows of every expert side by side.
     assert rows[-1] * 52 == rows[0] * 4 or len(experts) == 1
-    assert (last_layer.places, last_layer.attended) == (None, None)
-    handle.remove()
+    assert narrowed.last_layer is not None
+    assert (narrowed.last_layer.places, narrowed.last_layer.attended) == (None, None)
 
 
+@pytest.mark.slow
 def test_a_captured_graph_computes_nothing_twice() -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=2)
     survey = survey_attention(model)
@@ -83,10 +85,7 @@ def test_a_captured_graph_computes_nothing_twice() -> None:
         return found
 
     whole = products_of(TrieBackbone(model.base_model))
-    last_layer = LastLayer()
-    assert survey.last is not None
-    last_layer.attach(model.base_model, survey.last)
-    assert products_of(TrieBackbone(model.base_model, last_layer)) == whole
+    assert products_of(narrowed_backbone(model.base_model, survey)) == whole
     assert whole[-1] == "2 attentions"
 
 

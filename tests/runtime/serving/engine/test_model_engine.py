@@ -12,18 +12,18 @@ import torch
 from alone import check_answers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from narrowed import narrowed_backbone
 
 from moepass.models.errors import InputError
 from moepass.models.sizes.families import from_config
 from moepass.models.testing.tiny import tiny_model
-from moepass.runtime.serving.attention.last_layer import LastLayer
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_batch import StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
-from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
+from moepass.runtime.serving.engine.backbones import RowsBackbone
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine, StatesRunner
 from moepass.runtime.serving.engine.model_head import ModelHead
@@ -38,8 +38,7 @@ SERVED = tiny_model("qwen3_moe")
 SURVEY = survey_attention(SERVED)
 LAYERS = SURVEY.layers
 SERVED.set_attn_implementation(TRIE_ATTENTION_NAME)
-BACKBONE = TrieBackbone(SERVED.base_model, LastLayer())
-BACKBONE.last_layer.attach(SERVED.base_model, SURVEY.last)
+BACKBONE = narrowed_backbone(SERVED.base_model, SURVEY)
 VOCABULARY = int(PLAIN.config.vocab_size)
 
 

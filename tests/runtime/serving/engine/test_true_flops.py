@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 from naive_trie import Sequence_, naive_step
+from narrowed import narrowed_backbone
 from torch.utils.flop_counter import FlopCounterMode
 
 from moepass.models.sizes.families import from_config
 from moepass.models.testing.tiny import tiny_model
-from moepass.runtime.serving.attention.last_layer import LastLayer
 from moepass.runtime.serving.attention.running_step import RunningStep
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.engine import trie_states
-from moepass.runtime.serving.engine.backbones import TrieBackbone
 from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
@@ -31,8 +30,7 @@ CPU = torch.device("cpu")
 MODEL = tiny_model("qwen3_moe", max_position_embeddings=2048, num_hidden_layers=2)
 SURVEY = survey_attention(MODEL)
 MODEL.set_attn_implementation(TRIE_ATTENTION_NAME)
-BACKBONE = TrieBackbone(MODEL.base_model, LastLayer())
-BACKBONE.last_layer.attach(MODEL.base_model, SURVEY.last)
+BACKBONE = narrowed_backbone(MODEL.base_model, SURVEY)
 CONFIG = MODEL.config
 
 

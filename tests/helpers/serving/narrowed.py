@@ -1,0 +1,22 @@
+"""A model's backbone whose last layer computes the read tokens alone, as `make_engine` makes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moepass.runtime.serving.attention.last_layer import LastLayer
+from moepass.runtime.serving.attention.survey import AttentionSurvey
+from moepass.runtime.serving.engine.backbones import TrieBackbone
+from moepass.runtime.serving.engine.load_engine import LEARNED_COUNTS
+from moepass.runtime.serving.engine.plain_outputs import sequence_step
+from moepass.runtime.serving.engine.trie_states import TrieStates
+
+
+def narrowed_backbone(backbone: nn.Module, survey: AttentionSurvey) -> TrieBackbone:
+    assert survey.last is not None
+    last_layer = LastLayer()
+    last_layer.attach(backbone, survey.last)
+    whole = TrieStates(TrieBackbone(backbone), survey.layers, None, torch.device("cpu"))
+    last_layer.learn(lambda count: whole.states(sequence_step(count)), LEARNED_COUNTS)
+    return TrieBackbone(backbone, last_layer)
