@@ -56,7 +56,10 @@ def distributions() -> list[str]:
 
     Of all, not of those that are loaded: transformers asks what is installed. The names alone are read in about 1 ms.
     """
-    folders = dict.fromkeys((*_folders().packages, *(os.path.join(os.path.abspath(path), "") for path in sys.path)))
+    installed = _folders().packages
+    others = (os.path.join(os.path.abspath(path), "") for path in sys.path)
+    # A folder within a package belongs to its version. setuptools adds one to the path when Inductor imports it.
+    folders = dict.fromkeys((*installed, *(folder for folder in others if not folder.startswith(installed))))
     found = (name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder))
     return sorted({name for name in found if name.endswith((".dist-info", ".egg-info"))})
 

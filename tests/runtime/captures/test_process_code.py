@@ -190,6 +190,20 @@ def test_a_package_that_the_search_path_has_counts_too(tmp_path: Path, monkeypat
     assert set(distributions()) - set(found) == {"own-1.0.dist-info"}
 
 
+def test_what_a_package_brings_with_it_is_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As setuptools, which Inductor imports: its folder is on the search path only after a graph was described."""
+    brought = tmp_path / "tools" / "_vendor"
+    (brought / "own-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
+    process_code._folders.cache_clear()
+    try:
+        found = distributions()
+        monkeypatch.syspath_prepend(str(brought))
+        assert distributions() == found
+    finally:
+        process_code._folders.cache_clear()
+
+
 def test_a_program_of_its_own_stores_nothing(store: CaptureStore, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="moepass")
     stored, rows = StoredModule(nn.Identity(), {"lower": "eager"}, "model", store), torch.ones(4)
