@@ -9,7 +9,7 @@ TYPING := build/typing
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test test-slow test-gpu lint types benchmarks clean
+.PHONY: help install demo test test-slow test-gpu bytecode lint types benchmarks clean
 
 help:
 	@echo "make demo        score real text with the embedded model, its experts streamed; then ask it over HTTP"
@@ -35,11 +35,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@$(BIN)/moepass demo
 
-test: lint types
+test: lint types bytecode
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2
 
-test-slow: $(INSTALLED)
+test-slow: $(INSTALLED) bytecode
 	$(BIN)/python -m pytest -m slow -n 2
+
+# Tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile all modules again.
+bytecode: $(INSTALLED)
+	@$(BIN)/python -m compileall -q moepass models passes runtime tests
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'this torch finds no GPU')"
