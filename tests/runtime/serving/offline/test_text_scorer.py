@@ -182,8 +182,8 @@ def test_streamed_and_compiled_gives_the_same_with_one_compilation(checkpoint: P
     model = load_model(checkpoint)
     moepass.offload_experts(model)
     plain = _scores(_scorer(checkpoint, ["yes", "no"]), TEXTS)
-    streamed = _scorer(model, ["yes", "no"], compile_module=_compiled, tokenizer=load_tokenizer(checkpoint))
     with moepass.record_compilations() as compilations:
+        streamed = _scorer(model, ["yes", "no"], compile_module=_compiled, tokenizer=load_tokenizer(checkpoint))
         for count in (3, 1, 2, 7):
             for ours, theirs in zip(_scores(streamed, TEXTS[:count]), plain[:count], strict=True):
                 _assert_close(ours, theirs)
