@@ -63,7 +63,10 @@ async def measure(options: BenchOptions, on_done: Callable[[], None] = lambda: N
         warmup, requests = await _workload(client, options)
         found = await closed_loop(client, warmup, _WARMUP_CONCURRENCY)
         if found and all(one.problem for one in found):
-            raise BenchError(f"the server answers nothing of this workload: {found[0].problem}", name="url")
+            problem = found[0].problem
+            # A decision is refused where the model cannot say one of the choices.
+            hint = "; --labels gives other choices" if problem.startswith("refusal: ") else ""
+            raise BenchError(f"the server answers nothing of this workload: {problem}{hint}", name="url")
         before = await _metrics(client)
         if options.rate is None:
             outcomes = await closed_loop(client, requests, options.concurrency, on_done)

@@ -344,6 +344,13 @@ def test_bench_says_why_nothing_is_answered() -> None:
     assert "no server answers" in bench(stub.url).stderr
 
 
+def test_bench_tells_how_to_ask_for_choices_that_the_model_can_say() -> None:
+    refusal = {"type": "refusal", "reason": "'yes' is no label of this model"}
+    with stub_server(lambda route, value: (200, {}, {"answers": [refusal]})) as stub:
+        result = bench(stub.url, "--model", "mine")
+        assert "'yes' is no label of this model; --labels gives other choices" in result.stderr
+
+
 def test_bench_measures_no_server_of_something_else() -> None:
     with stub_server(lambda route, value: (200, {}, "<html>Welcome</html>")) as stub:
         result = bench(stub.url)
