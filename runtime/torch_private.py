@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -136,6 +136,14 @@ def inductor_source(compiled: object) -> str | None:
         compiled._wrap_compiled_regions,
     )
     return None if any(parts) else compiled.source_code
+
+
+def load_generated_module(source: str) -> ModuleType:
+    """`source` as a module, from a file in Inductor's cache, where Triton and readers find it."""
+    from torch._inductor.codecache import PyCodeCache
+
+    module: ModuleType = PyCodeCache.load(source)
+    return module
 
 
 def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:

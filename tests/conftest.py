@@ -1,5 +1,7 @@
 """Every test starts with an empty Dynamo, no stored captures or profiles, one thread per worker and no network.
 
+Triton's kernels are interpreted where there is no GPU.
+
 `@pytest.mark.sampled(every=N)`: the fast tests take one in N combinations of a test's parameters, the others are slow.
 """
 
@@ -30,6 +32,10 @@ settings.register_profile("moepass", deadline=None, derandomize=True)
 settings.load_profile("moepass")
 
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    # Triton's kernels run in its interpreter, on tensors of the CPU. Its own functions must have been made for that.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 

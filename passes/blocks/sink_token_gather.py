@@ -1,12 +1,12 @@
 """Move the lookup of the rows that a block's experts work on right before their first GEMM.
 
 `rows = hidden_states[token of each pair]` is k times as large as the hidden states. As a part of the experts' segment
-it can be done for the rows of one expert at a time (see `lower_experts.py`), and is never in memory as a whole.
+it can be done for some rows of one expert at a time: on a CPU by the loop over experts (`lower_experts.py`), on a GPU
+by the GEMM's own loads (`lower_triton_experts.py`). Then it is never in memory as a whole.
 
 Contract
     in    a graph of blocks
-    out   the same nodes, a lookup that only a block's GEMMs read moved down to the first of them; on CPUs alone,
-          since elsewhere the experts are one kernel, which waits for the bank and finds its rows ready
+    out   the same nodes, a lookup that only a block's GEMMs read moved down to the first of them
           a lookup that another GEMM reads first, as that of an adapter does, stays
 """
 
@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
+from moepass.passes.graph.nodes import copy_graph_module, is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 
@@ -39,10 +39,8 @@ def sink_token_gather(module: GraphModule, plan: Plan, context: PassContext) -> 
 
 
 def is_lookup(node: Node) -> bool:
-    """True for rows of a table on a CPU that grouped GEMMs alone read."""
-    if not is_call(node, torch.ops.aten.index.Tensor) or fake_value(node).device.type != "cpu":
-        return False
-    return all(is_grouped_gemm(user) for user in node.users)
+    """True for rows of a table that grouped GEMMs alone read."""
+    return is_call(node, torch.ops.aten.index.Tensor) and all(is_grouped_gemm(user) for user in node.users)
 
 
 def with_lookup(gemm: Node) -> Node:

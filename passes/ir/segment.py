@@ -14,7 +14,7 @@ ELEMENTWISE = "elementwise"
 MIXED = "mixed"
 # On a node of a segment: which of the parts it belongs to.
 PART_KEY = "moepass_part"
-EAGER, INDUCTOR, EXPERT_LOOP = "eager", "inductor", "expert_loop"
+EAGER, INDUCTOR, EXPERT_LOOP, TRITON = "eager", "inductor", "expert_loop", "triton"
 _HEAVY = (ATTENTION, EXPERTS, DENSE, HEAD)
 
 
@@ -45,8 +45,9 @@ class NotLowered:
 class Lowering:
     """How a segment runs.
 
-    `how` is `inductor`, `eager` (the captured operators, one by one), or `expert_loop` (expert by expert, the GEMMs by
-    a library and the rest by Inductor). `refusal` is None where that is what was wanted.
+    `how` is `inductor`, `eager` (the captured operators, one by one), `expert_loop` (expert by expert, the GEMMs by a
+    library and the rest by Inductor), or `triton` (grouped GEMMs as generated kernels, with the rest in them).
+    `refusal` is None where that is what was wanted.
     """
 
     how: str

@@ -130,8 +130,6 @@ def _gemm(node: Node) -> tuple[GroupedGemm, Node]:
         raise NotByExpertError(node, f"{named(node)} does more than multiply rows by the weights of their experts")
     rows, weights, ends = known
     value, result = fake_value(rows), fake_value(node)
-    if value.device.type != "cpu":
-        raise NotByExpertError(node, f"{named(node)} computes on {value.device.type}, and the loop is for CPUs")
     if value.dim() != 2:
         raise NotByExpertError(node, f"{named(node)} takes rows of {value.dim()} dimensions, not [rows, width]")
     if value.dtype != result.dtype:
@@ -194,9 +192,8 @@ def _is_row_work(node: Node, rows: set[Node]) -> bool:
         dim = node.args[place] if len(node.args) > place else 0
         whole = fake_value(node.all_input_nodes[0])
         return isinstance(dim, int) and dim % whole.dim() > 0 and not _reads_sizes(node)
-    is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     has_one_result = isinstance(fake_value(node), torch.Tensor)
-    return is_pointwise and has_one_result and not _reads_sizes(node) and _is_aligned(node, rows)
+    return _is_pointwise(node) and has_one_result and not _reads_sizes(node) and _is_aligned(node, rows)
 
 
 def _reads_sizes(node: Node) -> bool:
@@ -228,12 +225,24 @@ def _is_dense(node: Node) -> bool:
 
 def _check_fixed(node: Node) -> None:
     """Raises NotByExpertError for values that take work: it would be done without a compiler."""
-    while node.op != "placeholder":
-        if not is_view(node) or len(node.all_input_nodes) != 1 or _reads_sizes(node):
-            raise NotByExpertError(node, f"it computes {named(node)}, which all rows read")
-        (node,) = node.all_input_nodes
     if not isinstance(fake_value(node), torch.Tensor):
         raise NotByExpertError(node, f"its rows read the size {named(node)}")
+    if node.op == "placeholder":
+        return
+    is_view_of_one = is_view(node) and len(node.all_input_nodes) == 1
+    if not (is_view_of_one or _is_scalar_work(node)) or _reads_sizes(node):
+        raise NotByExpertError(node, f"it computes {named(node)}, which all rows read")
+    for used in node.all_input_nodes:
+        _check_fixed(used)
+
+
+def _is_scalar_work(node: Node) -> bool:
+    """True for single numbers, such as the factor of an activation: they take no time."""
+    return fake_value(node).dim() == 0 and _is_pointwise(node)
+
+
+def _is_pointwise(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _steps(graph: Graph, rows: set[Node], gemms: dict[Node, GroupedGemm]) -> Iterator[GroupedGemm | RowWork]:

@@ -1,1 +1,4 @@
-"""A segment becomes a callable: eager, Inductor, expert by expert; or a reason why not. May import kernels, system."""
+"""A segment becomes a callable: by operators, by Inductor, expert by expert, as Triton kernels; or a reason why not.
+
+May import kernels/grouped_gemm, kernels, system.
+"""

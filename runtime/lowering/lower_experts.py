@@ -24,6 +24,7 @@ from moepass.passes.segments.expert_program import (
     read_program,
 )
 from moepass.runtime.kernels.cpu_gemm_library import multiply
+from moepass.runtime.lowering.fixed_values import graph_of_fixed
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 
 # [Empirical] Rows that go through an expert together. Their values stay in the cache (1 MB each at a width of 512 in
@@ -41,6 +42,7 @@ def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | N
         return None
     try:
         program = read_program(segment)
+        _check_cpu(program)
         graphs = {step: _for_any_rows(step, program) for step in program.steps if isinstance(step, RowWork)}
     except NotByExpertError as error:
         reason = in_words(str(error), segment.graph, error.node)
@@ -51,6 +53,13 @@ def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | N
         for step, (graph, mode) in graphs.items()
     }
     return ExpertLoop(segment, program, work)
+
+
+def _check_cpu(program: ExpertProgram) -> None:
+    for step in program.steps:
+        if isinstance(step, GroupedGemm) and fake_value(step.rows).device.type != "cpu":
+            device = fake_value(step.rows).device.type
+            raise NotByExpertError(step.node, f"{named(step.node)} computes on {device}, and the loop is for CPUs")
 
 
 def grouped_gemm_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
@@ -118,7 +127,7 @@ class ExpertLoop:
         self.program = program
         self.steps = [(step, work[step] if isinstance(step, RowWork) else None) for step in program.steps]
         self._inputs = graph_inputs(segment.graph)
-        self._fixed = _graph_of_fixed(segment, program)
+        self._fixed = graph_of_fixed(segment, program)
 
     def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         values = self._prepare(inputs)
@@ -189,21 +198,6 @@ def _chunks(ends: Sequence[int], rows: int) -> Iterator[tuple[int | None, int]]:
 def _empty(node: Node, rows: int) -> torch.Tensor:
     value = fake_value(node)
     return empty_in_huge_pages((rows, *map(int, value.shape[1:])), value.dtype)
-
-
-def _graph_of_fixed(segment: GraphModule, program: ExpertProgram) -> GraphModule:
-    """From the segment's inputs to the program's fixed values, which are inputs and views of them."""
-    graph = Graph()
-    values: dict[Node, Node] = {}
-    needed = set(program.fixed)
-    for node in reversed(segment.graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    for node in segment.graph.nodes:
-        if node.op == "placeholder" or node in needed:
-            values[node] = graph.node_copy(node, lambda used: values[used])
-    graph.output(tuple(values[node] for node in program.fixed))
-    return GraphModule(segment, graph)
 
 
 def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, FakeTensorMode]:

@@ -30,8 +30,9 @@ from moepass.passes.graph.nodes import (
     unbacked_conditions,
     view_source,
 )
-from moepass.passes.ir.segment import EAGER, EXPERT_LOOP, INDUCTOR, Lowering, Segment
+from moepass.passes.ir.segment import EAGER, EXPERT_LOOP, INDUCTOR, TRITON, Lowering, NotLowered, Segment
 from moepass.runtime.lowering.lower_experts import ExpertLoop, lower_experts
+from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
 from moepass.runtime.torch_private import compilers_side_by_side
 
 Lowered = Callable[..., Any]
@@ -139,9 +140,10 @@ def _lower_eager(segment: GraphModule) -> LoweredSegment:
 
 
 def _lower_inductor(segment: GraphModule) -> LoweredSegment:
-    by_expert = lower_experts(segment, compile_with_inductor)
-    if isinstance(by_expert, ExpertLoop):
-        return LoweredSegment.of(by_expert, segment, boxed=True, lowering=Lowering(EXPERT_LOOP))
+    by_expert = _by_expert(segment)
+    if isinstance(by_expert, (ExpertLoop, TritonExperts)):
+        how = EXPERT_LOOP if isinstance(by_expert, ExpertLoop) else TRITON
+        return LoweredSegment.of(by_expert, segment, boxed=True, lowering=Lowering(how))
     # Inductor edits the graph that it compiles; the partitioned one stays readable.
     private = copy_graph_module(segment)
     for node in graph_inputs(private.graph):
@@ -150,6 +152,15 @@ def _lower_inductor(segment: GraphModule) -> LoweredSegment:
     fake_mode = _fake_mode_of(segment, inputs)
     run = compile_with_inductor(private, fake_mode)
     return LoweredSegment.of(run, segment, boxed=True, lowering=Lowering(INDUCTOR, refusal=by_expert))
+
+
+def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered | None:
+    """The segment's experts by code of ours, or why not; None where it has none."""
+    inputs = [fake_value(node) for node in graph_inputs(segment.graph)]
+    if any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs):
+        mode = _fake_mode_of(segment, inputs)
+        return lower_to_triton(segment, lambda graph: compile_with_inductor(graph, mode))
+    return lower_experts(segment, compile_with_inductor)
 
 
 def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:

@@ -1,0 +1,131 @@
+"""What a GPU's compiler makes of a kernel, on a machine that needs no GPU: registers, spills, memory, instructions."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.segments.expert_kernels import GemmKernel, read_kernels
+from moepass.passes.segments.expert_program import read_program
+from moepass.runtime.kernels.grouped_gemm.kernel_source import kernel_parameters, varying_parameters
+from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm, Launch
+from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, all_tile_sizes
+
+_THREADS_PER_WARP = 32
+# What allocators give is aligned to at least so many bytes, and Triton looks for no more.
+_ALIGNED_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuCode:
+    """Resources of one kernel, and how often each instruction stands in its code (not how often it runs)."""
+
+    registers_per_thread: int
+    spilled_bytes: int
+    shared_bytes: int
+    threads: int
+    instructions: dict[str, int]
+
+
+class CompiledKernel(NamedTuple):
+    """One kernel of a segment at one size of tiles."""
+
+    kernel: GemmKernel
+    tile: TileSizes
+    code: GpuCode
+
+
+def compile_segment(segment: GraphModule, capability: int) -> Iterator[CompiledKernel]:
+    """All kernels of a segment of experts, at all sizes of tiles that a GPU of this compute capability may use.
+
+    The segment's values are fake; sizes are those of its inputs. Raises NotByExpertError for a segment without kernels.
+    """
+    program = read_program(segment)
+    for kernel in read_kernels(program).kernels:
+        gemm = GeneratedGemm(kernel)
+        operands = [_on_meta(node) for node in kernel.operands]
+        outputs = [_on_meta(node) for node in kernel.outputs]
+        weights = _on_meta(kernel.gemm.weights)
+        for tile in all_tile_sizes(kernel, capability // 10, weights.dtype):
+            launch = gemm.launch(operands, [weights], _on_meta(program.ends), outputs, tile)
+            yield CompiledKernel(kernel, tile, compile_for(gemm, launch, tile, capability))
+
+
+def _on_meta(node: Node) -> torch.Tensor:
+    value = fake_value(node)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def compile_for(gemm: GeneratedGemm, launch: Launch, sizes: TileSizes, capability: int) -> GpuCode:
+    """The code of this launch for a GPU of compute capability `capability` (90 for 9.0).
+
+    Tensors in `launch` may be fake or on the meta device. Triton must not be in the interpreter's mode.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    varying = set(varying_parameters(gemm.kernel))
+    signature: dict[str, str] = {}
+    constants = dict(launch.constants)
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for place, (name, value) in enumerate(zip(kernel_parameters(gemm.kernel), launch.arguments, strict=True)):
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor and value == 1 and name not in varying:
+            signature[name] = "constexpr"
+            constants[name] = 1
+            continue
+        signature[name] = _pointer(value.dtype) if is_tensor else "i32" if abs(value) < 1 << 31 else "i64"
+        if is_tensor or (value % _ALIGNED_BYTES == 0 and name not in varying):
+            attributes[place,] = [["tt.divisibility", _ALIGNED_BYTES]]
+    signature.update(dict.fromkeys(launch.constants, "constexpr"))
+    source = ASTSource(fn=gemm.function, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, _THREADS_PER_WARP), options=sizes.options())
+    used = _resources(compiled.asm["cubin"])
+    return GpuCode(
+        registers_per_thread=used["REG"],
+        spilled_bytes=used["LOCAL"] + used["STACK"],
+        shared_bytes=compiled.metadata.shared,
+        threads=_THREADS_PER_WARP * compiled.metadata.num_warps,
+        instructions=_instructions(compiled.asm["cubin"]),
+    )
+
+
+def _pointer(dtype: torch.dtype) -> str:
+    short = {"float": "fp", "bfloat": "bf", "int": "i", "uint": "u"}
+    name = triton_type(dtype).removeprefix("tl.")
+    kind, bits = re.fullmatch(r"([a-z]+)(\d+)", name).groups()  # type: ignore[union-attr]
+    return f"*{short[kind]}{bits}"
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    text = _dump("cuobjdump", cubin, "--dump-resource-usage")
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+def _instructions(cubin: bytes) -> dict[str, int]:
+    text = _dump("nvdisasm", cubin)
+    # /*0a10*/  @!P0 HGMMA.64x128x16.F32.BF16 R24, ... ;
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text)
+    return dict(collections.Counter(found))
+
+
+def _dump(tool: str, cubin: bytes, *options: str) -> str:
+    import triton.backends.nvidia
+
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([path, *options, file.name], check=True, capture_output=True, text=True).stdout

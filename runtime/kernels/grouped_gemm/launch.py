@@ -1,0 +1,155 @@
+"""Run the kernels that `kernel_source` writes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.segments.expert_kernels import GemmKernel
+from moepass.runtime.kernels.grouped_gemm.kernel_source import KERNEL_NAME, kernel_source, table_operands
+from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, tile_sizes
+from moepass.runtime.torch_private import load_generated_module
+
+# Addresses that are multiples of so many bytes are loaded in the widest pieces there are.
+_WIDEST_LOAD_BYTES = 16
+
+
+class Launch(NamedTuple):
+    """What a kernel is launched with.
+
+    arguments   in the order of the kernel's parameters
+    constants   those that it is compiled for, by name
+    most_tiles  an upper limit of the tiles, which only the device knows
+    """
+
+    arguments: list[Any]
+    constants: dict[str, Any]
+    most_tiles: int
+
+
+class GeneratedGemm:
+    """One kernel: called with its operands, weights and where experts end, gives its outputs.
+
+    Raises NoTileFunctionError where the kernel has operators or types that Triton's tiles do not have.
+    """
+
+    def __init__(self, kernel: GemmKernel) -> None:
+        self.kernel = kernel
+        self.source = kernel_source(kernel)
+        self._tables = table_operands(kernel)
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """The kernel as Triton has it."""
+        return getattr(load_generated_module(self.source), KERNEL_NAME)
+
+    def __call__(
+        self,
+        operands: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        ends: torch.Tensor,
+        rows: int,
+        sizes: TileSizes | None = None,
+    ) -> list[torch.Tensor]:
+        """The outputs [rows, ...] for operands in the kernel's order.
+
+        `weights` are parts [experts, in, out] of one layout, in order of experts; `ends` [experts] int32 says behind
+        which of the `rows` rows each expert's rows lie.
+        """
+        outputs = [_empty(node, rows, ends.device) for node in self.kernel.outputs]
+        if rows:
+            sizes = sizes or tile_sizes(self.kernel, _capability(ends.device), weights[0].dtype, -(-rows // len(ends)))
+            launch = self.launch(operands, weights, ends, outputs, sizes)
+            programs = min(launch.most_tiles, _programs(ends.device))
+            self.function[(programs,)](*launch.arguments, **launch.constants, **sizes.options())
+        return outputs
+
+    def launch(
+        self,
+        operands: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        ends: torch.Tensor,
+        outputs: Sequence[torch.Tensor],
+        sizes: TileSizes,
+    ) -> Launch:
+        """What the kernel is launched with to write `outputs`."""
+        rows, experts = len(outputs[0]), len(ends)
+        arguments: list[Any] = [expert_addresses(weights), *weights[0].stride()[1:], ends, rows]
+        for tensor in operands:
+            arguments += [tensor, *tensor.stride()]
+        arguments += [len(operands[number]) for number in self._tables]
+        for tensor in outputs:
+            arguments += [tensor, *tensor.stride()]
+        constants = {
+            "EXPERTS": experts,
+            "EXPERT_LANES": 1 << experts.bit_length(),
+            "INNER": weights[0].shape[1],
+            "WIDTH": self.kernel.width,
+            "PRODUCT_TYPE": _product_type(weights[0]),
+            "PRECISION": _precision(),
+            "ALIGNMENT": _alignment(weights),
+            "BLOCK_ROWS": sizes.rows,
+            "BLOCK_COLUMNS": sizes.columns,
+            "BLOCK_INNER": sizes.inner,
+            "GROUP": sizes.group,
+        }
+        column_tiles = -(-self.kernel.width // sizes.columns)
+        return Launch(arguments, constants, (-(-rows // sizes.rows) + experts) * column_tiles)
+
+
+def expert_addresses(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where each expert's weights begin, as int64 on their device."""
+    first = weights[0]
+    if any(part.stride()[1:] != first.stride()[1:] or part.dtype != first.dtype for part in weights):
+        raise ValueError("parts of a bank have one layout and one type")
+    found = [
+        torch.arange(len(part), device=part.device) * (part.stride(0) * part.itemsize) + part.data_ptr()
+        for part in weights
+        if len(part)
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _alignment(weights: Sequence[torch.Tensor]) -> int:
+    """The largest power of two up to the widest load that divides all experts' addresses."""
+    addresses = [number for part in weights for number in (part.data_ptr(), part.stride(0) * part.itemsize)]
+    alignment = _WIDEST_LOAD_BYTES
+    while any(address % alignment for address in addresses):
+        alignment //= 2
+    return alignment
+
+
+def _empty(node: torch.fx.Node, rows: int, device: torch.device) -> torch.Tensor:
+    value = fake_value(node)
+    return torch.empty((rows, *value.shape[1:]), dtype=value.dtype, device=device)
+
+
+def _product_type(weights: torch.Tensor) -> Any:
+    import triton.language as tl
+
+    if weights.device.type == "cpu" and weights.dtype == torch.bfloat16:
+        return tl.float32  # the interpreter multiplies the bits of bfloat16 as integers; in float32 products are exact
+    return getattr(tl, triton_type(weights.dtype).removeprefix("tl."))
+
+
+def _precision() -> str:
+    """How float32 is multiplied: as torch was told to."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """Programs that keep the device busy; each computes tile after tile."""
+    if device.type != "cuda":
+        return 4  # the interpreter runs them one after the other
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8

@@ -1,0 +1,205 @@
+"""Pointwise operators as expressions of Triton.
+
+Floating-point values are held in float32 between operators, those of float64 in float64: a model's roundings between
+its operators are not repeated, but for casts that it asks for. Compilers fuse in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+# Takes the operator's arguments in the order of its schema, as text, with constants as Python values.
+Write = Callable[..., str]
+
+
+class NoTileFunctionError(Exception):
+    """The operator has no form for tiles; the text says which, and why."""
+
+
+def held_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a tile holds values of `dtype`."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def triton_type(dtype: torch.dtype) -> str:
+    """Its name in Triton. Raises NoTileFunctionError for complex and quantised types."""
+    if dtype not in _TYPES:
+        raise NoTileFunctionError(f"values of type {dtype}")
+    return f"tl.{_TYPES[dtype]}"
+
+
+def cast(value: str, held: torch.dtype, wanted: torch.dtype) -> str:
+    """`value`, held as `held`, rounded to `wanted` and held as a tile holds that."""
+    if wanted == torch.bool:
+        return f"({value} != 0)"
+    if held == wanted:
+        return value
+    rounded = f"{value}.to({triton_type(wanted)})"
+    return rounded if held_type(wanted) == wanted else f"{rounded}.to({triton_type(held_type(wanted))})"
+
+
+def write_operator(operator: Any, arguments: Sequence[str | float | bool | None]) -> str:
+    """The expression of `operator`. Arguments that are text are values, or text that the operator takes (a mode).
+
+    Raises NoTileFunctionError for other operators, and for arguments that are not handled.
+    """
+    write = _WRITERS.get(operator)
+    if write is None:
+        raise NoTileFunctionError(f"{operator}")
+    return write(*arguments)
+
+
+def literal(value: str | float | bool | None) -> str:
+    """A constant as Triton reads it; text is a value's name already."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def _operator(symbol: str) -> Write:
+    return lambda left, right: f"({literal(left)} {symbol} {literal(right)})"
+
+
+def _scaled(symbol: str) -> Write:
+    """`left` and `alpha` times `right`."""
+
+    def write(left: Any, right: Any, alpha: Any = 1) -> str:
+        scaled = literal(right) if alpha == 1 else f"{literal(alpha)} * {literal(right)}"
+        return f"({literal(left)} {symbol} {scaled})"
+
+    return write
+
+
+def _function(text: str) -> Write:
+    return lambda value: text.format(literal(value))
+
+
+def _larger(left: Any, right: Any) -> str:
+    return f"tl.maximum({literal(left)}, {literal(right)}, propagate_nan=tl.PropagateNan.ALL)"
+
+
+def _smaller(left: Any, right: Any) -> str:
+    return f"tl.minimum({literal(left)}, {literal(right)}, propagate_nan=tl.PropagateNan.ALL)"
+
+
+def _clamp(value: Any, least: Any = None, most: Any = None) -> str:
+    if least is not None:
+        value = _larger(value, least)
+    return literal(value) if most is None else _smaller(value, most)
+
+
+def _tanh(value: Any) -> str:
+    # 1 - 2 / (e^2x + 1) loses what a small x has; there the series is exact in float32.
+    x = literal(value)
+    series = f"{x} * (1 - {x} * {x} * (1 / 3 - {x} * {x} * (2 / 15 - {x} * {x} * (17 / 315))))"
+    return f"tl.where(tl.abs({x}) < 0.125, {series}, 1 - 2 / (tl.exp(2 * {x}) + 1))"
+
+
+def _gelu(value: Any, approximate: Any = "none") -> str:
+    x = literal(value)
+    if approximate == "tanh":
+        # 1 + tanh(y) = 2 * sigmoid(2 * y)
+        return f"({x} * tl.sigmoid({2 * math.sqrt(2 / math.pi)} * ({x} + 0.044715 * {x} * {x} * {x})))"
+    return f"(0.5 * {x} * (1 + tl.erf({x} * {math.sqrt(0.5)})))"
+
+
+def _softplus(value: Any, beta: Any = 1, threshold: Any = 20) -> str:
+    x, scaled = literal(value), f"({literal(value)} * {literal(beta)})"
+    return f"tl.where({scaled} > {literal(threshold)}, {x}, tl.log(1 + tl.exp({scaled})) / {literal(beta)})"
+
+
+def _power(value: Any, exponent: Any) -> str:
+    x = literal(value)
+    known = {
+        1: x,
+        2: f"({x} * {x})",
+        3: f"({x} * {x} * {x})",
+        0.5: f"tl.sqrt({x})",
+        -0.5: f"tl.rsqrt({x})",
+        -1: f"(1 / {x})",
+    }
+    if exponent not in known:
+        raise NoTileFunctionError(f"aten.pow to {exponent}")
+    return known[exponent]
+
+
+def _leaky_relu(value: Any, slope: Any = 0.01) -> str:
+    return f"tl.where({literal(value)} > 0, {literal(value)}, {literal(value)} * {literal(slope)})"
+
+
+def _where(condition: Any, left: Any, right: Any) -> str:
+    return f"tl.where({literal(condition)}, {literal(left)}, {literal(right)})"
+
+
+_TYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.bool: "int1",
+}
+# Results of comparisons: they compare in the type of their operands, not in their own.
+COMPARISONS: dict[Any, str] = {
+    getattr(getattr(aten, name), overload): symbol
+    for name, symbol in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
+    for overload in ("Tensor", "Scalar")
+}
+_WRITERS: dict[Any, Write] = {
+    **{operator: _operator(symbol) for operator, symbol in COMPARISONS.items()},
+    aten.add.Tensor: _scaled("+"),
+    aten.add.Scalar: _scaled("+"),
+    aten.sub.Tensor: _scaled("-"),
+    aten.sub.Scalar: _scaled("-"),
+    aten.mul.Tensor: _operator("*"),
+    aten.mul.Scalar: _operator("*"),
+    aten.div.Tensor: _operator("/"),
+    aten.div.Scalar: _operator("/"),
+    aten.maximum.default: _larger,
+    aten.minimum.default: _smaller,
+    aten.clamp.default: _clamp,
+    aten.clamp_min.default: _larger,
+    aten.clamp_max.default: _smaller,
+    aten.hardtanh.default: _clamp,
+    aten.where.self: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.ScalarSelf: _where,
+    aten.where.Scalar: _where,
+    aten.logical_and.default: _operator("&"),
+    aten.logical_or.default: _operator("|"),
+    aten.logical_not.default: _function("({} == 0)"),
+    aten.bitwise_and.Tensor: _operator("&"),
+    aten.bitwise_or.Tensor: _operator("|"),
+    aten.neg.default: _function("(-{})"),
+    aten.abs.default: _function("tl.abs({})"),
+    aten.square.default: _function("({0} * {0})"),
+    aten.reciprocal.default: _function("(1 / {})"),
+    aten.sqrt.default: _function("tl.sqrt({})"),
+    aten.rsqrt.default: _function("tl.rsqrt({})"),
+    aten.exp.default: _function("tl.exp({})"),
+    aten.exp2.default: _function("tl.exp2({})"),
+    aten.log.default: _function("tl.log({})"),
+    aten.erf.default: _function("tl.erf({})"),
+    aten.sigmoid.default: _function("tl.sigmoid({})"),
+    aten.tanh.default: _tanh,
+    aten.silu.default: _function("({0} * tl.sigmoid({0}))"),
+    aten.gelu.default: _gelu,
+    aten.relu.default: _function("tl.where({0} < 0, 0.0, {0})"),
+    aten.leaky_relu.default: _leaky_relu,
+    aten.softplus.default: _softplus,
+    aten.pow.Tensor_Scalar: _power,
+    aten.clone.default: lambda value, memory_format=None: literal(value),
+    aten.alias.default: literal,
+}

@@ -1,0 +1,105 @@
+"""Lower a segment of experts to Triton kernels: each grouped GEMM with the row work around it, generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.graph.nodes import fake_value, graph_inputs
+from moepass.passes.graph.source_lines import in_words, source_line
+from moepass.passes.ir.segment import TRITON, NotLowered
+from moepass.passes.segments.expert_kernels import ExpertKernels, GemmKernel, read_kernels
+from moepass.passes.segments.expert_program import (
+    ExpertProgram,
+    NotByExpertError,
+    RowWork,
+    expert_gemms_in,
+    read_program,
+)
+from moepass.runtime.kernels.grouped_gemm.kernel_source import GEMM_TYPES
+from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
+from moepass.runtime.kernels.grouped_gemm.tile_functions import NoTileFunctionError
+from moepass.runtime.lowering.fixed_values import graph_of_fixed
+
+# Compiles a graph whose nodes have fake values: called with a list of its inputs, gives its outputs.
+Compile = Callable[[GraphModule], Callable[[list[Any]], Sequence[torch.Tensor]]]
+
+
+def lower_to_triton(segment: GraphModule, compile_graph: Compile) -> TritonExperts | NotLowered | None:
+    """`segment` as kernels, or why it has to be compiled as a whole; None where it has no experts."""
+    experts = expert_gemms_in(segment)
+    if not experts:
+        return None
+    try:
+        program = read_program(segment)
+        kernels = read_kernels(program)
+        generated = [_generated(kernel) for kernel in kernels.kernels]
+    except NotByExpertError as error:
+        reason = in_words(str(error), segment.graph, error.node)
+        line = source_line(error.node) or source_line(experts[0])
+        return NotLowered(TRITON, error.node.name, reason, line)
+    before = None if kernels.before is None else compile_graph(_graph_of(kernels.before))
+    return TritonExperts(segment, program, kernels, generated, before)
+
+
+def _generated(kernel: GemmKernel) -> GeneratedGemm:
+    node = kernel.gemm.node
+    dtype = fake_value(node).dtype
+    if dtype not in GEMM_TYPES:
+        raise NotByExpertError(node, f"it multiplies in {dtype}, which tensor cores do not")
+    try:
+        return GeneratedGemm(kernel)
+    except NoTileFunctionError as error:
+        raise NotByExpertError(node, f"what follows has {error}, which tiles do not compute") from error
+
+
+class TritonExperts:
+    """Runs the kernels of a program: called with a list of the segment's inputs, gives the segment's outputs."""
+
+    def __init__(
+        self,
+        segment: GraphModule,
+        program: ExpertProgram,
+        kernels: ExpertKernels,
+        generated: Sequence[GeneratedGemm],
+        before: Callable[[list[Any]], Sequence[torch.Tensor]] | None,
+    ) -> None:
+        self.program = program
+        self.kernels = kernels
+        self.generated = generated
+        self._inputs = graph_inputs(segment.graph)
+        self._fixed = graph_of_fixed(segment, program)
+        self._before = before
+
+    def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        found: dict[Node, Any] = dict(zip(self._inputs, inputs, strict=True))
+        found.update(zip(self.program.fixed, self._fixed(*inputs), strict=True))
+        inputs.clear()
+        if self.kernels.before is not None:
+            assert self._before is not None
+            results = self._before([found[node] for node in self.kernels.before.inputs])
+            found.update(zip(self.kernels.before.outputs, results, strict=True))
+        rows = len(found[self.program.row_inputs[0]])
+        ends = found[self.program.ends]
+        for run in self.generated:
+            kernel = run.kernel
+            operands = [found[node] for node in kernel.operands]
+            outputs = run(operands, [found[kernel.gemm.weights]], ends, rows)
+            found.update(zip(kernel.outputs, outputs, strict=True))
+        return tuple(found[node] for node in self.program.outputs)
+
+
+def _graph_of(work: RowWork) -> GraphModule:
+    """`work` for all rows at once, as a graph of its own whose nodes have the fake values of the segment's."""
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    for index, node in enumerate(work.inputs):
+        values[node] = graph.placeholder(f"input_{index}")
+        values[node].meta.update(node.meta)
+    for node in work.nodes:
+        values[node] = graph.node_copy(node, lambda used: values[used])
+    graph.output(tuple(values[node] for node in work.outputs))
+    return GraphModule({}, graph)

@@ -1,0 +1,39 @@
+"""Compile the kernels of one segment for GPUs; run as a process of its own, because Triton is interpreted in tests.
+
+    python static_kernels.py '{"activation": ..., "form": ..., "dtype": ..., "capability": 90, "turned": false}'
+
+prints a JSON list with one entry for each kernel and size of tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import torch
+
+from moepass.models.testing.expert_segments import ExpertSizes, expert_inputs, expert_segment
+from moepass.passes.graph.nodes import fake_value
+from moepass.runtime.kernels.grouped_gemm.gpu_code import compile_segment
+
+# Experts as in qwen3-30b-a3b, for 4096 tokens.
+SIZES = ExpertSizes(tokens=4096, pairs=32768, experts=128, hidden=2048, width=768)
+
+
+def compiled_kernels(activation: str, form: str, dtype: str, capability: int, turned: bool) -> list[dict[str, Any]]:
+    sizes = dataclasses.replace(SIZES, dtype=getattr(torch, dtype))
+    segment = expert_segment(activation, form, expert_inputs(sizes, device="meta", turned=turned))
+    return [
+        {
+            "is_thin": min(fake_value(kernel.gemm.weights).shape[1:]) <= sizes.rank,
+            "tile": dataclasses.asdict(tile),
+            **dataclasses.asdict(code),
+        }
+        for kernel, tile, code in compile_segment(segment, capability)
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(compiled_kernels(**json.loads(sys.argv[1]))))

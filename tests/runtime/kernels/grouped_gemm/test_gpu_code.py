@@ -1,0 +1,79 @@
+"""What compilers for real GPUs make of the kernels. No GPU is needed, and none of this says how fast they are."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moepass.models.testing.expert_segments import ACTIVATIONS, FORMS
+
+SCRIPT = Path(__file__).parents[3] / "helpers" / "kernels" / "static_kernels.py"
+CAPABILITIES = (80, 90, 100)
+# The instruction that multiplies tiles of two-byte elements, where a tile has enough rows for the architecture's own.
+TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+LEAST_ROWS = {80: 16, 90: 64, 100: 64}
+# Per multiprocessor, and per block: the compute capabilities' limits, from NVIDIA's CUDA C++ programming guide.
+REGISTERS = 65536
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+@functools.cache
+def _compiled(activation: str, form: str, dtype: str, capability: int, turned: bool = False) -> list[dict[str, Any]]:
+    asked = {"activation": activation, "form": form, "dtype": dtype, "capability": capability, "turned": turned}
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    words = [sys.executable, str(SCRIPT), json.dumps(asked)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def _check(found: list[dict[str, Any]], dtype: str, capability: int) -> None:
+    for code in found:
+        if code["is_thin"]:
+            continue  # the products with a low rank have no 16 bytes side by side
+        rows = code["tile"]["rows"]
+        assert code["spilled_bytes"] == 0, code
+        # One block at least fits, and two of those with few rows, whose work does not fill a multiprocessor.
+        blocks = 1 if rows >= 64 else 2
+        assert code["registers_per_thread"] * code["threads"] * blocks <= REGISTERS
+        assert code["shared_bytes"] * blocks <= SHARED_BYTES[capability]
+        expected = TENSOR_CORES[capability] if rows >= LEAST_ROWS[capability] else "HMMA"
+        products = [name for name in code["instructions"] if name.startswith(expected)]
+        assert bool(products) == (dtype != "float32"), code
+        # Weights and gathered rows reach shared memory in pieces of 16 bytes, without passing through registers.
+        assert code["instructions"].get("LDGSTS.E.BYPASS.128", 0) > 0, code
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("activation", "form", "dtype"),
+    [("swiglu", "plain", "bfloat16"), ("clamped, interleaved", "biases", "bfloat16"), ("swiglu", "plain", "float32")],
+)
+def test_nothing_spills_and_tensor_cores_multiply(activation: str, form: str, dtype: str, capability: int) -> None:
+    _check(_compiled(activation, form, dtype, capability), dtype, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("activation", "form"), itertools.product(ACTIVATIONS, FORMS))
+def test_all_row_work(activation: str, form: str, capability: int) -> None:
+    _check(_compiled(activation, form, "bfloat16", capability), "bfloat16", capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_all_types_and_layouts(form: str, turned: bool, dtype: str, capability: int) -> None:
+    for activation in ("swiglu", "clamped, interleaved"):
+        _check(_compiled(activation, form, dtype, capability, turned), dtype, capability)

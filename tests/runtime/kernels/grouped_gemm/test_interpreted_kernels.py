@@ -1,0 +1,174 @@
+"""Kernels that are generated for a segment of experts, in Triton's interpreter, against the segment in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import GraphModule
+
+from moepass.models.testing.expert_segments import (
+    ACTIVATIONS,
+    FORMS,
+    ExpertInputs,
+    ExpertSizes,
+    expert_inputs,
+    expert_segment,
+)
+from moepass.passes.segments.expert_kernels import read_kernels
+from moepass.passes.segments.expert_program import read_program
+from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes
+from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
+
+SIZES = ExpertSizes(tokens=40, pairs=75, experts=5, hidden=48, width=24)
+# One expert has most of the rows, one has none.
+SKEWED = torch.tensor([8.0, 0.0, 1.0, 1.0, 0.2])
+# Largest error as a part of the largest value: products of so many elements, in steps of rounding of that type.
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def _run(activation: str, form: str, inputs: ExpertInputs) -> torch.Tensor:
+    lowered = lower_to_triton(expert_segment(activation, form, inputs), lambda graph: lambda given: graph(*given))
+    assert isinstance(lowered, TritonExperts), lowered
+    (result,) = lowered(inputs.tensors())
+    return result
+
+
+def _in_float64(activation: str, form: str, inputs: ExpertInputs) -> torch.Tensor:
+    exact = ExpertInputs(*(value.double() if value.is_floating_point() else value for value in inputs.tensors()))
+    (result,) = expert_segment(activation, form, exact)(*exact.tensors())
+    return result
+
+
+def _assert_right(activation: str, form: str, inputs: ExpertInputs) -> None:
+    result, expected = _run(activation, form, inputs), _in_float64(activation, form, inputs)
+    assert result.dtype == inputs.x.dtype
+    assert result.shape == expected.shape
+    error = (result.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+    assert error <= TOLERANCES[result.dtype]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_row_work_of_every_kind(activation: str, form: str) -> None:
+    _assert_right(activation, form, expert_inputs(SIZES, SKEWED))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_types_and_layouts_of_weights(dtype: torch.dtype, turned: bool) -> None:
+    sizes = dataclasses.replace(SIZES, dtype=dtype)
+    for activation, form in (("swiglu", "plain"), ("clamped, interleaved", "biases")):
+        _assert_right(activation, form, expert_inputs(sizes, SKEWED, turned=turned))
+
+
+@settings(max_examples=30)
+@given(
+    tokens=st.integers(1, 70),
+    pairs=st.integers(1, 150),
+    shares=st.lists(st.sampled_from([0.0, 0.1, 1.0, 20.0]), min_size=1, max_size=9).filter(any),
+    hidden=st.integers(1, 70),
+    width=st.integers(1, 70),
+    what=st.sampled_from([("swiglu", "plain"), ("clamped, interleaved", "biases"), ("geglu", "low rank")]),
+)
+def test_any_sizes(
+    tokens: int, pairs: int, shares: list[float], hidden: int, width: int, what: tuple[str, str]
+) -> None:
+    sizes = ExpertSizes(tokens, pairs, len(shares), hidden, width, rank=3)
+    _assert_right(*what, expert_inputs(sizes, torch.tensor(shares)))
+
+
+def test_no_rows() -> None:
+    inputs = expert_inputs(SIZES)
+    segment = expert_segment("swiglu", "plain", inputs)
+    none = dataclasses.replace(
+        inputs, token=inputs.token[:0], expert=inputs.expert[:0], ends=torch.zeros(5, dtype=torch.int32)
+    )
+    lowered = lower_to_triton(segment, _not_called)
+    assert isinstance(lowered, TritonExperts)
+    (result,) = lowered(none.tensors())
+    assert result.shape == (0, SIZES.hidden)
+
+
+def _not_called(graph: GraphModule) -> object:
+    raise AssertionError("nothing has to be computed before the first GEMM")
+
+
+def test_rows_of_no_expert_are_zero_where_a_gemm_gives_them() -> None:
+    inputs = expert_inputs(SIZES)
+    inputs.ends = (inputs.ends - 7).clamp(min=0)
+    result, expected = _run("swiglu", "plain", inputs), _in_float64("swiglu", "plain", inputs)
+    assert not result[-7:].any()
+    last = int(inputs.ends[-1])
+    assert torch.allclose(result[:last].double(), expected[:last], atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 3), (0, 5), (1, 2, 3, 4)])
+def test_weights_in_parts(cuts: tuple[int, ...]) -> None:
+    inputs = expert_inputs(SIZES, SKEWED)
+    bounds = (0, *cuts, SIZES.experts)
+    # Each part in memory of its own, at another distance between experts.
+    parts = [
+        torch.cat([inputs.up[low:high], torch.zeros(high - low, number, SIZES.hidden)], dim=1)[:, : 2 * SIZES.width]
+        for number, (low, high) in enumerate(itertools.pairwise(bounds))
+    ]
+    first = _first_kernel(inputs)
+    ours = first([inputs.x, inputs.token], [part.mT for part in parts], inputs.ends, SIZES.pairs)
+    whole = first([inputs.x, inputs.token], [inputs.up.mT], inputs.ends, SIZES.pairs)
+    assert torch.equal(ours[0], whole[0])
+
+
+def test_parts_of_different_layouts_are_refused() -> None:
+    inputs = expert_inputs(SIZES)
+    parts = [inputs.up[:2].mT, inputs.up[2:].mT.contiguous()]
+    with pytest.raises(ValueError, match="one layout"):
+        _first_kernel(inputs)([inputs.x, inputs.token], parts, inputs.ends, SIZES.pairs)
+
+
+def _first_kernel(inputs: ExpertInputs) -> GeneratedGemm:
+    return GeneratedGemm(read_kernels(read_program(expert_segment("swiglu", "plain", inputs))).kernels[0])
+
+
+@pytest.mark.parametrize("tile", [TileSizes(16, 16, 16, 4, 2), TileSizes(64, 32, 32, 4, 2, group=1)])
+def test_tiles_change_no_result(tile: TileSizes) -> None:
+    inputs = expert_inputs(SIZES, SKEWED)
+    kernel, operands = _first_kernel(inputs), [inputs.x, inputs.token]
+    (ours,) = kernel(operands, [inputs.up.mT], inputs.ends, SIZES.pairs, tile)
+    (default,) = kernel(operands, [inputs.up.mT], inputs.ends, SIZES.pairs)
+    assert torch.allclose(ours, default, atol=1e-6)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    # Few rows far apart in memory that is never written: 2^31 elements lie between the first and the last one.
+    inputs = expert_inputs(dataclasses.replace(SIZES, tokens=4))
+    far = torch.empty(3 * (1 << 30) + SIZES.hidden)
+    x = far.as_strided((4, SIZES.hidden), (1 << 30, 1))
+    x.copy_(inputs.x)
+    kernel = _first_kernel(inputs)
+    (ours,) = kernel([x, inputs.token], [inputs.up.mT], inputs.ends, SIZES.pairs)
+    (near,) = kernel([inputs.x, inputs.token], [inputs.up.mT], inputs.ends, SIZES.pairs)
+    assert torch.equal(ours, near)
+
+
+def test_rows_counted_from_the_end() -> None:
+    inputs = expert_inputs(SIZES, SKEWED)
+    negative = dataclasses.replace(inputs, token=inputs.token - SIZES.tokens)
+    assert torch.equal(_run("swiglu", "plain", negative), _run("swiglu", "plain", inputs))
+
+
+def _kernels_of(activation: str, form: str) -> Sequence[tuple[int, int]]:
+    """Tile values and outputs of each kernel."""
+    program = read_program(expert_segment(activation, form, expert_inputs(SIZES)))
+    return [(len(kernel.values), len(kernel.outputs)) for kernel in read_kernels(program).kernels]
+
+
+def test_nothing_but_gemms_is_launched() -> None:
+    for activation in ACTIVATIONS:
+        assert len(_kernels_of(activation, "plain")) == len(_kernels_of(activation, "biases")) == 2
+        assert len(_kernels_of(activation, "low rank")) == 4

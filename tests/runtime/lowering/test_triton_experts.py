@@ -1,0 +1,107 @@
+"""Whole models with their experts as Triton kernels, interpreted, against the models as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+
+import moepass
+from moepass.models.testing.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
+from moepass.models.testing.tiny import tiny_inputs, tiny_model
+from moepass.models.testing.tiny_families import TINY_FAMILIES
+from moepass.passes.ir.segment import EAGER, INDUCTOR, TRITON, Lowering
+from moepass.runtime.lowering import lower_segments
+from moepass.runtime.lowering.lower_experts import ExpertLoop
+from moepass.runtime.lowering.lower_segments import LoweredSegment
+from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
+
+Compile = Callable[[GraphModule], Any]
+
+
+def _one_by_one(graph: GraphModule) -> Any:
+    return lambda inputs: graph(*inputs)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[TritonExperts]:
+    """Experts run as kernels, whatever the lowering; gives those that were made."""
+    made: list[TritonExperts] = []
+
+    def lowered_by(lower: Callable[[GraphModule], LoweredSegment]) -> Callable[[GraphModule], LoweredSegment]:
+        def lower_with_kernels(segment: GraphModule) -> LoweredSegment:
+            experts = lower_to_triton(segment, _one_by_one)
+            if not isinstance(experts, TritonExperts):
+                return lower(segment)
+            made.append(experts)
+            return LoweredSegment.of(experts, segment, boxed=True, lowering=Lowering(TRITON))
+
+        return lower_with_kernels
+
+    for how, lower in list(lower_segments.LOWERINGS.items()):
+        monkeypatch.setitem(lower_segments.LOWERINGS, how, lowered_by(lower))
+    return made
+
+
+def _assert_equal_to_the_model(family: str, lower: str, kernels: list[TritonExperts]) -> None:
+    model = tiny_model(family)
+    inputs, others = tiny_inputs(model), tiny_inputs(model, batch=3, seq=7, seed=1)
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = [model(**given).logits for given in (inputs, others)]
+        moepass.offload_experts(model)
+        compiled = torch.compile(model, backend="asyncep", options={"lower": lower}, dynamic=True)
+        found = [compiled(**given).logits for given in (inputs, others)]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    ways = {segment.lowering.how for item in compilations for segment in item.plan.segments if segment.lowering}
+    assert kernels
+    assert TRITON in ways
+
+
+# llama4 multiplies by batches of experts (bmm), which are no grouped GEMMs.
+FAMILIES = [name for name in TINY_FAMILIES if name != "llama4"]
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, kernels: list[TritonExperts]) -> None:
+    _assert_equal_to_the_model(family, EAGER, kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_what_inductor_decomposes(family: str, kernels: list[TritonExperts]) -> None:
+    _assert_equal_to_the_model(family, INDUCTOR, kernels)
+
+
+def test_other_products_are_refused_by_line(no_grad: None) -> None:
+    model = tiny_model("llama4")
+    refused = []
+    with pytest.MonkeyPatch.context() as patch:
+        lower = lower_segments.LOWERINGS[EAGER]
+
+        def record(segment: GraphModule) -> LoweredSegment:
+            if (found := lower_to_triton(segment, _one_by_one)) is not None:
+                refused.append(str(found))
+            return lower(segment)
+
+        patch.setitem(lower_segments.LOWERINGS, EAGER, record)
+        torch.compile(model, backend="asyncep", options={"lower": "eager"})(**tiny_inputs(model))
+    assert refused
+    assert "modeling_llama4.py" in refused[0]
+    assert "no grouped GEMM" in refused[0]
+
+
+def test_experts_on_a_gpu_become_kernels_and_others_a_loop() -> None:
+    inputs = expert_inputs(ExpertSizes(tokens=40, pairs=75, experts=5, hidden=48, width=24))
+    on_cpu = lower_segments._by_expert(expert_segment("sigmoid gate", "biases", inputs))
+    assert isinstance(on_cpu, ExpertLoop)
+    with FakeTensorMode():
+        on_gpu = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for tensor in inputs.tensors()]
+        experts = lower_segments._by_expert(expert_segment("sigmoid gate", "biases", ExpertInputs(*on_gpu)))
+    assert isinstance(experts, TritonExperts)
+    assert [len(kernel.operands) for kernel in experts.kernels.kernels] == [4, 3]
