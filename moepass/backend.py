@@ -21,10 +21,12 @@ from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.collectives import group_names
 from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_call
 from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import CaptureNotes
+from moepass.passes.ir.protocol import CaptureNotes, PassContext
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
+from moepass.passes.schedule.predict import decisions_for
+from moepass.passes.segments.bank_parts import rests_on_device, with_bank_parts
 from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.banks.whole_models import whole_model_store
 from moepass.runtime.captures.capture_watch import current_watch
@@ -118,15 +120,14 @@ def _compile(
     if before_lowering is not None:
         before_lowering()
     lowered = lower_segments(result.module, options.lower)
-    result = dataclasses.replace(
-        result, plan=dataclasses.replace(result.plan, segments=with_lowerings(result.plan.segments, lowered))
-    )
+    plan = dataclasses.replace(result.plan, segments=with_lowerings(result.plan.segments, lowered))
+    result = dataclasses.replace(result, plan=_with_parts_as_lowered(result.module, plan, context))
     if dump:
         dump.write_plan(result.plan)  # again: now it says how segments were lowered
     ring = None
     if store and result.plan.slot_stays:
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
-            ring = store.ring(options.debug)
+            ring = store.ring(options.debug, result.plan.slot_bytes)
     device = _ring_device(captured)
     adopt = adoption(result.plan, device, options.adoption())
     eager_watch.watch({bank.group for bank in result.plan.banks if bank.group})
@@ -137,8 +138,19 @@ def _compile(
     executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback, checks, options.debug)
     note_compilation(executor, context)
     _log(result.plan)
+    _warn_of_whole_banks(result.plan)
     watch = current_watch()
     return executor if watch is None else watch.watched(captured, lowered, executor)
+
+
+def _with_parts_as_lowered(module: GraphModule, plan: Plan, context: PassContext) -> Plan:
+    """`plan`, where banks come whole if a segment that was to run expert by expert was not lowered so."""
+    if not any(bank.in_parts for bank in plan.banks):
+        return plan
+    lowered = with_bank_parts(module, plan)
+    if lowered == plan or plan.decisions is None:
+        return lowered
+    return dataclasses.replace(lowered, decisions=decisions_for(lowered, dict(plan.sizes), context))
 
 
 class _Raises:
@@ -173,6 +185,24 @@ def _log(plan: Plan) -> None:
     for segment in plan.segments:
         if segment.lowering is not None and segment.lowering.refusal is not None:
             logger.info("%s (%s): %s", segment.name, segment.role, segment.lowering.refusal)
+
+
+def _warn_of_whole_banks(plan: Plan) -> None:
+    """Where slots must be larger than layers were placed for, and no longer fit into the memory budget."""
+    if plan.decisions is None:  # the pass that predicts was left out
+        return
+    memory, budget = plan.decisions.memory, plan.decisions.memory_budget_bytes
+    whole = [bank for bank in plan.banks if rests_on_device(bank) and not bank.in_parts]
+    if whole and memory is not None and budget is not None and memory.peak_bytes > budget:
+        logger.warning(
+            "a step needs %.0f bytes, more than the memory budget of %.0f: layers were placed for slots without this "
+            "rank's own experts, but this graph reads whole banks (%s). lower='inductor' takes them in parts where "
+            "experts are grouped GEMMs (transformers: experts_implementation='grouped_mm'). Else ask for a smaller "
+            "budget",
+            memory.peak_bytes,
+            budget,
+            whole[0].name if len(whole) == 1 else f"{whole[0].name} and {len(whole) - 1} others",
+        )
 
 
 def _store_of(captured: GraphModule) -> BankStore | None:

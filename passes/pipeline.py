@@ -16,6 +16,7 @@ from moepass.passes.schedule.assign_slots import plan
 from moepass.passes.schedule.predict import predict
 from moepass.passes.schedule.schedule_slots import schedule
 from moepass.passes.schedule.verify import verify
+from moepass.passes.segments.bank_parts import bank_parts
 from moepass.passes.segments.partition import partition
 
 PASSES: tuple[Pass, ...] = (
@@ -29,6 +30,7 @@ PASSES: tuple[Pass, ...] = (
     schedule,  # carries out the plan
     verify,  # before the cut, while every reader of a slot is still in sight
     partition,  # it follows the scheduling points and hides the nodes between them
+    bank_parts,  # needs segments, because it is these that take a bank in parts or not
     predict,  # last: it reads the steps that will run, and changes nothing
 )
 

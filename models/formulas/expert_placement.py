@@ -29,6 +29,11 @@ def largest_shard_bytes(bank_bytes: int, experts: int, ranks: int) -> int:
     return -(-bank_bytes * -(-experts // ranks) // experts)
 
 
+def smallest_shard_bytes(bank_bytes: int, experts: int, ranks: int) -> int:
+    """Bytes of the smallest shard: what every rank has itself of a bank of `bank_bytes`, at least."""
+    return bank_bytes * (experts // ranks) // experts
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertPlacement:
     """The experts of one layer on the ranks of one group, seen from `rank`. Raises InputError."""

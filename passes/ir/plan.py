@@ -55,6 +55,9 @@ class BankSpec:
     Rank r's shard holds the experts [expert_bounds[r], expert_bounds[r + 1]) of every tensor; without bounds there is
     one shard, the complete bank. Where this rank's shard consists of parameters of the graph itself, `group` is the
     process group of the ranks that have the others.
+
+    `in_parts` are positions of tensors that a slot holds without this rank's experts: whoever reads these reads them
+    where they rest, and the others in the slot. See `slot_layout`.
     """
 
     index: int
@@ -64,6 +67,7 @@ class BankSpec:
     tensors: tuple[TensorSpec, ...]
     expert_bounds: tuple[int, ...] = ()
     group: str = ""
+    in_parts: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

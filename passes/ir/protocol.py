@@ -76,7 +76,8 @@ class PassContext:
     to, by name, as this rank sees them. Runs of fewer than `all_to_all_below` tokens per rank are to keep their
     exchanges; None: as many as `hardware` makes worth it, and without a profile none. `transport` is what will gather.
     `placed` says what was decided when the model's experts were placed. `capture` is for the reasons of refusals alone.
-    `leave` are blocks of expert parallelism that not all ranks take alike, by name, and why.
+    `leave` are blocks of expert parallelism that not all ranks take alike, by name, and why. `runs_by_expert`: segments
+    of experts are lowered expert by expert, or to grouped GEMMs of ours, where they can be.
     """
 
     slots: int = 2
@@ -88,6 +89,7 @@ class PassContext:
     placed: PlacedModel | None = None
     capture: CaptureNotes = NO_NOTES
     leave: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    runs_by_expert: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

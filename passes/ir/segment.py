@@ -15,6 +15,8 @@ MIXED = "mixed"
 # On a node of a segment: which of the parts it belongs to.
 PART_KEY = "moepass_part"
 EAGER, INDUCTOR, EXPERT_LOOP, TRITON = "eager", "inductor", "expert_loop", "triton"
+# Lowerings that read weights expert by expert.
+BY_EXPERT = (EXPERT_LOOP, TRITON)
 _HEAVY = (ATTENTION, EXPERTS, DENSE, HEAD)
 
 

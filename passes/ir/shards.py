@@ -3,6 +3,8 @@
     complete bank    every tensor [experts, ...] at the next aligned offset, in the order of `BankSpec.tensors`
     shard of rank r  the same formula for its experts alone: every tensor [b[r + 1] - b[r], ...]
     pieces of rank r what to copy from its shard to where in a buffer that has the layout of the complete bank
+    slot             the complete bank; tensors in parts, `BankSpec.in_parts`, lack the experts of the slot's own rank,
+                     and have room for as many as the rank lacks that has the fewest: all ranks have one layout
 
 Experts are the first dimension, so the part of one tensor that a shard holds is one contiguous range in both layouts.
 """
@@ -96,6 +98,40 @@ def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
         if part.nbytes:
             pieces.append(Piece(part.offset_bytes, tensor.offset_bytes + first * expert_bytes, part.nbytes))
     return tuple(pieces)
+
+
+def slot_layout(bank: BankSpec) -> ShardLayout:
+    """The layout of `bank` in a slot; the shapes are those of the room that tensors have there.
+
+    `bank` must list all of its tensors. Raises InputError as `expert_range`.
+    """
+    if not bank.in_parts:
+        return ShardLayout(bank.format.slot_bytes, bank.tensors)
+    fewest = min(len(expert_range(bank, rank)) for rank in range(max(1, len(bank.expert_bounds) - 1)))
+    return pack_layout(
+        (tensor.name, (tensor.shape[0] - fewest * (place in bank.in_parts), *tensor.shape[1:]), tensor.torch_dtype)
+        for place, tensor in enumerate(bank.tensors)
+    )
+
+
+def pieces_in_slot(bank: BankSpec, own: range, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """`pieces` of a complete bank as they go into the slot of the rank that has the experts `own`."""
+    if not bank.in_parts:
+        return tuple(pieces)
+    moved: list[Piece] = []
+    pieces = tuple(pieces)
+    for place, (tensor, room) in enumerate(zip(bank.tensors, slot_layout(bank).tensors, strict=True)):
+        begin, end = tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes
+        ranges = [(begin, end)]
+        if place in bank.in_parts:
+            expert_bytes = math.prod(tensor.shape[1:]) * tensor.torch_dtype.itemsize
+            ranges = [(begin, begin + own.start * expert_bytes), (begin + own.stop * expert_bytes, end)]
+        target = room.offset_bytes
+        for start, stop in ranges:
+            for piece in clip_pieces(pieces, start, stop):
+                moved.append(dataclasses.replace(piece, slot_offset_bytes=target + piece.slot_offset_bytes))
+            target += stop - start
+    return tuple(moved)
 
 
 def clip_pieces(pieces: Iterable[Piece], start: int, stop: int) -> tuple[Piece, ...]:

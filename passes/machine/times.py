@@ -55,17 +55,14 @@ def transfer_seconds(
 
 
 def pull_seconds(
-    hardware: Hardware, bank_bytes: float, *, copies_own_shard: bool | None = None, link: LinkName = "peer"
+    hardware: Hardware, bank_bytes: float, *, copies_own_shard: bool = False, link: LinkName = "peer"
 ) -> float:
     """A bank from its shards on `hardware.ranks` devices: W (N - 1) / N over `link`.
 
-    `copies_own_shard`: this rank's part is copied into the slot too, inside the device's memory, on the same stream; by
-    default, unless ranks compute on the host, whose pages slots can show. Raises InputError if the machine has no such
-    link.
+    `copies_own_shard`: this rank's part is copied into the slot too, inside the device's memory, on the same stream;
+    else it is read where it rests. Raises InputError if the machine has no such link.
     """
     ranks = hardware.ranks
-    if copies_own_shard is None:
-        copies_own_shard = hardware.device_kind != "cpu"
     own = bank_bytes / ranks
     local = _local_copy_seconds(hardware, own) if copies_own_shard else 0.0
     if ranks == 1:

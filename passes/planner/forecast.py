@@ -35,6 +35,7 @@ from moepass.passes.planner.model_problem import (
     link_bytes,
     model_phases,
     model_problem,
+    read_in_place_bytes,
     resting_memory,
     saturation_at,
     streaming_machine,
@@ -217,11 +218,12 @@ def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
     layer, count = architecture.typical_moe_layer, len(architecture.moe_layers)
     assert layer.experts is not None
     nbytes, shard = setting.bank(layer.experts).slot_bytes, device_shard_bytes(setting, layer, planned.home)
+    slot = nbytes - read_in_place_bytes(setting, layer, planned.home)
     resting, gamma = resting_memory(setting, planned.home).peak_bytes, planned.saturation.values["gamma"]
     points = []
     for resident in sorted({round(step * count / (_MOST_POINTS - 1)) for step in range(_MOST_POINTS)}):
         streamed = count - resident
         tokens = threshold(setting, layer, planned.transfer_seconds * streamed / count, gamma).tokens
         slots = min(DEFAULT_SLOTS, streamed)
-        points.append(ThresholdPoint(resident, resting + (slots + resident) * nbytes + streamed * shard, tokens))
+        points.append(ThresholdPoint(resident, resting + slots * slot + resident * nbytes + streamed * shard, tokens))
     return tuple(points)

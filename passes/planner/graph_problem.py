@@ -19,7 +19,8 @@ from moepass.models.homes import COLLECTIVE
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.ir.decisions import Decisions, DeviceMemory
 from moepass.passes.ir.placed_model import PlacedModel
-from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.plan import BankSpec, Plan
+from moepass.passes.ir.shards import slot_layout
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import Work, gather_seconds, peak_flops_per_s, work_seconds
@@ -65,13 +66,24 @@ def plan_graph(
 
 
 def bank_phases(
-    bank_bytes: Iterable[tuple[str, int]], numbers: Mapping[str, int], shard_bytes: Mapping[str, int] | None = None
+    bank_bytes: Iterable[tuple[str, int]],
+    numbers: Mapping[str, int],
+    shard_bytes: Mapping[str, int] | None = None,
+    read_in_place_bytes: Mapping[str, int] | None = None,
 ) -> tuple[LayerPhase, ...]:
     """Phases of which nothing but the banks is known, given by name; `numbers` tells the layer of each, `shard_bytes`
-    what streamed ones keep on the device."""
-    shards = shard_bytes or {}
+    what streamed ones keep on the device, `read_in_place_bytes` what of that their slots lack."""
+    shards, in_place = shard_bytes or {}, read_in_place_bytes or {}
     return tuple(
-        LayerPhase(name, name, 0.0, nbytes, number=numbers[name], shard_bytes=shards.get(name, 0))
+        LayerPhase(
+            name,
+            name,
+            0.0,
+            nbytes,
+            number=numbers[name],
+            shard_bytes=shards.get(name, 0),
+            read_in_place_bytes=in_place.get(name, 0),
+        )
         for name, nbytes in bank_bytes
     )
 
@@ -104,13 +116,25 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
         math.inf if budget is None else budget,
         transport=placed.transport,
     )
-    return model_problem(
+    problem = model_problem(
         setting,
         placed.decisions.home,
         slots=plan.slots,
         resident_layers=placed.decisions.resident_layers,
         resting=dataclasses.replace(placed.weights, activation_bytes=activations_bytes(setting)),
     )
+    # The graph tells what its slots lack, and a formula only what they may lack.
+    numbers = dict(placed.banks)
+    in_place = {numbers[bank.name]: _read_in_place_bytes(bank) for bank in plan.banks if bank.name in numbers}
+    phases = (
+        dataclasses.replace(phase, read_in_place_bytes=in_place.get(phase.number, 0)) if phase.bank_bytes else phase
+        for phase in problem.phases
+    )
+    return dataclasses.replace(problem, phases=tuple(phases))
+
+
+def _read_in_place_bytes(bank: BankSpec) -> int:
+    return bank.format.slot_bytes - slot_layout(bank).nbytes
 
 
 def _sequences(plan: Plan, sizes: Mapping[str, float]) -> tuple[int, int] | None:
@@ -144,7 +168,9 @@ def _graph_problem(
             profile = profile_of(hardware)
     if phases is None:
         stays = [plan.bank(stay.bank) for stay in plan.slot_stays]
-        phases = bank_phases([(bank.name, bank.format.slot_bytes) for bank in stays], numbers)
+        in_place = {bank.name: _read_in_place_bytes(bank) for bank in stays}
+        sizes_of_banks = [(bank.name, bank.format.slot_bytes) for bank in stays]
+        phases = bank_phases(sizes_of_banks, numbers, read_in_place_bytes=in_place)
     return PlanningProblem(
         phases=phases,
         home=home,
@@ -217,7 +243,12 @@ def _timed_phases(
             work = queue.popleft() if queue else None
             computing = 0.0 if work is None else timing.experts(work)
             nbytes, number = bank.format.slot_bytes, numbers[bank.name]
-            phases.append(LayerPhase(bank.name, bank.name, computing, nbytes, copying, number=number))
+            in_place = _read_in_place_bytes(bank)
+            phases.append(
+                LayerPhase(
+                    bank.name, bank.name, computing, nbytes, copying, number=number, read_in_place_bytes=in_place
+                )
+            )
             reading.append((step.bank, work))
         elif step.op == "release":
             reading.remove(next(one for one in reading if one[0] == step.bank))

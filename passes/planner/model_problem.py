@@ -9,8 +9,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from moepass.models.formulas.expert_placement import largest_shard_bytes
-from moepass.models.formulas.layers import flops_per_token
+from moepass.models.formulas.expert_placement import largest_shard_bytes, smallest_shard_bytes
+from moepass.models.formulas.layers import flops_per_token, mlp_parameters
+from moepass.models.formulas.memory import element_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
 from moepass.models.homes import COLLECTIVE, PULL, home_named
 from moepass.models.sizes.architecture import Layer
@@ -83,6 +84,7 @@ def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
     seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
     banks = {layer: bank_transfer(setting, layer, home) for layer in seconds}
     shards = {layer: device_shard_bytes(setting, layer, home) for layer in seconds}
+    in_place = {layer: read_in_place_bytes(setting, layer, home) for layer in seconds}
     for index, layer in enumerate(setting.architecture.layers):
         name, (nbytes, transfer) = f"layer {index}", banks[layer]
         phases.append(LayerPhase(f"{name} attention", name, seconds[layer].attention, number=index))
@@ -95,6 +97,7 @@ def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
                 transfer,
                 number=index,
                 shard_bytes=shards[layer],
+                read_in_place_bytes=in_place[layer],
             )
         )
     head = head_seconds(setting.hardware, setting.architecture, setting.sequences, setting.dtype)
@@ -148,6 +151,21 @@ def resting_bytes(
 def device_shard_bytes(setting: Setting, layer: Layer, home: str) -> int:
     """Bytes of the largest shard of a layer's bank, where it rests on the device; else 0."""
     return _largest_shard_bytes(setting, layer) if home_named(home).keeps_shards_on_device else 0
+
+
+def read_in_place_bytes(setting: Setting, layer: Layer, home: str) -> int:
+    """What a slot lacks of a layer's bank, because every rank reads its own experts where they rest.
+
+    Segments of experts that are not lowered expert by expert need more: their slots hold whole banks.
+    """
+    if layer.experts is None or not home_named(home).keeps_shards_on_device:
+        return 0
+    sizes = setting.bank(layer.experts)
+    if sizes.link_bytes != sizes.slot_bytes:
+        return 0  # encoded banks are decoded as a whole
+    matrices = mlp_parameters(setting.architecture.hidden, layer.experts.width, layer.experts.gated)
+    nbytes = layer.experts.count * matrices * element_bytes(setting.dtype)  # biases lie in slots as a whole
+    return smallest_shard_bytes(nbytes, layer.experts.count, setting.ranks)
 
 
 def _largest_shard_bytes(setting: Setting, layer: Layer) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PlanError
+from moepass.passes.ir.shards import slot_layout
 from moepass.passes.ir.timeline import COPY
 
 
@@ -21,7 +22,8 @@ class LayerPhase:
     `bank_bytes` is 0 where it reads none: attention, a dense layer. `transfer_seconds` is what it takes to bring the
     bank into a slot. Banks with the same `link` come one after the other, over different links side by side. `number`
     is that of the layer, -1 where it has none. `shard_bytes` are those of this rank's shard on the device, which a bank
-    has there only where it is streamed: one that stays is there as a whole.
+    has there only where it is streamed: one that stays is there as a whole. `read_in_place_bytes` of that shard are
+    read there, and a slot lacks them (see `passes/segments/bank_parts.py`).
     """
 
     name: str
@@ -32,6 +34,12 @@ class LayerPhase:
     link: str = COPY
     number: int = -1
     shard_bytes: int = 0
+    read_in_place_bytes: int = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """What the bank takes in a slot."""
+        return self.bank_bytes - self.read_in_place_bytes
 
     @property
     def stay_bytes(self) -> int:
@@ -77,7 +85,7 @@ def plan_steps(
         assert step.slot is not None
         bank = plan.bank(step.bank)
         seconds = transfer_seconds[step.bank] if step.op == "prefetch" else 0.0
-        steps.append(TimedStep(step.op, bank.name, seconds, step.slot, bank.format.slot_bytes))
+        steps.append(TimedStep(step.op, bank.name, seconds, step.slot, slot_layout(bank).nbytes))
     return tuple(steps)
 
 
@@ -115,7 +123,7 @@ def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection
     order = streamed_phases(phases, resident)
     return RingSchedule(
         slots=min(slots, len(order)),
-        slot_bytes=max((phases[place].bank_bytes for place in order), default=0),
+        slot_bytes=max((phases[place].slot_bytes for place in order), default=0),
         resident=tuple(sorted(resident)),
         order=order,
         resident_bytes=sum(phases[place].bank_bytes for place in resident),
@@ -140,7 +148,7 @@ def phase_steps(phases: Sequence[LayerPhase], slots: int, resident: Collection[i
 
     def step(op: str, place: int, seconds: float = 0.0) -> TimedStep:
         phase = phases[place]
-        return TimedStep(op, phase.layer, seconds, turn_of[place] % slots, phase.bank_bytes, phase.link)
+        return TimedStep(op, phase.layer, seconds, turn_of[place] % slots, phase.slot_bytes, phase.link)
 
     steps = [step("prefetch", place, phases[place].transfer_seconds) for place in needed[:slots]]
     for place, phase in enumerate(phases):

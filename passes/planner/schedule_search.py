@@ -229,8 +229,8 @@ class _Search:
 
     def largest_first(self) -> Iterator[list[int]]:
         """The smallest resident set for each size that a slot can have: everything that is larger stays."""
-        for size in sorted({self.phases[place].bank_bytes for place in self.banks}, reverse=True):
-            yield [place for place in self.banks if self.phases[place].bank_bytes > size]
+        for size in sorted({self.phases[place].slot_bytes for place in self.banks}, reverse=True):
+            yield [place for place in self.banks if self.phases[place].slot_bytes > size]
 
     # ---- Bounds
 

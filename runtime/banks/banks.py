@@ -141,7 +141,7 @@ class BankStore(BankKeeper):
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes that the ring takes on the compute device: its slots times the largest bank, and an encoded buffer."""
+        """Bytes that the ring takes on the compute device at most: its slots for whole banks, and an encoded buffer."""
         return self.ring_slots * self.slot_bytes + self.encoded_buffer_bytes
 
     @property
@@ -150,10 +150,10 @@ class BankStore(BankKeeper):
         held = sum(value.nbytes for value in self._eager[1]) if self._eager is not None else 0
         return held + (0 if self._ring is None else self._ring.device_bytes)
 
-    def ring(self, debug: bool = False) -> Ring:
+    def ring(self, debug: bool = False, slot_bytes: int | None = None) -> Ring:
         """The ring of the model, for a compiled graph. What eager mode held until now is let go."""
         self.forget_gathered()
-        return super().ring(debug)
+        return super().ring(debug, slot_bytes)
 
     def gather_now(self, bank: int) -> tuple[torch.Tensor, ...]:
         """The complete bank on the compute device, in memory of its own: the synchronous gather of eager mode.

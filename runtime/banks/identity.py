@@ -84,7 +84,7 @@ class BankKeeper:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: those of the largest bank."""
+        """Bytes of a slot for any bank as a whole: those of the largest one."""
         return max((spec.format.slot_bytes for spec in self.specs()), default=0)
 
     @property
@@ -92,14 +92,18 @@ class BankKeeper:
         """Bytes of the ring's encoded buffer: the largest encoded bank on its way; 0 where none is encoded."""
         return max((spec.format.link_bytes for spec in self.specs() if spec.format.is_encoded), default=0)
 
-    def ring(self, debug: bool = False) -> Ring:
-        """The ring, for a compiled graph; the first call makes it."""
+    def ring(self, debug: bool = False, slot_bytes: int | None = None) -> Ring:
+        """The ring, for a compiled graph that needs slots of `slot_bytes`; the first call makes it.
+
+        None: slots as they are, or, in a new ring, for any bank as a whole.
+        """
         self._owner.check()
         with self._ring_lock:
             if self._ring is None:
-                self._ring = make_ring(self.ring_slots, self.slot_bytes, self.device, self.link, home=self.home)
-            # Banks may have come since it was made.
-            self._ring.reserve(self.ring_slots, self.slot_bytes, self.encoded_buffer_bytes)
+                size = self.slot_bytes if slot_bytes is None else slot_bytes
+                self._ring = make_ring(self.ring_slots, size, self.device, self.link, home=self.home)
+            # Banks may have come since it was made, and graphs that need larger slots.
+            self._ring.reserve(self.ring_slots, slot_bytes or 0, self.encoded_buffer_bytes)
             # Once asked for, poisoning stays on: graphs share the ring.
             self._ring.debug = self._ring.debug or debug
             return self._ring

@@ -154,7 +154,9 @@ class StoredCapture:
                 plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"it makes no graph: {type(error).__name__}: {error}") from error
-        ring = self._store.ring() if self._store is not None and plan.slot_stays else None
+        ring = None
+        if self._store is not None and plan.slot_stays:
+            ring = self._store.ring(slot_bytes=plan.slot_bytes)
         return Executor(top, plan, ring)
 
     def run(self, inputs: list[Any]) -> Any:
@@ -295,5 +297,5 @@ def _check_text(text: str, sizes: Mapping[str, object]) -> None:
 def _check_banks(planned: Sequence[BankSpec], store: BankStore | None) -> None:
     own = {} if store is None else {bank.spec.index: bank.spec for bank in store.banks}
     for spec in planned:
-        if own.get(spec.index) != spec:
+        if own.get(spec.index) != dataclasses.replace(spec, in_parts=()):
             raise ValueError(f"bank {spec.index} of the model is {own.get(spec.index)}, not {spec}")

@@ -29,7 +29,7 @@ from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.tensor_memory import Memory
 from moepass.runtime.transfer.copying import CopyError
 from moepass.runtime.transfer.recording import current_recording
-from moepass.runtime.transfer.ring import Ring
+from moepass.runtime.transfer.ring import BankTensor, Ring
 
 logger = logging.getLogger("moepass")
 
@@ -64,7 +64,7 @@ class Decode(RingOperation):
 
 
 class Acquire(RingOperation):
-    def forward(self, filled: object, bank: int, slot: int) -> tuple[torch.Tensor, ...]:
+    def forward(self, filled: object, bank: int, slot: int) -> tuple[BankTensor, ...]:
         return self.ring.acquire(filled, self.banks[bank], slot)
 
 
@@ -326,7 +326,7 @@ class Executor:
             raise InputError(
                 "one graph reads the banks of several offload_experts calls; offload the whole model with one call"
             )
-        ring = keeper.ring(self._is_debug)
+        ring = keeper.ring(self._is_debug, self.plan.slot_bytes)
         ring.reserve(self.plan.slots, 0)
         specs = {
             planned.index: dataclasses.replace(planned, index=handle.spec.index, name=handle.spec.name)

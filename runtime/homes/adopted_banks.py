@@ -121,6 +121,9 @@ class AdoptedHome(Home):
             raise InputError(_changed(bank.name), name=bank.name)
         return adopted.sources
 
+    def rank_of(self, bank: BankSpec) -> int:
+        return self._banks[bank.index].group.rank
+
     def add(self, bank: AdoptedBank) -> None:
         self._banks[bank.spec.index] = bank
 
@@ -207,8 +210,8 @@ class ParameterBanks(BankKeeper):
     def specs(self) -> list[BankSpec]:
         return [bank.spec for bank in self.home.banks()]
 
-    def ring(self, debug: bool = False) -> Ring:
-        ring = super().ring(debug)
+    def ring(self, debug: bool = False, slot_bytes: int | None = None) -> Ring:
+        ring = super().ring(debug, slot_bytes)
         self.home.ring, self.home.is_debug = weakref.ref(ring), ring.debug
         return ring
 

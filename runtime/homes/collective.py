@@ -7,11 +7,9 @@ alike: one copy thread works on them all.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence, Set
-from typing import cast
 
 import torch
 
@@ -28,15 +26,17 @@ from moepass.runtime.transfer.transports import Transport
 
 
 class PendingGather(PendingCopy):
-    """This rank's part in one gather. The sources are those of all ranks by rank; that of this rank is not over a link.
+    """This rank's part in one gather: it sends `own` whole, and its slot gets the pieces of `sources`.
 
-    Without a slot this rank sends, and receives nothing.
+    These are those of all ranks by rank; that of this rank is not over a link. Without a slot this rank sends, and
+    receives nothing.
     """
 
     def __init__(
         self,
         group: GatherGroup,
         request: Request,
+        own: MemorySource,
         sources: Sequence[Source],
         slot: torch.Tensor | None,
         label: str,
@@ -45,6 +45,7 @@ class PendingGather(PendingCopy):
         super().__init__(sources, torch.empty(0, dtype=torch.uint8) if slot is None else slot, label)
         self.group = group
         self.request = request
+        self.own = own
         self.wants = slot is not None
         self.plan = plan
 
@@ -66,8 +67,7 @@ class PendingGather(PendingCopy):
             raise self.group.fail(PeerError(reason, rank=self.group.rank)) from error
 
     def _gather(self, link: Link) -> None:
-        own = self.sources[self.group.rank]
-        assert isinstance(own, MemorySource), "a rank sends from memory"
+        own = self.own
         own.check_bounds()
         if self.wants:
             check_slot(self.sources, self.slot)
@@ -87,7 +87,7 @@ class PendingGather(PendingCopy):
         self.wait_for_link(link, started)
 
     def _copy_own_part(self) -> None:
-        for source, offset, size, place in slices(self.sources[self.group.rank], self.slot):
+        for source, offset, size, place in slices(self.sources[self.group.rank]):
             source.copy(offset, size, self.slot.data_ptr() + place)
 
 
@@ -122,13 +122,16 @@ class CollectiveTransport(Transport):
         return self._copies
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingGather:
-        return self._gather((bank.index, 0, bank.format.link_bytes), slot)
+        request = (bank.index, 0, bank.format.link_bytes)
+        self._learn(request)
+        return self._part(request, slot, sources)
 
     def read(
         self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
     ) -> torch.Tensor:
         memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
-        self._copies.submit(self._gather((bank.index, start, stop), memory)).wait()
+        self._learn((bank.index, start, stop))
+        self._copies.submit(self._part((bank.index, start, stop), memory)).wait()
         return memory
 
     def forget(self, bank: BankSpec) -> None:
@@ -191,19 +194,17 @@ class CollectiveTransport(Transport):
         for gather in [self._copies.submit(self._part(request, None)) for request in requests]:
             gather.wait()
 
-    def _gather(self, request: Request, slot: torch.Tensor) -> PendingGather:
-        self._learn(request)
-        return self._part(request, slot)
-
-    def _part(self, request: Request, slot: torch.Tensor | None) -> PendingGather:
+    def _part(
+        self, request: Request, slot: torch.Tensor | None, into_slot: Sequence[Source] | None = None
+    ) -> PendingGather:
+        """`into_slot` are the parts of all ranks as they go into `slot`; None: into a buffer of the requested bytes."""
         assert self._group is not None, "connect comes first"
         bank, sources = self._banks[request[0]]
         start, stop = request[1:]
-        clipped = [
-            dataclasses.replace(cast("MemorySource", source), pieces=clip_pieces(source.pieces, start, stop))
-            for source in sources
-        ]
-        return PendingGather(self._group, request, clipped, slot, bank.name, self._plan)
+        clipped = [source.with_pieces(clip_pieces(source.pieces, start, stop)) for source in sources]
+        own = clipped[self._group.rank]
+        assert isinstance(own, MemorySource), "a rank sends from memory"
+        return PendingGather(self._group, request, own, into_slot or clipped, slot, bank.name, self._plan)
 
     def _learn(self, request: Request) -> None:
         # Also what was the beginning of a run once, where it is inside a longer one now.

@@ -25,7 +25,7 @@ from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, in_pages
 from moepass.runtime.transfer.home_protocol import Home
-from moepass.runtime.transfer.sources import MemorySource, RemoteSource, SegmentSource, Source
+from moepass.runtime.transfer.sources import MemorySource, RemoteSource, Source
 from moepass.runtime.transfer.transports import Transport
 
 _PULL = Transport(PULL)
@@ -51,6 +51,9 @@ class PeerHome(Home):
                 name=bank.name,
             )
         return self._spread[bank.index]
+
+    def rank_of(self, bank: BankSpec) -> int:
+        return self.group.rank
 
     def connect(self, spread: Mapping[int, tuple[Source, ...]]) -> None:
         """Record that banks are complete: `spread` says by index where each of them lies."""
@@ -163,12 +166,7 @@ class PeerPacker:
         return [segment.map(place, at.nbytes) for place, at in zip(self._places(rank), layouts, strict=False)]
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
-        pieces = shard_pieces(spec, rank)
-        if rank != self.group.rank:
-            return MemorySource(shard, pieces)
-        assert self._segment is not None, "agree comes first"
-        place = self._places(rank)[self._specs.index(spec)]
-        return SegmentSource(shard, pieces, over_link=False, segment=self._segment, segment_offset_bytes=place)
+        return MemorySource(shard, shard_pieces(spec, rank), over_link=rank != self.group.rank)
 
     def _places(self, rank: int) -> list[int]:
         """Where each bank's shard begins in the segment of `rank`, and after them the end of the segment."""

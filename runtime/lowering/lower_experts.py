@@ -24,7 +24,7 @@ from moepass.passes.segments.expert_program import (
     read_program,
 )
 from moepass.runtime.kernels.cpu_gemm_library import multiply
-from moepass.runtime.lowering.fixed_values import graph_of_fixed
+from moepass.runtime.lowering.fixed_values import FixedValues, WeightParts, weights_of
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 
 # [Empirical] Rows that go through an expert together. Their values stay in the cache (1 MB each at a width of 512 in
@@ -99,12 +99,12 @@ class RowsInAnyNumber:
 
 @dataclasses.dataclass
 class _Values:
-    """Values of one call: `outputs` and `row_inputs` with all rows, `fixed` with none.
+    """Values of one call: `outputs` and `row_inputs` with all rows, weights of GEMMs and `tables` with none.
 
     `tables` are the fixed values that row work reads, contiguous.
     """
 
-    fixed: dict[Node, torch.Tensor]
+    weights: dict[Node, WeightParts]
     tables: dict[Node, torch.Tensor]
     row_inputs: dict[Node, torch.Tensor]
     outputs: dict[Node, torch.Tensor]
@@ -120,14 +120,17 @@ class _Chunk:
 
 
 class ExpertLoop:
-    """Runs a program: called with a list of the segment's inputs, gives the segment's outputs."""
+    """Runs a program: called with a list of the segment's inputs, gives the segment's outputs.
+
+    Weights may come in parts: see `FixedValues`.
+    """
 
     def __init__(self, segment: GraphModule, program: ExpertProgram, work: dict[RowWork, RowsInAnyNumber]) -> None:
         self.segment = segment
         self.program = program
         self.steps = [(step, work[step] if isinstance(step, RowWork) else None) for step in program.steps]
         self._inputs = graph_inputs(segment.graph)
-        self._fixed = graph_of_fixed(segment, program)
+        self._fixed = FixedValues(segment, program)
 
     def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         values = self._prepare(inputs)
@@ -157,10 +160,8 @@ class ExpertLoop:
         outputs = {
             node: row_inputs[node] if node in row_inputs else _empty(node, rows) for node in self.program.outputs
         }
-        fixed = dict(zip(self.program.fixed, self._fixed(*inputs), strict=True))
-        work = [step for step in self.program.steps if isinstance(step, RowWork)]
-        tables = {node: fixed[node].contiguous() for step in work for node in step.inputs if node in fixed}
-        return _Values(fixed, tables, row_inputs, outputs)
+        tables = {node: table.contiguous() for node, table in self._fixed.tables(inputs).items()}
+        return _Values(self._fixed.weights(inputs), tables, row_inputs, outputs)
 
     def _run(self, values: _Values, expert: int | None, chunk: _Chunk) -> None:
         """`chunk`, whose rows are all of one expert; None: of no expert."""
@@ -171,7 +172,7 @@ class ExpertLoop:
                 if expert is None:
                     found[step.node] = _empty(step.node, chunk.rows).zero_() if out is None else out.zero_()
                 else:
-                    found[step.node] = multiply(found[step.rows], values.fixed[step.weights][expert], out)
+                    found[step.node] = multiply(found[step.rows], weights_of(values.weights[step.weights], expert), out)
                 continue
             # It was compiled for contiguous inputs; a half of a chunk that a GEMM reads too is none, for example.
             assert work is not None

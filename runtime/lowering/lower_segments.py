@@ -90,7 +90,12 @@ class LoweredSegment(torch.nn.Module):
         outputs = self.run(list(inputs)) if self.boxed else self.run(*inputs)
         if not self.fresh:
             return outputs
-        taken = {inputs[position].untyped_storage().data_ptr() for position in self.tensors}
+        taken = {
+            part.untyped_storage().data_ptr()
+            for position in self.tensors
+            # Weights of experts may come in parts.
+            for part in (inputs[position] if isinstance(inputs[position], tuple) else (inputs[position],))
+        }
         shared = [place for place in self.fresh if outputs[place].untyped_storage().data_ptr() in taken]
         if not shared:
             return outputs

@@ -22,7 +22,7 @@ from moepass.passes.segments.expert_program import (
 from moepass.runtime.kernels.grouped_gemm.kernel_source import GEMM_TYPES
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_functions import NoTileFunctionError
-from moepass.runtime.lowering.fixed_values import graph_of_fixed
+from moepass.runtime.lowering.fixed_values import FixedValues
 
 # Compiles a graph whose nodes have fake values: called with a list of its inputs, gives its outputs.
 Compile = Callable[[GraphModule], Callable[[list[Any]], Sequence[torch.Tensor]]]
@@ -57,7 +57,10 @@ def _generated(kernel: GemmKernel) -> GeneratedGemm:
 
 
 class TritonExperts:
-    """Runs the kernels of a program: called with a list of the segment's inputs, gives the segment's outputs."""
+    """Runs the kernels of a program: called with a list of the segment's inputs, gives the segment's outputs.
+
+    Weights may come in parts: see `FixedValues`.
+    """
 
     def __init__(
         self,
@@ -71,12 +74,20 @@ class TritonExperts:
         self.kernels = kernels
         self.generated = generated
         self._inputs = graph_inputs(segment.graph)
-        self._fixed = graph_of_fixed(segment, program)
+        self._fixed = FixedValues(segment, program)
         self._before = before
+        # What nothing reads any more, kernel by kernel.
+        later = set(program.outputs)
+        self._dead: list[list[Node]] = []
+        for run in reversed(generated):
+            self._dead.append([node for node in dict.fromkeys(run.kernel.operands) if node not in later])
+            later.update(run.kernel.operands)
+        self._dead.reverse()
 
     def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         found: dict[Node, Any] = dict(zip(self._inputs, inputs, strict=True))
-        found.update(zip(self.program.fixed, self._fixed(*inputs), strict=True))
+        found.update(self._fixed.tables(inputs))
+        weights = self._fixed.weights(inputs)
         inputs.clear()
         if self.kernels.before is not None:
             assert self._before is not None
@@ -84,11 +95,14 @@ class TritonExperts:
             found.update(zip(self.kernels.before.outputs, results, strict=True))
         rows = len(found[self.program.row_inputs[0]])
         ends = found[self.program.ends]
-        for run in self.generated:
+        for run, dead in zip(self.generated, self._dead, strict=True):
             kernel = run.kernel
             operands = [found[node] for node in kernel.operands]
-            outputs = run(operands, [found[kernel.gemm.weights]], ends, rows)
+            outputs = run(operands, weights[kernel.gemm.weights], ends, rows)
             found.update(zip(kernel.outputs, outputs, strict=True))
+            del operands
+            for node in dead:
+                del found[node]
         return tuple(found[node] for node in self.program.outputs)
 
 

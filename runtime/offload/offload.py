@@ -33,8 +33,9 @@ _PLAN = "plan of its layers"
 
 @dataclasses.dataclass(frozen=True)
 class OffloadReport:
-    """What `offload_experts` moved. Bytes at rest in this process, and bytes that the ring takes on `device`; with home
-    `hybrid` the staging buffers take `staging_bytes` there.
+    """What `offload_experts` moved. Bytes at rest in this process, and bytes that the ring takes on `device`, at most:
+    graphs that read this rank's own experts where they rest need smaller slots. With home `hybrid` the staging buffers
+    take `staging_bytes` there.
 
     `layers` moved; `resident_layers` stayed as they were.
     """

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
-from moepass.models.formulas.expert_placement import largest_shard_bytes
+from moepass.models.formulas.expert_placement import largest_shard_bytes, smallest_shard_bytes
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.homes import COLLECTIVE, home_named
 from moepass.models.limits import MOST_TOKENS, check_limit
@@ -182,6 +182,7 @@ class _Known:
     route: BankRoute
     bank_bytes: dict[str, int]
     shard_bytes: dict[str, int]
+    read_in_place_bytes: dict[str, int]
     numbers: dict[str, int]
     dense_bytes: int
     dtype: str
@@ -194,6 +195,10 @@ class _Known:
         banks = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
         counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
         shards = {path: largest_shard_bytes(nbytes, counts[path], route.ranks) for path, nbytes in banks.items()}
+        in_place = {
+            path: smallest_shard_bytes(_weight_bytes(values.values()), counts[path], route.ranks)
+            for path, values in experts.items()
+        }
         numbers = layer_numbers(banks)
         if len(set(numbers.values())) < len(numbers):  # several banks in one layer
             numbers = {path: place for place, path in enumerate(banks)}
@@ -206,7 +211,7 @@ class _Known:
         if hardware is not None or wish.budget_bytes is not None:
             architecture, why = _architecture(model, experts, numbers, dtype)
             unknown = unknown or why
-        return _Known(wish, route, banks, shards, numbers, dense, dtype, architecture, hardware, unknown)
+        return _Known(wish, route, banks, shards, in_place, numbers, dense, dtype, architecture, hardware, unknown)
 
     def weights(self) -> DeviceMemory:
         """What rests on the device whatever is decided, but activations."""
@@ -245,8 +250,9 @@ class _Known:
         if self.architecture is not None:
             activations = peak_activation_bytes(self.architecture, sequences.tokens, self.dtype)
             weights = dataclasses.replace(weights, activation_bytes=activations)
-        shards = self.shard_bytes if home_named(self.route.home).keeps_shards_on_device else {}
-        phases = bank_phases(self.bank_bytes.items(), self.numbers, shards)
+        has_shards = home_named(self.route.home).keeps_shards_on_device
+        shards, in_place = (self.shard_bytes, self.read_in_place_bytes) if has_shards else ({}, {})
+        phases = bank_phases(self.bank_bytes.items(), self.numbers, shards, in_place)
         places = None if stay is None else tuple(place for place, one in enumerate(phases) if one.name in stay)
         budget = self.wish.budget_bytes
         return PlanningProblem(
@@ -279,6 +285,11 @@ class _Known:
                 value=self.wish.memory_budget,
                 expected=enough_bytes,
             ) from error
+
+
+def _weight_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of what grouped GEMMs multiply by, and so may read where it rests; biases lie in slots as a whole."""
+    return sum(value.nbytes for value in tensors if value.dim() == 3)
 
 
 def _machine(wish: PlanWish, route: BankRoute, dtype: str) -> tuple[Hardware | None, str]:

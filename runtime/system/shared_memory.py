@@ -15,7 +15,6 @@ import weakref
 import torch
 
 from moepass.models.errors import MoepassError
-from moepass.runtime.system.page_mapping import lay_pages
 from moepass.runtime.system.processes import ProcessIdentity, this_process
 
 # Parts of a segment that are mapped one by one start at multiples of this.
@@ -68,17 +67,6 @@ class SharedSegment:
         access = mmap.PROT_READ | mmap.PROT_WRITE
         try:
             return mmap.mmap(self._descriptor, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
-        except OSError as error:
-            raise SharedMemoryError(f"{nbytes} bytes of shared memory cannot be mapped: {error.strerror}") from error
-
-    def lay(self, offset: int, nbytes: int, address: int) -> None:
-        """Let bytes [offset, offset + nbytes) be what lies at `address`, in private memory: `lay_pages`.
-
-        Raises SharedMemoryError as `map`.
-        """
-        self._check_range(offset, nbytes)
-        try:
-            lay_pages(address, nbytes, self._descriptor, offset)
         except OSError as error:
             raise SharedMemoryError(f"{nbytes} bytes of shared memory cannot be mapped: {error.strerror}") from error
 

@@ -72,7 +72,7 @@ class PendingCopy:
         for source in self.sources:
             source.check_bounds()
         started = time.perf_counter()
-        for source, offset, size, place in slices_in_turn(self.sources, self.slot):
+        for source, offset, size, place in slices_in_turn(self.sources):
             if self.abandoned.is_set():
                 return
             source.copy(offset, size, self.slot.data_ptr() + place)
@@ -169,15 +169,15 @@ def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
 Slice = tuple[Source, int, int, int]
 
 
-def slices(source: Source, slot: torch.Tensor) -> Iterator[Slice]:
-    """The transfers of a copy from `source` into `slot`, slice by slice, after parts that need no copy."""
-    for piece in source.lay(slot):
+def slices(source: Source) -> Iterator[Slice]:
+    """The transfers of a copy from `source`, slice by slice."""
+    for piece in source.pieces:
         for start in range(0, piece.nbytes, SLICE_BYTES):
             size = min(SLICE_BYTES, piece.nbytes - start)
             yield source, piece.source_offset_bytes + start, size, piece.slot_offset_bytes + start
 
 
-def slices_in_turn(sources: Sequence[Source], slot: torch.Tensor) -> Iterator[Slice]:
+def slices_in_turn(sources: Sequence[Source]) -> Iterator[Slice]:
     """One slice of each source, then the next of each, so that no source is read in one go while others rest."""
-    for turn in itertools.zip_longest(*[slices(source, slot) for source in sources]):
+    for turn in itertools.zip_longest(*[slices(source) for source in sources]):
         yield from (part for part in turn if part is not None)

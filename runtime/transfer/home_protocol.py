@@ -31,3 +31,7 @@ class Home:
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """The sources of `bank`, in the order in which a copy takes slices; `shards` came with the graph."""
         return tuple(MemorySource(shard, (Piece(0, 0, bank.format.link_bytes),)) for shard in shards)
+
+    def rank_of(self, bank: BankSpec) -> int:
+        """This process's rank among those that have shards of `bank`."""
+        return 0

@@ -15,13 +15,15 @@ import torch
 
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir.plan import BankSpec, GatherSignature
+from moepass.passes.ir.shards import expert_range, pieces_in_slot, shard_layout, slot_layout
 from moepass.runtime.kernels.decoders import codec_of
+from moepass.runtime.system.huge_pages import empty_in_huge_pages
 from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
-from moepass.runtime.system.slot_pages import slot_memory
 from moepass.runtime.transfer.copier import Copier, RingStatistics, Wait
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.learned_order import Fetch, LearnedOrder
 from moepass.runtime.transfer.link import Link, check_link_to
+from moepass.runtime.transfer.sources import MemorySource, Source
 from moepass.runtime.transfer.stream_copier import StreamCopier
 from moepass.runtime.transfer.thread_copier import ThreadCopier
 
@@ -29,6 +31,8 @@ from moepass.runtime.transfer.thread_copier import ThreadCopier
 POISON_BYTE = 0xFF
 
 _THIS_PROCESS = Home()
+# A tensor of a bank [experts, ...]; of one in parts, those of the ranks before, of this rank, and of the ranks behind.
+BankTensor = torch.Tensor | tuple[torch.Tensor, ...]
 _REENTERED = (
     "another run of this model is under way in this thread: a custom operator, a hook or a signal handler called the "
     "model while it ran, and its experts stream through one ring, which serves one run at a time; call the model after "
@@ -89,7 +93,11 @@ class Ring:
         # Where encoded banks wait for their decode.
         self._encoded_buffer = _buffers(1, 0, device)[0]
         self._copier = copier
-        self._views: dict[tuple[int, BankSpec], tuple[torch.Tensor, ...]] = {}
+        self._views: dict[tuple[int, BankSpec], tuple[BankTensor, ...]] = {}
+        # Of banks in parts: the home's sources, and what of them goes into a slot.
+        self._sources: dict[BankSpec, tuple[Sequence[Source], tuple[Source, ...]]] = {}
+        # What the present run has asked for, by slot.
+        self._fetches: dict[int, Fetch] = {}
         self._order: LearnedOrder[Hashable, dict[int, Fetch]] = LearnedOrder()
         self._ahead: dict[int, Ahead] = {}
         self._waits: list[Wait] = []
@@ -165,7 +173,7 @@ class Ring:
         self.home.check()
         self.home.transport.begin_run(plan)
         self._graph, self._used = graph, plan.slots
-        self._beginning, self._has_begun = {}, False
+        self._beginning, self._has_begun, self._fetches = {}, False, {}
         self._waits = []
         self._buffer_of = self._free
         self._free = self._buffer_of[plan.slots :]
@@ -173,7 +181,7 @@ class Ring:
     def prefetch(self, shards: Sequence[torch.Tensor], bank: BankSpec, slot: int, after: object) -> object:
         """Start to fill `slot` once `after`, an event that `release` gave or None, has happened."""
         buffer = self._buffer_of[slot]
-        fetch = Fetch(bank, self.home.sources(bank, shards))
+        fetch = self._fetches[slot] = Fetch(bank, self._sources_for_slot(bank, shards))
         if after is not None:
             return self._begin_copy(fetch, buffer, after)
         filled = self._take_ahead(buffer, fetch) or self._begin_copy(fetch, buffer, self._freed.get(buffer))
@@ -181,6 +189,18 @@ class Ring:
         if not isinstance(filled, EncodedCopy):
             self._fill_free_ahead()
         return filled
+
+    def _sources_for_slot(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
+        """The sources of `bank`; of what comes in parts, they have no pieces of this rank's experts."""
+        sources = self.home.sources(bank, shards)
+        if not bank.in_parts:
+            return sources
+        known = self._sources.get(bank)
+        if known is None or known[0] is not sources:
+            own = expert_range(bank, self.home.rank_of(bank))
+            moved = tuple(source.with_pieces(pieces_in_slot(bank, own, source.pieces)) for source in sources)
+            self._sources[bank] = known = (sources, moved)
+        return known[1]
 
     def decode(self, copied: object, bank: BankSpec, slot: int) -> object:
         """Fill `slot` with what `copied`, which `prefetch` gave last, brings; the event "the slot is full".
@@ -206,14 +226,32 @@ class Ring:
             for position, free in enumerate(self._free):
                 self._fill_ahead(position, free)
 
-    def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[torch.Tensor, ...]:
-        """The bank's tensors, as views of the slot, once it is full. Raises CopyError where the copy failed."""
+    def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[BankTensor, ...]:
+        """The bank's tensors, as views of the slot, once it is full; what comes in parts, also of this rank's shard.
+
+        Raises CopyError where the copy failed.
+        """
         self._waits.append(self._copier.wait(filled, self._statistics))
         key = (self._buffer_of[slot], bank)
         if key not in self._views:
-            memory = self._buffers[key[0]]
-            self._views[key] = tuple(tensor.view(memory) for tensor in bank.tensors)
+            self._views[key] = self._bank_tensors(bank, self._buffers[key[0]], self._fetches[slot].sources)
         return self._views[key]
+
+    def _bank_tensors(self, bank: BankSpec, slot: torch.Tensor, sources: Sequence[Source]) -> tuple[BankTensor, ...]:
+        in_slot = [tensor.view(slot) for tensor in slot_layout(bank).tensors]
+        if not bank.in_parts:
+            return tuple(in_slot)
+        rank = self.home.rank_of(bank)
+        experts = expert_range(bank, rank)
+        (shard,) = [source.memory for source in sources if isinstance(source, MemorySource) and not source.over_link]
+        own = [tensor.view(shard) for tensor in shard_layout(bank, rank).tensors]
+
+        def parts(place: int) -> tuple[torch.Tensor, ...]:
+            behind = bank.tensors[place].shape[0] - len(experts)
+            found = in_slot[place][: experts.start], own[place], in_slot[place][experts.start : behind]
+            return tuple(part for part in found if len(part))
+
+        return tuple(parts(place) if place in bank.in_parts else tensor for place, tensor in enumerate(in_slot))
 
     def release(self, slot: int, last: bool = False) -> object:
         """The event "everything issued so far has read the slot". `last`: this run will not use the slot again."""
@@ -240,15 +278,13 @@ class Ring:
         self._is_quiet = True
 
     def forget(self) -> None:
-        """As a run begins: drop what is remembered of banks, which keeps the memory of those that are gone.
-
-        Slots do so too, where pages of shards were laid into them.
-        """
+        """As a run begins: drop what is remembered of banks, which keeps the memory of those that are gone."""
         for buffer in list(self._ahead):
             self._drop_ahead(buffer)
         self._copier.quiesce()
         self._order = LearnedOrder()
-        self._renew_buffers(self.slots, max(buffer.numel() for buffer in self._buffers), self._encoded_buffer.numel())
+        for remembered in (self._views, self._sources, self._fetches):
+            remembered.clear()
 
     def _forget_runs(self) -> None:
         self._buffer_of = list(range(self.slots))
@@ -308,7 +344,7 @@ class Ring:
 def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:
     with torch.inference_mode(False):  # inference tensors could not be written outside that mode
         if device.type == "cpu":
-            return [slot_memory(slot_bytes) for _ in range(slots)]
+            return [empty_in_huge_pages((slot_bytes,), torch.uint8) for _ in range(slots)]
         return [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
 

@@ -9,11 +9,6 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from moepass.passes.ir.shards import Piece, clip_pieces
-from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment
-from moepass.runtime.system.slot_pages import KeptPages, lay_in_slot
-
-# [Empirical] Below this a copy takes less time than changing the page tables.
-_LEAST_LAID_BYTES = 64 << 10
 
 
 class Source:
@@ -34,9 +29,9 @@ class Source:
         """Raises ValueError where a piece would leave its source."""
         raise NotImplementedError
 
-    def lay(self, slot: torch.Tensor) -> tuple[Piece, ...]:
-        """Bring into `slot` what need not be copied; gives the pieces that are left to copy."""
-        return self.pieces
+    def with_pieces(self, pieces: tuple[Piece, ...]) -> Source:
+        """The same place, with other pieces."""
+        raise NotImplementedError
 
     def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
         """Copy `nbytes` from there to host memory at `address`, without the interpreter lock."""
@@ -60,6 +55,9 @@ class MemorySource(Source):
     over_link: bool = True
     keeps: object = dataclasses.field(default=None, kw_only=True)
 
+    def with_pieces(self, pieces: tuple[Piece, ...]) -> MemorySource:
+        return dataclasses.replace(self, pieces=pieces)
+
     def check_bounds(self) -> None:
         if not self.memory.is_contiguous():
             raise ValueError("a source is not contiguous")
@@ -81,46 +79,14 @@ class MemorySource(Source):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SegmentSource(MemorySource):
-    """As `MemorySource`, for what this process has in a segment from `segment_offset_bytes` on.
-
-    Its whole pages are mapped into the slot, where they fall on pages: they take neither time nor memory twice.
-    """
-
-    segment: SharedSegment = dataclasses.field(kw_only=True)
-    segment_offset_bytes: int = dataclasses.field(kw_only=True)
-
-    # Of `pieces`, all slots beginning with a page: what is mapped, and what is left to copy.
-    _mapped: tuple[KeptPages, ...] = dataclasses.field(init=False)
-    _copied: tuple[Piece, ...] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        mapped: list[KeptPages] = []
-        copied: list[Piece] = []
-        for piece in self.pieces:
-            start, stop = piece.slot_offset_bytes, piece.slot_offset_bytes + piece.nbytes
-            begin, end = -start % PAGE_BYTES, piece.nbytes - stop % PAGE_BYTES
-            place = self.segment_offset_bytes + piece.source_offset_bytes + begin
-            if end - begin < _LEAST_LAID_BYTES or place % PAGE_BYTES:
-                copied.append(piece)
-                continue
-            mapped.append(KeptPages(self.segment, place, end - begin, start + begin))
-            copied += [edge for edge in (piece.part(0, begin), piece.part(end, piece.nbytes)) if edge.nbytes]
-        object.__setattr__(self, "_mapped", tuple(mapped))
-        object.__setattr__(self, "_copied", tuple(copied))
-
-    def lay(self, slot: torch.Tensor) -> tuple[Piece, ...]:
-        for pages in self._mapped:
-            lay_in_slot(pages, slot)
-        return self._copied
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class RemoteSource(Source):
     """Memory of another rank, which this process cannot read: that rank sends the pieces."""
 
     pieces: tuple[Piece, ...]
     over_link: bool = True
+
+    def with_pieces(self, pieces: tuple[Piece, ...]) -> RemoteSource:
+        return dataclasses.replace(self, pieces=pieces)
 
     def contents(self) -> Hashable:
         return None

@@ -51,7 +51,7 @@ class StreamCopier(Copier):
             if isinstance(after, torch.cuda.Event):
                 self._stream.wait_event(after)
             began = recorded_event(self._stream)
-            for source, offset, size, place in slices_in_turn(fetch.sources, target):
+            for source, offset, size, place in slices_in_turn(fetch.sources):
                 assert isinstance(source, MemorySource), "what else there is does not come to CUDA yet"
                 target.narrow(0, place, size).copy_(source.memory.narrow(0, offset, size), non_blocking=True)
             return _recorded(StreamCopy(fetch.bank.name, began, recorded_event(self._stream)))

@@ -125,6 +125,9 @@ class FileSource(Source):
     keeps_pages: bool = True
     over_link: bool = True
 
+    def with_pieces(self, pieces: tuple[Piece, ...]) -> FileSource:
+        return dataclasses.replace(self, pieces=pieces)
+
     def check_bounds(self) -> None:
         end = max((piece.source_offset_bytes + piece.nbytes for piece in self.pieces), default=0)
         if self.file.header.nbytes < end:

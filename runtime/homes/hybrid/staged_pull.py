@@ -139,7 +139,7 @@ class StagedCopy(PendingCopy):
 
     def _copy_slices(self, peer_link: BusyLink) -> None:
         patience = self._transport.patience(sum(source.nbytes for source in self.sources))
-        for source, offset, size, place in slices_in_turn(self.sources, self.slot):
+        for source, offset, size, place in slices_in_turn(self.sources):
             if self.abandoned.is_set():
                 return
             target = self.slot.data_ptr() + place

@@ -110,6 +110,7 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
         "lower_complete_experts",
         "sink_token_gather",
         "cost",
+        "bank_parts",
         "predict",
     }
     assert result.refusals == result.plan.refusals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -13,7 +14,16 @@ from hypothesis import strategies as st
 from moepass.models.errors import InputError
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import ALIGNMENT_BYTES, Piece, expert_range, pack_layout, shard_layout, shard_pieces
+from moepass.passes.ir.shards import (
+    ALIGNMENT_BYTES,
+    Piece,
+    expert_range,
+    pack_layout,
+    pieces_in_slot,
+    shard_layout,
+    shard_pieces,
+    slot_layout,
+)
 from moepass.runtime.banks.banks import describe_bank, write_parts
 from moepass.runtime.transfer.sources import MemorySource, read_range, whole
 
@@ -70,6 +80,46 @@ def test_all_shards_together_are_the_bank(drawn: tuple[dict[str, torch.Tensor], 
         memory = read_range(sources, tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes, CPU)
         raw = tensors[tensor.name].clone(memory_format=torch.contiguous_format).view(torch.uint8).reshape(-1)
         assert torch.equal(memory, raw), index
+
+
+@settings(max_examples=150, deadline=None)
+@given(tensors_and_bounds(), st.data())
+def test_a_slot_and_the_own_shard_are_the_bank(
+    drawn: tuple[dict[str, torch.Tensor], tuple[int, ...]], data: st.DataObject
+) -> None:
+    tensors, bounds = drawn
+    whole_bank = describe_bank(0, "layer", tensors, home="peer", expert_bounds=bounds)
+    in_parts = tuple(place for place in range(len(tensors)) if data.draw(st.booleans()))
+    spec = dataclasses.replace(whole_bank, in_parts=in_parts)
+    layout = slot_layout(spec)
+    fewest = min(stop - start for start, stop in itertools.pairwise(bounds))
+    assert layout.nbytes <= whole_bank.format.slot_bytes
+    for rank in range(len(bounds) - 1):
+        own = expert_range(spec, rank)
+        slot = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        copied = 0
+        for other in range(len(bounds) - 1):
+            shard = _packed(spec, other, tensors)
+            for piece in pieces_in_slot(spec, own, shard_pieces(spec, other)):
+                copied += piece.nbytes
+                part = shard[piece.source_offset_bytes : piece.source_offset_bytes + piece.nbytes]
+                slot[piece.slot_offset_bytes : piece.slot_offset_bytes + piece.nbytes] = part
+        lacking = 0
+        for place, (room, tensor) in enumerate(zip(layout.tensors, tensors.values(), strict=True)):
+            assert room.offset_bytes % ALIGNMENT_BYTES == 0
+            there = room.view(slot)
+            if place not in in_parts:
+                assert _bytes(there) == _bytes(tensor)
+                continue
+            assert len(there) == len(tensor) - fewest
+            assert _bytes(there[: own.start]) == _bytes(tensor[: own.start])
+            assert _bytes(there[own.start : len(tensor) - len(own)]) == _bytes(tensor[own.stop :])
+            lacking += tensor[own.start : own.stop].nbytes
+        assert copied == sum(tensor.nbytes for tensor in tensors.values()) - lacking
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 @settings(max_examples=50, deadline=None)

@@ -119,7 +119,9 @@ def test_memory_adds_up_for_every_home(home: str) -> None:
     shards = len(made.schedule.order) * bank / 8 if home == "peer" else 0
     assert made.memory.resident_bytes == dense + shards + stay
     staged = HOMES["hybrid"].staging_buffers * bank / 8 if home == "hybrid" else 0
-    assert made.memory.slot_bytes == made.schedule.slots * bank + staged
+    # With home `peer` every rank reads its own experts where they rest.
+    slot = bank * 7 / 8 if home == "peer" else bank
+    assert made.memory.slot_bytes == made.schedule.slots * slot + staged
     assert made.memory.activation_bytes == activations_bytes(setting)
     memory = made.memory
     total = memory.resident_bytes + memory.slot_bytes + memory.activation_bytes + memory.kv_bytes

@@ -199,7 +199,8 @@ def test_a_profile_of_ranks() -> None:
     assert hardware.memory_bytes.value == 1 << 33
     assert hardware.overlap.gemm.value == pytest.approx(3.0)
     assert hardware.local == hardware.host
-    assert times.pull_seconds(hardware, 4000) == pytest.approx(2 * 2e-9 * 2000)
+    assert times.pull_seconds(hardware, 4000) == pytest.approx(2e-9 * 2000)
+    assert times.pull_seconds(hardware, 4000, copies_own_shard=True) == pytest.approx(2 * 2e-9 * 2000)
     assert hardware.memory_bytes_per_s.value == pytest.approx(0.5e9)
     sources = {text.partition(":")[0] for text in hardware.sources().values()}
     assert sources == {"calibrated", "measured"}

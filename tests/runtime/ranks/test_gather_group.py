@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
+from moepass.passes.ir.shards import Piece
 from moepass.runtime.banks.banks import describe_bank, pack_bank
 from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.peer_home import packer_for
@@ -26,6 +27,7 @@ from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.sources import MemorySource
 
 T = TypeVar("T")
 UNTOUCHED = 0xAB
@@ -163,11 +165,13 @@ def test_what_is_gathered_outside_of_a_run_follows_no_plan() -> None:
     spec = describe_bank(0, "bank", {"up": torch.zeros(2, 4)}, home="peer", expert_bounds=(0, 2))
     transport = CollectiveTransport(Link())
     transport.connect(Rendezvous(HashStore(), 0, 1, 20.0, "come"))
-    transport.add(spec, ())
+    shard = torch.zeros(spec.format.link_bytes, dtype=torch.uint8)
+    sources = (MemorySource(shard, (Piece(0, 0, shard.numel()),), over_link=False),)
+    transport.add(spec, sources)
     plan = GatherSignature(7, 1, 1)
 
     def gathered_by() -> GatherSignature:
-        return transport.copy(spec, (), torch.empty(spec.format.link_bytes, dtype=torch.uint8)).plan
+        return transport.copy(spec, sources, torch.empty_like(shard)).plan
 
     transport.begin_run(plan)
     assert gathered_by() == plan

@@ -1,0 +1,140 @@
+"""Decide which tensors of a bank come in parts: this rank's experts where they rest, the others in a slot.
+
+A grouped GEMM multiplies the rows of each expert by weights of that expert alone, so it need not find the weights of
+all experts side by side. Where nothing else reads a tensor, slots hold only the experts of other ranks, and this rank's
+own are neither copied nor there twice.
+
+Contract
+    in    a top-level graph of segments, and a plan with slot_stays; segments may say how they were lowered. Without
+          segments nothing comes in parts
+    out   the same graph, untouched; `in_parts` of the plan's banks, and `slot_bytes`
+
+Pseudo-code
+    a tensor comes in parts
+        if its home keeps this rank's shard on the compute device, and in its own bytes
+        if every reader is a segment that runs expert by expert, and reads it as the weights of grouped GEMMs alone,
+        through views that leave experts as they are
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moepass.models.homes import home_named
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view
+from moepass.passes.ir.plan import BankSpec, Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.ir.segment import BY_EXPERT
+from moepass.passes.ir.shards import slot_layout
+from moepass.passes.ir.slot_operations import acquire, release
+from moepass.passes.segments.expert_program import (
+    ExpertProgram,
+    GroupedGemm,
+    NotByExpertError,
+    expert_gemms_in,
+    read_program,
+)
+
+aten = torch.ops.aten
+
+
+@graph_pass()
+def bank_parts(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Fill `in_parts` of the banks, as if every segment were lowered as is wanted."""
+    if not context.runs_by_expert:
+        return PassResult(module, plan)
+    return PassResult(module, with_bank_parts(module, plan))
+
+
+def with_bank_parts(module: GraphModule, plan: Plan) -> Plan:
+    """`plan` with what comes in parts, by how its segments were lowered; those that were not yet count as wanted."""
+    found = _positions_in_parts(module, plan)
+    banks = tuple(dataclasses.replace(bank, in_parts=found.get(bank.index, ())) for bank in plan.banks)
+    stays = {stay.bank for stay in plan.slot_stays}
+    slot_bytes = max((slot_layout(bank).nbytes for bank in banks if bank.index in stays), default=plan.slot_bytes)
+    return dataclasses.replace(plan, banks=banks, slot_bytes=slot_bytes)
+
+
+def _positions_in_parts(module: GraphModule, plan: Plan) -> dict[int, tuple[int, ...]]:
+    """For each bank the positions of the tensors that come in parts, wherever the graph reads it."""
+    lowered = {segment.name: segment.lowering for segment in plan.segments}
+    takers = {
+        name: weights_in_parts(segment)
+        for name, segment in module.named_children()
+        if isinstance(segment, GraphModule) and ((how := lowered.get(name)) is None or how.how in BY_EXPERT)
+    }
+    found: dict[int, set[int]] = {}
+    for node in module.graph.nodes:
+        if is_call(node, acquire):
+            bank = plan.bank(cast("int", node.kwargs["bank"]))
+            taken = _elements_in_parts(node, takers) if rests_on_device(bank) else set()
+            found[bank.index] = found.get(bank.index, taken) & taken
+    return {index: tuple(sorted(positions)) for index, positions in found.items()}
+
+
+def rests_on_device(bank: BankSpec) -> bool:
+    """True where this rank's shard of `bank` lies on the compute device, as it is read."""
+    return bool(bank.expert_bounds) and home_named(bank.home).keeps_shards_on_device and not bank.format.is_encoded
+
+
+def _elements_in_parts(tensors: Node, takers: Mapping[str, frozenset[int]]) -> set[int]:
+    """Positions of the elements of the acquire `tensors` that segments read in parts, and nothing else reads."""
+    found: set[int] = set()
+    for element in tensors.users:
+        if is_call(element, release):
+            continue
+        if not is_call(element, operator.getitem):
+            return set()
+        readers = list(element.users)
+        if readers and all(_takes_parts(reader, element, takers) for reader in readers):
+            found.add(cast("int", element.args[1]))
+    return found
+
+
+def _takes_parts(reader: Node, element: Node, takers: Mapping[str, frozenset[int]]) -> bool:
+    places = {place for place, used in enumerate(reader.args) if used is element}
+    return reader.op == "call_module" and places <= takers.get(str(reader.target), frozenset())
+
+
+def weights_in_parts(segment: GraphModule) -> frozenset[int]:
+    """Positions of the inputs that `segment` can take in parts; none where it does not run expert by expert."""
+    if not expert_gemms_in(segment):
+        return frozenset()
+    try:
+        program = read_program(segment)
+    except NotByExpertError:
+        return frozenset()
+    inputs = enumerate(graph_inputs(segment.graph))
+    return frozenset(place for place, node in inputs if node.users and _are_weights_alone(node, program))
+
+
+def _are_weights_alone(node: Node, program: ExpertProgram) -> bool:
+    gemms = {step.node: step for step in program.steps if isinstance(step, GroupedGemm)}
+    for user in node.users:
+        if user in gemms:
+            if gemms[user].weights is not node or gemms[user].rows is node:
+                return False
+        elif not _leaves_experts(user) or not _are_weights_alone(user, program):
+            return False
+    return bool(node.users)
+
+
+def _leaves_experts(node: Node) -> bool:
+    """True for views of one tensor [experts, ...] in which every expert stays at its place, and its own."""
+    if not is_view(node) or len(node.all_input_nodes) != 1:
+        return False
+    dims = fake_value(node.all_input_nodes[0]).dim()
+    given: Any = node.args[1:]
+    if is_call(node, aten.permute.default):
+        return len(given) == 1 and given[0][0] % dims == 0
+    if is_call(node, aten.transpose.int):
+        return len(given) == 2 and all(dim % dims != 0 for dim in given)
+    if is_call(node, aten.slice.Tensor):
+        return len(given) > 0 and given[0] % dims != 0
+    return is_call(node, aten.alias.default, aten.detach.default)
