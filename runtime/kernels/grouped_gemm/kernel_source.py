@@ -56,7 +56,8 @@ def {name}(
     begins = tl.load(ends + lanes - 1, mask=(lanes > 0) & (lanes <= EXPERTS), other=0)
     begins = tl.where(lanes > EXPERTS, count, tl.minimum(begins, count))
     row_tiles = tl.cdiv(stops - begins, BLOCK_ROWS)
-    column_tiles: tl.constexpr = tl.cdiv(WIDTH, BLOCK_COLUMNS)
+    # By hand: Triton 3.6 takes the result of tl.cdiv for no constant.
+    column_tiles: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     tiles = row_tiles * column_tiles
     tile_stops = tl.cumsum(tiles, 0)
     inner = tl.arange(0, BLOCK_INNER)
