@@ -23,19 +23,61 @@ from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, all_tile_sizes
 
 _THREADS_PER_WARP = 32
+# What a multiprocessor has, by compute capability; CUDA C++ programming guide, "technical specifications per compute
+# capability", and for tensor memory the PTX manual on tcgen05. Shared memory: that of all blocks together.
+_REGISTERS = 65536
+_REGISTERS_GRANULE = 256  # a warp's registers come in pieces of so many
+_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+_RESERVED_SHARED_BYTES = 1 << 10  # of each block, for the system
+_THREADS = 2048
+_TENSOR_MEMORY_COLUMNS = 512
+# Instructions of tensor cores begin with these; the newest first.
+_TENSOR_CORE_INSTRUCTIONS = ("UTCHMMA", "UTCQMMA", "HGMMA", "QGMMA", "HMMA")
 # What allocators give is aligned to at least so many bytes, and Triton looks for no more.
 _ALIGNED_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuCode:
-    """Resources of one kernel, and how often each instruction stands in its code (not how often it runs)."""
+    """Resources of one kernel, and how often each instruction stands in its code (not how often it runs).
+
+    `tensor_memory_columns` are those that a block takes of an architecture that has such memory.
+    """
 
     registers_per_thread: int
     spilled_bytes: int
     shared_bytes: int
     threads: int
+    tensor_memory_columns: int
     instructions: dict[str, int]
+
+    def blocks_per_processor(self, capability: int) -> int:
+        """Blocks that one multiprocessor of a GPU of this compute capability has room for; 0: not one.
+
+        Raises KeyError for a capability whose limits are not known.
+        """
+        warps = self.threads // _THREADS_PER_WARP
+        of_warp = _round_up(self.registers_per_thread * _THREADS_PER_WARP, _REGISTERS_GRANULE)
+        room = [
+            _REGISTERS // (of_warp * warps),
+            _SHARED_BYTES[capability] // (self.shared_bytes + _RESERVED_SHARED_BYTES),
+            _THREADS // self.threads,
+        ]
+        if self.tensor_memory_columns:
+            room.append(_TENSOR_MEMORY_COLUMNS // self.tensor_memory_columns)
+        return min(room)
+
+    def tensor_core_instructions(self) -> tuple[str, int]:
+        """The name of those that the kernel has most of, of the newest kind, and their number; "none" and 0."""
+        for kind in _TENSOR_CORE_INSTRUCTIONS:
+            found = {name: count for name, count in self.instructions.items() if name.startswith(kind)}
+            if found:
+                return max(found, key=lambda name: found[name]), sum(found.values())
+        return "none", 0
+
+
+def _round_up(value: int, granule: int) -> int:
+    return -(-value // granule) * granule
 
 
 class CompiledKernel(NamedTuple):
@@ -98,6 +140,7 @@ def compile_for(gemm: GeneratedGemm, launch: Launch, sizes: TileSizes, capabilit
         spilled_bytes=used["LOCAL"] + used["STACK"],
         shared_bytes=compiled.metadata.shared,
         threads=_THREADS_PER_WARP * compiled.metadata.num_warps,
+        tensor_memory_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
         instructions=_instructions(compiled.asm["cubin"]),
     )
 

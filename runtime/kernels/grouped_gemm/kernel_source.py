@@ -56,7 +56,8 @@ def {name}(
     begins = tl.load(ends + lanes - 1, mask=(lanes > 0) & (lanes <= EXPERTS), other=0)
     begins = tl.where(lanes > EXPERTS, count, tl.minimum(begins, count))
     row_tiles = tl.cdiv(stops - begins, BLOCK_ROWS)
-    column_tiles: tl.constexpr = tl.cdiv(WIDTH, BLOCK_COLUMNS)
+    # By hand: Triton 3.6 takes the result of tl.cdiv for no constant.
+    column_tiles: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     tiles = row_tiles * column_tiles
     tile_stops = tl.cumsum(tiles, 0)
     inner = tl.arange(0, BLOCK_INNER)
@@ -124,7 +125,7 @@ def _with_strides(name: str, dimensions: int) -> list[str]:
     return [name, *(f"{name}_stride_{dim}" for dim in range(dimensions))]
 
 
-def _row_number_operands(kernel: GemmKernel) -> list[int]:
+def row_number_operands(kernel: GemmKernel) -> list[int]:
     named = [value.rows for value in kernel.values if isinstance(value, Loaded) and isinstance(value.rows, int)]
     return sorted({*named, *([] if kernel.row_numbers is None else [kernel.row_numbers])})
 
@@ -136,7 +137,7 @@ def table_operands(kernel: GemmKernel) -> list[int]:
 
 
 def _row_numbers(kernel: GemmKernel) -> Iterator[str]:
-    for number in _row_number_operands(kernel):
+    for number in row_number_operands(kernel):
         yield f"number_{number} = tl.load(operand_{number} + row * operand_{number}_stride_0).to(tl.int64)"
 
 
@@ -150,7 +151,7 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
     """The loop over the inner dimension: one product for each kind of columns, and one for a pair of every second."""
     dtype = fake_value(kernel.gemm.node).dtype
     source = "row" if kernel.row_numbers is None else _row_of_table(kernel.rows, kernel.row_numbers)
-    products = _column_groups(kernel)
+    products = column_groups(kernel)
     yield f"left_row = {source}"
     yield f"left = operand_{kernel.rows} + left_row[:, None] * operand_{kernel.rows}_stride_0"
     yield f"left += inner[None, :] * operand_{kernel.rows}_stride_1"
@@ -187,7 +188,7 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
             yield f"{_sum_name(group[0])} = sum_{number}"
 
 
-def _column_groups(kernel: GemmKernel) -> list[tuple[Columns, ...]]:
+def column_groups(kernel: GemmKernel) -> list[tuple[Columns, ...]]:
     """Columns of the GEMM's result that are computed by one product: those of a pair lie side by side in memory."""
     wanted = list(dict.fromkeys(value.columns for value in kernel.values if isinstance(value, Accumulated)))
     groups: list[tuple[Columns, ...]] = []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from moepass.models.testing.expert_segments import ACTIVATIONS, FORMS
+from moepass.runtime.kernels.grouped_gemm.gpu_code import GpuCode
 
 SCRIPT = Path(__file__).parents[3] / "helpers" / "kernels" / "static_kernels.py"
 CAPABILITIES = (80, 90, 100)
@@ -23,6 +24,21 @@ LEAST_ROWS = {80: 16, 90: 64, 100: 64}
 # Per multiprocessor, and per block: the compute capabilities' limits, from NVIDIA's CUDA C++ programming guide.
 REGISTERS = 65536
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "tensor_memory", "blocks"),
+    [(255, 147456, 0, 1), (124, 55296, 0, 4), (32, 0, 0, 16), (168, 73728, 256, 2), (128, 240 << 10, 0, 0)],
+)
+def test_blocks_that_fit_on_a_multiprocessor(registers: int, shared: int, tensor_memory: int, blocks: int) -> None:
+    code = GpuCode(registers, 0, shared, 128, tensor_memory, {})
+    assert code.blocks_per_processor(90) == blocks
+
+
+def test_the_newest_tensor_core_instructions_are_named() -> None:
+    code = GpuCode(32, 0, 0, 128, 0, {"HMMA.16816.F32": 2, "HGMMA.64x8": 3, "HGMMA.64x16": 1, "FFMA": 9})
+    assert code.tensor_core_instructions() == ("HGMMA.64x8", 4)
+    assert GpuCode(32, 0, 0, 128, 0, {"FFMA": 9}).tensor_core_instructions() == ("none", 0)
 
 
 @functools.cache

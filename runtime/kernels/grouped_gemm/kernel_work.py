@@ -1,0 +1,178 @@
+"""What a kernel computes, loads and stores, counted from its own loops: tiles times inner steps times a tile.
+
+Counted, not measured. Bytes come three times, because caches decide how many of them the memory has to deliver:
+
+    loaded     that all tiles ask for: the caches deliver these
+    by wave    that the memory delivers if the programs that run side by side share what they ask for alike. They do
+               where the second-level cache keeps a step of each: neighbours have the same rows or the same columns,
+               and work on the same step at about the same time
+    once       every byte once, which no order of tiles can go below
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.machine.hardware import Hardware
+from moepass.passes.segments.expert_kernels import ONE_COLUMN, ONE_ROW, OWN_ROWS, GemmKernel, Loaded
+from moepass.runtime.kernels.grouped_gemm.kernel_source import column_groups, row_number_operands
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes
+
+_ADDRESS_BYTES = 8
+_END_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelWork:
+    """One launch of a kernel.
+
+    `tiles` are computed by `programs`, and `most_tiles` of them by the busiest one. A tile takes `steps` of the inner
+    loop. `flops` are those of the rows that there are; `issued_flops` those of whole tiles, as tensor cores get them.
+    """
+
+    programs: int
+    tiles: int
+    most_tiles: int
+    steps: int
+    flops: int
+    issued_flops: int
+    loaded_bytes: int
+    wave_bytes: int
+    once_bytes: int
+    stored_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds that a launch takes at least, at stated peak rates: of tensor cores, and of memory."""
+
+    tensor_cores: float
+    memory_by_wave: float
+    memory_once: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.tensor_cores, self.memory_by_wave)
+
+    @property
+    def bound(self) -> str:
+        return "tensor cores" if self.tensor_cores >= self.memory_by_wave else "memory"
+
+
+def count_work(kernel: GemmKernel, tile: TileSizes, rows: Sequence[int], programs: int) -> KernelWork:
+    """The work of a launch by `programs` programs, for experts with `rows` rows each; no row has no expert."""
+    counts = torch.tensor(rows, dtype=torch.int64)
+    weights, left = fake_value(kernel.gemm.weights), fake_value(kernel.operands[kernel.rows])
+    inner, products = int(weights.shape[1]), sum(len(group) for group in column_groups(kernel))
+    column_tiles = -(-kernel.width // tile.columns)
+    row_tiles = -(-counts // tile.rows)
+    tiles = int(row_tiles.sum()) * column_tiles
+    programs = min(programs, tiles) or 1
+    all_rows = int(counts.sum())
+    # Columns that a row of column tiles loads, and rows with those that stand in for rows behind an expert's last.
+    columns, filled_rows = kernel.width, int(row_tiles.sum()) * tile.rows
+    right_bytes = inner * products * weights.itemsize  # of one column of a tile
+    left_bytes = inner * left.itemsize  # of one row
+    loaded = filled_rows * column_tiles * left_bytes + int(row_tiles.sum()) * columns * right_bytes
+    others = _other_loads(kernel, filled_rows, tiles, column_tiles, int(row_tiles.sum()))
+    others += tiles * _ADDRESS_BYTES + programs * 2 * len(rows) * _END_BYTES
+    waved = _wave_bytes(counts, tile, column_tiles, kernel.width, left_bytes, right_bytes, programs)
+    used = int((counts > 0).sum())
+    table = int(left.shape[0]) if kernel.row_numbers is not None else all_rows
+    once = min(all_rows, table) * left_bytes + used * columns * right_bytes
+    stored = sum(all_rows * _stored_columns(node) * fake_value(node).itemsize for node in kernel.outputs)
+    steps = -(-inner // tile.inner)
+    return KernelWork(
+        programs=programs,
+        tiles=tiles,
+        most_tiles=-(-tiles // programs),
+        steps=steps,
+        flops=2 * all_rows * inner * kernel.width * products,
+        issued_flops=2 * tiles * tile.rows * tile.columns * products * steps * tile.inner,
+        loaded_bytes=loaded + others,
+        wave_bytes=waved + others + stored,
+        once_bytes=once + _other_bytes(kernel, all_rows, used) + stored,
+        stored_bytes=stored,
+    )
+
+
+def roofline(work: KernelWork, hardware: Hardware, dtype: str) -> Roofline:
+    """The least seconds of `work` on one device of `hardware`, at its stated peaks for weights of `dtype`.
+
+    Each processor has its part of the peak, so that the busiest program is what tensor cores take. Raises ValueError
+    where the profile does not say how many processors there are, or has no rate for `dtype`.
+    """
+    if hardware.processors is None or dtype not in hardware.flops:
+        raise ValueError(f"profile {hardware.name!r} has no processors, or no rate for {dtype}")
+    of_processor = hardware.flops[dtype].value / hardware.processors.value
+    rate = hardware.memory_bytes_per_s.value
+    of_tile = work.issued_flops / max(1, work.tiles)
+    return Roofline(work.most_tiles * of_tile / of_processor, work.wave_bytes / rate, work.once_bytes / rate)
+
+
+def _wave_bytes(
+    counts: torch.Tensor,
+    tile: TileSizes,
+    column_tiles: int,
+    width: int,
+    left_bytes: int,
+    right_bytes: int,
+    programs: int,
+) -> int:
+    """Of rows and weights, what the tiles of each wave need, each byte once in a wave."""
+    heights = -(-counts // tile.rows)
+    expert = torch.repeat_interleave(torch.arange(len(counts)), heights * column_tiles)
+    place = torch.arange(len(expert)) - ((heights * column_tiles).cumsum(0) - heights * column_tiles)[expert]
+    # As in the kernel.
+    group = place // (tile.group * column_tiles)
+    place = place - group * tile.group * column_tiles
+    group_height = torch.minimum(heights[expert] - group * tile.group, torch.tensor(tile.group))
+    row_tile, column_tile = group * tile.group + place % group_height, place // group_height
+    wave = torch.arange(len(expert)) // programs
+    first = heights.cumsum(0) - heights
+    rows = torch.unique(wave * int(heights.sum()) + first[expert] + row_tile) % int(heights.sum())
+    of_rows = torch.repeat_interleave(torch.arange(len(counts)), heights)
+    filled = torch.clamp(counts[of_rows] - (torch.arange(len(of_rows)) - first[of_rows]) * tile.rows, max=tile.rows)
+    columns = torch.unique((wave * len(counts) + expert) * column_tiles + column_tile) % column_tiles
+    valid = torch.clamp(width - columns * tile.columns, max=tile.columns)
+    return int(filled[rows].sum()) * left_bytes + int(valid.sum()) * right_bytes
+
+
+def _is_one_column(value: Loaded) -> bool:
+    return value.columns == ONE_COLUMN or value.columns.step == 0
+
+
+def _other_loads(kernel: GemmKernel, filled_rows: int, tiles: int, column_tiles: int, row_tiles: int) -> int:
+    """Bytes of numbers of rows and of row work that all tiles ask for."""
+    total = 0
+    for number in row_number_operands(kernel):
+        total += filled_rows * column_tiles * fake_value(kernel.operands[number]).itemsize
+    for value in kernel.values:
+        if not isinstance(value, Loaded):
+            continue
+        size = fake_value(kernel.operands[value.operand]).itemsize
+        by_row, by_tile = (row_tiles, tiles) if value.rows == ONE_ROW else (filled_rows, filled_rows * column_tiles)
+        total += size * (by_tile if _is_one_column(value) else by_row * kernel.width)
+    return total
+
+
+def _other_bytes(kernel: GemmKernel, rows: int, used_experts: int) -> int:
+    """The same, each byte once. Of a table with a row for each expert, the rows of experts that have any."""
+    total = sum(rows * int(fake_value(kernel.operands[number]).itemsize) for number in row_number_operands(kernel))
+    for value in kernel.values:
+        if isinstance(value, Loaded):
+            operand = fake_value(kernel.operands[value.operand])
+            columns = 1 if _is_one_column(value) else kernel.width
+            of_table = min(used_experts, int(operand.shape[0]))
+            height = 1 if value.rows == ONE_ROW else rows if value.rows == OWN_ROWS else of_table
+            total += height * columns * int(operand.itemsize)
+    return total
+
+
+def _stored_columns(node: torch.fx.Node) -> int:
+    return math.prod(int(size) for size in fake_value(node).shape[1:])
