@@ -119,7 +119,7 @@ def _compile(
         dump.write_plan(result.plan)
     if before_lowering is not None:
         before_lowering()
-    lowered = lower_segments(result.module, options.lower)
+    lowered = lower_segments(result.module, options.lower, context.chunk_tokens)
     plan = dataclasses.replace(result.plan, segments=with_lowerings(result.plan.segments, lowered))
     result = dataclasses.replace(result, plan=_with_parts_as_lowered(result.module, plan, context))
     if dump:

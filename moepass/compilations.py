@@ -85,6 +85,7 @@ def pass_context(options: Options, store: BankStore | None, whole: BankStore | N
     return PassContext(
         slots=store.slots if store else options.adoption().slots,
         disabled=frozenset(options.disable),
+        chunk_tokens=options.chunk_tokens,
         all_to_all_below=options.all_to_all_below,
         hardware=_as_linked(options),
         transport=options.adoption().transport,

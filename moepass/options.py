@@ -26,6 +26,9 @@ class Options:
 
     lower      how segments are compiled: "inductor" (default), or "eager": operator by operator, bit-identical
     disable    names of passes to leave out
+    chunk_tokens
+               what treats every token alone runs at most so many tokens at a time, so that its temporary values take
+               the memory of these alone; attention runs whole. None (default): all at once
     debug      fill released slots with NaN, so that a read after a release shows in the output;
                where ranks add up results, compare what tokens are computed from in every run
     dump       a folder: the graph before and after every pass, and the plan as JSON, are written there
@@ -48,6 +51,7 @@ class Options:
 
     lower: str = "inductor"
     disable: tuple[str, ...] = ()
+    chunk_tokens: int | None = None
     debug: bool = False
     dump: str | None = None
     slots: int | None = None
@@ -114,6 +118,10 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
             name="disable",
             value=disable,
         )
+    chunk_tokens = given.get("chunk_tokens")
+    is_number = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
+    if chunk_tokens is not None and (not is_number or chunk_tokens < 1):
+        raise _wrong("chunk_tokens", chunk_tokens, "a number of tokens from 1 on, or None for all at once")
     debug = given.get("debug", Options.debug)
     if not isinstance(debug, bool):
         raise _wrong("debug", debug, "True or False")
@@ -142,7 +150,7 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
         )
     hardware = _hardware(given.get("hardware"), below)
     folder = None if dump is None else os.fsdecode(dump)
-    return Options(lower, tuple(disable), debug, folder, slots, link, timeout_s, transport, below, hardware)
+    return Options(lower, tuple(disable), chunk_tokens, debug, folder, slots, link, timeout_s, transport, below, hardware)
 
 
 def _hardware(given: object, below: object) -> Hardware | None:

@@ -18,6 +18,7 @@ from moepass.passes.schedule.schedule_slots import schedule
 from moepass.passes.schedule.verify import verify
 from moepass.passes.segments.bank_parts import bank_parts
 from moepass.passes.segments.partition import partition
+from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
 
 PASSES: tuple[Pass, ...] = (
     eliminate_expert_parallelism,  # first: everything after it sees local blocks only
@@ -25,6 +26,7 @@ PASSES: tuple[Pass, ...] = (
     detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
     sink_token_gather,  # before anything refers to a place in the graph
+    hybrid_prefill,  # before the cut, and before anything is scheduled: it says where banks are needed, and how long
     cost,  # the nodes are those that will run, and every decision after it may look at what they cost
     plan,  # needs the gathers in their final number and order
     schedule,  # carries out the plan

@@ -11,6 +11,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from moepass.passes.ir.segment import REGION_KEY
+
 aten = torch.ops.aten
 
 # Views whose schema declares no alias although they share memory with their input, always or for some arguments. Found
@@ -103,6 +105,19 @@ def readers(node: Node) -> Iterator[Node]:
                 yield user
                 if is_view(user):
                     pending.append(user)
+
+
+def first_of_region(node: Node) -> Node:
+    """The first node of the region that `node` is in, which stand side by side; itself where it is in none."""
+    while REGION_KEY in node.meta and node.prev.meta.get(REGION_KEY) == node.meta[REGION_KEY]:
+        node = node.prev
+    return node
+
+
+def last_of_region(node: Node) -> Node:
+    while REGION_KEY in node.meta and node.next.meta.get(REGION_KEY) == node.meta[REGION_KEY]:
+        node = node.next
+    return node
 
 
 def positions(graph: Graph) -> dict[Node, int]:

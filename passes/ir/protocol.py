@@ -77,7 +77,8 @@ class PassContext:
     exchanges; None: as many as `hardware` makes worth it, and without a profile none. `transport` is what will gather.
     `placed` says what was decided when the model's experts were placed. `capture` is for the reasons of refusals alone.
     `leave` are blocks of expert parallelism that not all ranks take alike, by name, and why. `runs_by_expert`: segments
-    of experts are lowered expert by expert, or to grouped GEMMs of ours, where they can be.
+    of experts are lowered expert by expert, or to grouped GEMMs of ours, where they can be. `chunk_tokens`: what treats
+    every token alone runs at most so many tokens at a time; None: all at once.
     """
 
     slots: int = 2
@@ -90,6 +91,7 @@ class PassContext:
     capture: CaptureNotes = NO_NOTES
     leave: Mapping[str, str] = dataclasses.field(default_factory=dict)
     runs_by_expert: bool = False
+    chunk_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,12 @@ ELEMENTWISE = "elementwise"
 MIXED = "mixed"
 # On a node of a segment: which of the parts it belongs to.
 PART_KEY = "moepass_part"
+# On nodes that can run some tokens at a time: the number of their region; where tokens lie in what a node gives, also
+# of nodes that a region reads (`passes/tokens`); and on slices that leave out no token.
+REGION_KEY, TOKENS_KEY, ALL_TOKENS_KEY = "moepass_region", "moepass_tokens", "moepass_all_tokens"
 EAGER, INDUCTOR, EXPERT_LOOP, TRITON = "eager", "inductor", "expert_loop", "triton"
+# What a region wants beside one of these: to run some tokens at a time.
+TOKEN_LOOP = "token_loop"
 # Lowerings that read weights expert by expert.
 BY_EXPERT = (EXPERT_LOOP, TRITON)
 _HEAVY = (ATTENTION, EXPERTS, DENSE, HEAD)
@@ -50,10 +55,20 @@ class Lowering:
     `how` is `inductor`, `eager` (the captured operators, one by one), `expert_loop` (expert by expert, the GEMMs by a
     library and the rest by Inductor), or `triton` (grouped GEMMs as generated kernels, with the rest in them).
     `refusal` is None where that is what was wanted.
+
+    With `chunk_tokens` it runs at most so many tokens at a time, and `experts` is how the experts in it run; empty
+    where it has none.
     """
 
     how: str
     refusal: NotLowered | None = None
+    chunk_tokens: int | None = None
+    experts: str = ""
+
+    @property
+    def reads_by_expert(self) -> bool:
+        """Whether weights of experts are read expert by expert."""
+        return (self.experts if self.chunk_tokens is not None else self.how) in BY_EXPERT
 
 
 @dataclasses.dataclass(frozen=True)

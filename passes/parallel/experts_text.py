@@ -22,7 +22,7 @@ from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import constant_of, fake_value
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.rows.row_flow import RowFlow, flow_in_local_form
-from moepass.passes.parallel.rows.row_rules import Place
+from moepass.passes.rows.row_rules import Place
 
 
 def experts_text(local: LocalForm) -> tuple[str, ...]:

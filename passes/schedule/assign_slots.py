@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.homes import home_named
 from moepass.passes.graph.collectives import communications_of
-from moepass.passes.graph.nodes import is_call, is_view, mutates, positions, readers
+from moepass.passes.graph.nodes import first_of_region, is_call, is_view, last_of_region, mutates, positions, readers
 from moepass.passes.ir.plan import Plan, SlotStay
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.ir.slot_operations import gather
@@ -33,7 +33,8 @@ class Lifetime:
     """The host-order interval in which a gathered bank is read.
 
     `views` are those in front of `first_reader`: they move no byte and depend on the gather alone, so they may stand
-    right in front of it, however early the model took them.
+    right in front of it, however early the model took them. What reads a bank for some tokens at a time reads it from
+    the beginning of its region to the end.
     """
 
     gather: Node
@@ -114,12 +115,12 @@ def lifetimes(graph: Graph) -> list[Lifetime]:
             found = sorted(readers(node), key=place.__getitem__)
             # copy_ gives a view of what it writes to, but what it writes it reads.
             reading = [reader for reader in found if not is_view(reader) or mutates(reader)]
-            first_reader = (reading or found)[0]
-            views = tuple(found[: found.index(first_reader)])
+            first_reader, last_reader = first_of_region((reading or found)[0]), last_of_region(found[-1])
+            views = tuple(view for view in found if place[view] < place[first_reader])
             bank = node.kwargs["bank"]
             assert isinstance(bank, int)
             block = str(node.meta.get("moepass_block", node.name))
-            stays.append(Lifetime(node, bank, block, views, first_reader, found[-1]))
+            stays.append(Lifetime(node, bank, block, views, first_reader, last_reader))
     return sorted(stays, key=lambda stay: place[stay.first_reader])
 
 

@@ -30,9 +30,10 @@ from moepass.models.homes import home_named
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view
 from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
-from moepass.passes.ir.segment import BY_EXPERT
 from moepass.passes.ir.shards import slot_layout
 from moepass.passes.ir.slot_operations import acquire, release
+from moepass.passes.segments.token_program import is_region
+from moepass.passes.segments.partition import cut_into_segments
 from moepass.passes.segments.expert_program import (
     ExpertProgram,
     GroupedGemm,
@@ -67,7 +68,7 @@ def _positions_in_parts(module: GraphModule, plan: Plan) -> dict[int, tuple[int,
     takers = {
         name: weights_in_parts(segment)
         for name, segment in module.named_children()
-        if isinstance(segment, GraphModule) and ((how := lowered.get(name)) is None or how.how in BY_EXPERT)
+        if isinstance(segment, GraphModule) and ((how := lowered.get(name)) is None or how.reads_by_expert)
     }
     found: dict[int, set[int]] = {}
     for node in module.graph.nodes:
@@ -106,12 +107,26 @@ def weights_in_parts(segment: GraphModule) -> frozenset[int]:
     """Positions of the inputs that `segment` can take in parts; none where it does not run expert by expert."""
     if not expert_gemms_in(segment):
         return frozenset()
+    if is_region(segment):
+        return _taken_within(segment)
     try:
         program = read_program(segment)
     except NotByExpertError:
         return frozenset()
     inputs = enumerate(graph_inputs(segment.graph))
     return frozenset(place for place, node in inputs if node.users and _are_weights_alone(node, program))
+
+
+def _taken_within(region: GraphModule) -> frozenset[int]:
+    """The same of what runs some tokens at a time, where segments within it run expert by expert."""
+    top = cut_into_segments(region, within_regions=True).top
+    takers = {
+        name: weights_in_parts(segment) for name, segment in top.named_children() if isinstance(segment, GraphModule)
+    }
+    inputs = enumerate(graph_inputs(top.graph))
+    return frozenset(
+        place for place, node in inputs if node.users and all(_takes_parts(user, node, takers) for user in node.users)
+    )
 
 
 def _are_weights_alone(node: Node, program: ExpertProgram) -> bool:

@@ -10,6 +10,7 @@ Pseudo-code
         slot operations, their elements, synchronous bank reads, updates of inputs and size arithmetic stay at the top
         level
         a slot operation, an update, or the edge of a resident block, ends the current segment
+        a region that runs some tokens at a time is a segment, with the blocks in it
     for each segment: inputs are the values that it reads from outside, outputs those that are read after it
     segments with the same text (operations, constants, shapes of inputs) become one module
 """
@@ -25,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.errors import one_of
 from moepass.passes.blocks.detect import find_blocks
-from moepass.passes.blocks.sink_token_gather import with_lookup
+from moepass.passes.blocks.sink_token_gather import is_lookup
 from moepass.passes.cost.graph_cost import total_cost
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant_here, describe_value
 from moepass.passes.graph.nodes import (
@@ -33,6 +34,7 @@ from moepass.passes.graph.nodes import (
     fake_value,
     graph_inputs,
     is_call,
+    is_view,
     module_path,
     mutates,
     positions,
@@ -41,7 +43,7 @@ from moepass.passes.graph.nodes import (
 )
 from moepass.passes.ir.plan import MoEBlock, Plan, Step
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
-from moepass.passes.ir.segment import PART_KEY, Segment, SegmentUse, role_of
+from moepass.passes.ir.segment import PART_KEY, REGION_KEY, TOKENS_KEY, Segment, SegmentUse, role_of
 from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
 from moepass.passes.segments.parts import parts_of_nodes
 
@@ -71,14 +73,16 @@ class Segmented:
     segments: tuple[Segment, ...]
 
 
-def cut_into_segments(module: GraphModule, blocks: Sequence[MoEBlock] = ()) -> Segmented:
+def cut_into_segments(
+    module: GraphModule, blocks: Sequence[MoEBlock] = (), within_regions: bool = False
+) -> Segmented:
     """`module`, which stays as it is, in segments. A captured graph is cut at the edges of its blocks alone.
 
-    `blocks` are those that were found in it.
+    `blocks` are those that were found in it. `within_regions`: what runs some tokens at a time is cut like the rest.
     """
     sized = _with_symbol_nodes(module)
     builder = _TopLevel(sized, blocks)
-    for run in _runs(sized.graph):
+    for run in _runs(sized.graph, within_regions):
         builder.add(run)
     return builder.finish()
 
@@ -91,10 +95,11 @@ class NodeRun:
     is_segment: bool
 
 
-def _runs(graph: Graph) -> list[NodeRun]:
+def _runs(graph: Graph, within_regions: bool) -> list[NodeRun]:
     edges = _resident_block_edges(graph)
     runs: list[NodeRun] = []
     current: list[Node] = []
+    region: int | None = None
 
     def close() -> None:
         if current:
@@ -102,7 +107,13 @@ def _runs(graph: Graph) -> list[NodeRun]:
             current.clear()
 
     for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
+        number = None if within_regions else node.meta.get(REGION_KEY)
+        if number != region and node.op == "call_function":
+            close()
+            region = number
+        if node.op == "call_function" and region is not None:
+            current.append(node)
+        elif node.op in ("placeholder", "output", "get_attr"):
             if node.op == "output":
                 close()
             runs.append(NodeRun((node,), is_segment=False))
@@ -139,9 +150,17 @@ def _resident_block_edges(graph: Graph) -> set[Node]:
     order = list(graph.nodes)
     edges: set[Node] = set()
     for match in find_blocks(graph).matches:
-        edges.add(with_lookup(match.gemms[0].node))
+        edges.add(_first_of_block(match.gemms[0].node))
         edges.add(order[place[match.gemms[-1].node] + 1])
     return edges
+
+
+def _first_of_block(gemm: Node) -> Node:
+    """The lookup of the rows of `gemm` and the view of its weights belong to its segment, if they stand before it."""
+    first = gemm
+    while is_view(first.prev) and first.prev is gemm.args[1]:
+        first = first.prev
+    return first.prev if is_lookup(first.prev) and first.prev in gemm.all_input_nodes else first
 
 
 class _TopLevel:
@@ -230,7 +249,7 @@ class _Segment:
             values[node] = graph.placeholder(f"input_{index}")
             values[node].meta = dict(node.meta)
             # An input brings its sizes and does not define them, nor is it a part of this segment.
-            for key in ("unbacked_bindings", PART_KEY):
+            for key in ("unbacked_bindings", PART_KEY, REGION_KEY):
                 values[node].meta.pop(key, None)
         for node in [*constants, *sizes, *nodes]:
             values[node] = graph.node_copy(node, lambda used: values[used])
@@ -330,6 +349,8 @@ def _text(graph: Graph, constants: dict[str, object]) -> str:
             text.add_source(node)
         else:
             text.add(node)
+    if any(REGION_KEY in node.meta for node in graph.nodes):
+        text.remark(*(f"tokens in {node.meta.get(TOKENS_KEY)}" for node in graph_inputs(graph)))
     # Sizes that only a run tells come as inputs, whatever they are called; what is known of them is compiled in.
     text.remark(*unbacked_conditions(graph))
     return str(text)

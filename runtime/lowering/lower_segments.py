@@ -30,8 +30,19 @@ from moepass.passes.graph.nodes import (
     unbacked_conditions,
     view_source,
 )
-from moepass.passes.ir.segment import EAGER, EXPERT_LOOP, INDUCTOR, TRITON, Lowering, NotLowered, Segment
+from moepass.passes.ir.segment import (
+    BY_EXPERT,
+    EAGER,
+    EXPERT_LOOP,
+    INDUCTOR,
+    TRITON,
+    Lowering,
+    NotLowered,
+    Segment,
+)
+from moepass.passes.segments.token_program import is_region
 from moepass.runtime.lowering.lower_experts import ExpertLoop, lower_experts
+from moepass.runtime.lowering.lower_token_loop import lower_token_loop
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
 from moepass.runtime.torch_private import compilers_side_by_side
 
@@ -106,14 +117,30 @@ def _is_strided(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def lower_segments(top: GraphModule, how: str) -> GraphModule:
-    """Replace every segment of `top` by its compiled form. `how` is a key of `LOWERINGS`."""
+def lower_segments(top: GraphModule, how: str, chunk_tokens: int | None = None) -> GraphModule:
+    """Replace every segment of `top` by its compiled form. `how` is a key of `LOWERINGS`.
+
+    Segments that treat every token alone run at most `chunk_tokens` tokens at a time; None: all at once.
+    """
     lowered = copy_graph_module(top)
     with compilers_side_by_side() if how == INDUCTOR else contextlib.nullcontext():
         for name, segment in list(lowered.named_children()):
             if isinstance(segment, GraphModule):
-                setattr(lowered, name, LOWERINGS[how](segment))
+                in_chunks = chunk_tokens is not None and is_region(segment)
+                setattr(lowered, name, _in_chunks(segment, how, chunk_tokens) if in_chunks else LOWERINGS[how](segment))
     return lowered
+
+
+def _in_chunks(segment: GraphModule, how: str, chunk_tokens: int) -> LoweredSegment:
+    run = lower_token_loop(segment, chunk_tokens, lambda body: lower_segments(body, how))
+    if isinstance(run, NotLowered):
+        whole = LOWERINGS[how](segment)
+        whole.lowering = dataclasses.replace(whole.lowering, refusal=run)
+        return whole
+    inside = [part.lowering for part in run.body.children() if isinstance(part, LoweredSegment)]
+    experts = next((lowering.how for lowering in inside if lowering.how in BY_EXPERT), "")
+    refusal = next((lowering.refusal for lowering in inside if lowering.refusal is not None), None)
+    return LoweredSegment.of(run, segment, boxed=True, lowering=Lowering(how, refusal, chunk_tokens, experts))
 
 
 def with_lowerings(segments: Sequence[Segment], lowered: GraphModule) -> tuple[Segment, ...]:

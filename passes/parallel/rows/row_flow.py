@@ -35,9 +35,9 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.parallel.local_form.local_experts import LocalForm
-from moepass.passes.parallel.local_form.row_layout import Layout, no_rows
-from moepass.passes.parallel.rows.row_operations import GROUP_NORMS, MADE, MADE_LIKE, VIEWS
-from moepass.passes.parallel.rows.row_rules import (
+from moepass.passes.rows.row_layout import Layout, no_rows
+from moepass.passes.rows.row_operations import GROUP_NORMS, MADE, MADE_LIKE, VIEWS
+from moepass.passes.rows.row_rules import (
     Layouts,
     Place,
     RowRules,

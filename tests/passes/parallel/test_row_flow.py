@@ -19,7 +19,7 @@ from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.ir.plan import Plan
-from moepass.passes.parallel.local_form.row_layout import Layout, broadcast, features, reshaped, rows_first
+from moepass.passes.rows.row_layout import Layout, broadcast, features, reshaped, rows_first
 
 # Of what the GEMMs before it give for gate and up, on a rank.
 Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]

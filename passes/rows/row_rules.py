@@ -13,7 +13,7 @@ from moepass.passes.graph.nodes import fake_value, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.parallel.local_form.row_layout import (
+from moepass.passes.rows.row_layout import (
     Layout,
     broadcast,
     features,
@@ -23,7 +23,7 @@ from moepass.passes.parallel.local_form.row_layout import (
     rows_first,
     size_of,
 )
-from moepass.passes.parallel.rows.row_operations import (
+from moepass.passes.rows.row_operations import (
     ALONG,
     ELEMENTWISE,
     GROUP_NORMS,

@@ -1,0 +1,267 @@
+"""Read a segment that treats every token alone as a program for some tokens.
+
+Contract
+    in    a segment that is a region (`passes/tokens`), with the places of tokens in its values
+    out   the same computation for `tokens` tokens, whatever number that is, as a graph whose first input is that
+          number; and where tokens lie in inputs and outputs (TokenProgram)
+          NotByTokenError, with the node that stands in the way, where there is no such graph
+
+The program knows one sequence [1, tokens, ..]: tokens that are alone do not know where their sequence ends. Every size
+that is written into the segment and depends on the number of tokens, or of sequences, is computed of `tokens` instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call
+from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.source_lines import named
+from moepass.passes.ir.segment import ALL_TOKENS_KEY, REGION_KEY, TOKENS_KEY
+from moepass.passes.rows.row_layout import Dimension, Layout
+
+aten = torch.ops.aten
+_SHAPED = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "new_empty": 1}
+_NUMBERS = {"arange", "iota"}
+
+
+class NotByTokenError(Exception):
+    """This segment cannot run some tokens at a time: `node` stands in the way. The text says why."""
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDims:
+    """Where the tokens of a value lie: in one dimension `tokens`, with `per_token` elements of each side by side, or in
+    two, `sequences` and `tokens` of each. `sequences` is None where there is but one sequence, or tokens of all
+    sequences lie in one dimension."""
+
+    tokens: int
+    per_token: int = 1
+    sequences: int | None = None
+    is_flat: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class BodySize:
+    """`factor` elements, or `factor` for each token."""
+
+    factor: int
+    by_token: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenProgram:
+    """`body` takes the number of tokens and then the segment's tensors, in their order; those with `inputs` cut.
+
+    `tensors` are the places of these inputs among the segment's; `inputs` and `outputs` say where tokens lie, None: the
+    value is the same for all. `shapes` are those of the body's tensors.
+    """
+
+    body: GraphModule
+    tensors: tuple[int, ...]
+    inputs: tuple[TokenDims | None, ...]
+    shapes: tuple[tuple[BodySize, ...], ...]
+    outputs: tuple[TokenDims, ...]
+    sequences: sympy.Expr
+    tokens_per_sequence: sympy.Expr
+
+
+def is_region(segment: GraphModule) -> bool:
+    return any(REGION_KEY in node.meta for node in segment.graph.nodes)
+
+
+def read_token_program(segment: GraphModule) -> TokenProgram:
+    """Raises NotByTokenError."""
+    return _Writer(segment).write()
+
+
+class _Writer:
+    def __init__(self, segment: GraphModule) -> None:
+        self.segment = segment
+        self.graph = Graph()
+        self.tokens = self.graph.placeholder("tokens")
+        self.values: dict[Node, Node] = {}
+        self.sizes: dict[BodySize, Any] = {BodySize(1, True): self.tokens}
+
+    def write(self) -> TokenProgram:
+        tensors, inputs, shapes = [], [], []
+        given = graph_inputs(self.segment.graph)
+        for place, node in enumerate(given):
+            value = fake_value(node)
+            if not isinstance(value, torch.Tensor):
+                continue
+            layout = node.meta.get(TOKENS_KEY)
+            if layout is not None and not isinstance(layout, Layout):
+                raise NotByTokenError(node, f"{named(node)} is several values")
+            has_tokens = layout is not None and layout.has_rows
+            tensors.append(place)
+            inputs.append(_token_dims(node, layout) if has_tokens else None)
+            shapes.append(self._body_shape(node, layout, value.shape))
+            copied = self.graph.placeholder(f"input_{place}")
+            copied.meta = {key: kept for key, kept in node.meta.items() if key not in ("val", REGION_KEY)}
+            self.values[node] = copied
+        for node in self.segment.graph.nodes:
+            if node.op == "get_attr":
+                self.values[node] = self.graph.node_copy(node)
+            elif node.op == "call_function" and not isinstance(fake_value(node), (torch.SymInt, int, torch.SymFloat)):
+                self._add(node)
+        outputs = cast("Sequence[Node]", self.segment.graph.output_node().args[0])
+        places = []
+        for node in outputs:
+            layout = node.meta.get(TOKENS_KEY)
+            if not isinstance(layout, Layout) or not layout.has_rows:
+                raise NotByTokenError(node, f"{named(node)} has nothing for each token, and is read behind its region")
+            places.append(_token_dims(node, layout))
+            if any(isinstance(stride, int) and stride == 0 for stride in fake_value(node).stride()):
+                raise NotByTokenError(node, f"{named(node)} shows one number in several places")
+        self.graph.output(tuple(self.values[node] for node in outputs))
+        body = GraphModule(self.segment, self.graph)
+        sequences, length = _sequence_sizes([*given, *outputs])
+        return TokenProgram(
+            body, tuple(tensors), tuple(inputs), tuple(shapes), tuple(places), sequences, length
+        )
+
+    def _add(self, node: Node) -> None:
+        layout = node.meta.get(TOKENS_KEY)
+        if node.meta.get(ALL_TOKENS_KEY):
+            self.values[node] = self.values[node.all_input_nodes[0]]
+            return
+        base = base_operation(node)
+        value = fake_value(node)
+        if isinstance(layout, Layout) and layout.has_rows and base in _NUMBERS | {"empty"}:
+            size = self._size(self._body_size(node, layout.dimensions[0], value.shape[0]))
+            make = aten.arange.default if base in _NUMBERS else aten.empty.memory_format
+            given = size if base in _NUMBERS else [size]
+            made = self.graph.call_function(make, (given,), {"dtype": value.dtype, "device": value.device})
+        else:
+            args = list(node.args)
+            if base in _SHAPED:
+                shape = self._body_shape(node, layout if isinstance(layout, Layout) else None, value.shape)
+                args[_SHAPED[base]] = [self._size(size) for size in shape]
+            elif is_call(node, aten.slice.Tensor):
+                args[2:4] = [bound if isinstance(bound, int) else None for bound in args[2:4]]
+            made = self.graph.create_node("call_function", node.target, *self._mapped(node, tuple(args)), name=node.name)
+        made.meta = {key: kept for key, kept in node.meta.items() if key not in ("val", REGION_KEY)}
+        self.values[node] = made
+
+    def _mapped(self, node: Node, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        def mapped(used: Node) -> Node:
+            if used.graph is self.graph:
+                return used
+            if used not in self.values:
+                raise NotByTokenError(node, f"{named(node)} computes with the size {named(used)}")
+            return self.values[used]
+
+        return torch.fx.node.map_arg(args, mapped), torch.fx.node.map_arg(dict(node.kwargs), mapped)
+
+    def _size(self, size: BodySize) -> Any:
+        if not size.by_token:
+            return size.factor
+        if size not in self.sizes:
+            with self.graph.inserting_after(self.tokens):
+                self.sizes[size] = self.graph.call_function(operator.mul, (self.tokens, size.factor))
+        return self.sizes[size]
+
+    def _body_shape(self, node: Node, layout: Layout | None, shape: Sequence[Any]) -> tuple[BodySize, ...]:
+        if layout is None:
+            return tuple(BodySize(_constant(node, size), False) for size in shape)
+        return tuple(
+            self._body_size(node, dimension, size) for dimension, size in zip(layout.dimensions, shape, strict=True)
+        )
+
+    def _body_size(self, node: Node, dimension: Dimension, size: Any) -> BodySize:
+        """Sequences are one in the body, tokens of a sequence and all tokens are `tokens`."""
+        rows = [part for part in dimension if part.is_rows]
+        if not rows:
+            return BodySize(_constant(node, size), False)
+        factor, by_token = 1, False
+        for part in dimension:
+            if not part.is_rows:
+                factor *= _constant(node, part.size)
+            elif part.share == () or _is_second_share(part.share):
+                by_token = True
+            elif not _is_sequences(part.share):
+                # Rows sorted by expert: as many for each token as there are experts of it.
+                by_token, factor = True, factor * self._rows_per_token(node, part.size)
+        return BodySize(factor, by_token)
+
+    def _rows_per_token(self, node: Node, size: sympy.Expr) -> int:
+        sequences, length = _sequence_sizes(list(self.segment.graph.nodes))
+        ratio = sympy.simplify(size / (sequences * length))
+        return _constant(node, ratio)
+
+
+def _constant(node: Node, size: Any) -> int:
+    if isinstance(size, torch.SymInt) and size.node.expr.is_Integer:
+        size = int(size.node.expr)
+    if isinstance(size, sympy.Expr) and size.is_Integer:
+        size = int(size)
+    if not isinstance(size, int):
+        raise NotByTokenError(node, f"{named(node)} has a size that only a run tells, {size}, beside tokens")
+    return size
+
+
+def _is_sequences(share: Any) -> bool:
+    return bool(share) and share[0][1] == 0 and " x " in share[0][0]
+
+
+def _is_second_share(share: Any) -> bool:
+    return bool(share) and share[0][1] == 1
+
+
+def _token_dims(node: Node, layout: Layout) -> TokenDims:
+    """Raises NotByTokenError where tokens of one sequence lie in several places, or do not stand before their numbers.
+    """
+    sequences = tokens = None
+    per_token, is_flat = 1, True
+    for dim, dimension in enumerate(layout.dimensions):
+        for place, part in enumerate(dimension):
+            if not part.is_rows:
+                continue
+            is_known = part.share == () or _is_sequences(part.share) or _is_second_share(part.share)
+            if not is_known or place > 0 or len(part.share or ()) > 1:
+                raise NotByTokenError(node, f"tokens of {named(node)} are cut in a way that is not followed")
+            if _is_sequences(part.share):
+                sequences = dim
+            else:
+                tokens, is_flat = dim, part.share == ()
+                per_token = _constant(node, sympy.Mul(*(other.size for other in dimension[1:])))
+            if part.share != () and len(dimension) > 1:
+                raise NotByTokenError(node, f"tokens of {named(node)} lie beside other numbers in one dimension")
+    if tokens is None:
+        raise NotByTokenError(node, f"{named(node)} has one value for each sequence")
+    return TokenDims(tokens, per_token, sequences, is_flat)
+
+
+def _sequence_sizes(nodes: Sequence[Node]) -> tuple[sympy.Expr, sympy.Expr]:
+    """The number of sequences, and the tokens of each. Where tokens of all lie in one dimension, one sequence."""
+    shares: dict[Any, sympy.Expr] = {}
+    flat: sympy.Expr | None = None
+    for node in nodes:
+        layouts = node.meta.get(TOKENS_KEY)
+        for layout in layouts if isinstance(layouts, tuple) else (layouts,):
+            for dimension in layout.dimensions if layout is not None else ():
+                for part in dimension:
+                    if part.share == ():
+                        flat = part.size
+                    elif part.is_rows and (_is_sequences(part.share) or _is_second_share(part.share)):
+                        shares[part.share[0][1]] = part.size
+    if len(shares) == 2:
+        return shares[0], shares[1]
+    if 1 in shares and flat is not None:
+        return sympy.simplify(flat / shares[1]), shares[1]
+    assert flat is not None, "a region has tokens"
+    return sympy.Integer(1), flat
+
+

@@ -1,0 +1,287 @@
+"""Rows that are sorted by expert are still rows of tokens: the rules.
+
+A router gives every token k experts. The pairs of a token and an expert are sorted by expert, the rows of tokens are
+looked up in that order, and grouped GEMMs multiply them, until a second lookup brings them back. For some of the tokens
+alone all of this gives the same for each of them: what a row meets depends on the expert of its own pair.
+
+    ids        [pairs]          the expert of each pair, pairs in the order of tokens: tokens · k of them
+    SORTED     [rows]           ids in order
+    PAIRS      [rows]           the pair of each row: the sort's indices
+    TOKENS     [rows]           the token of each row: pairs // k
+    ROWS       [pairs]          the row of each pair: PAIRS inverted
+    COUNTS     [experts]        rows of each expert, by a histogram of ids
+    ENDS       [experts]        where each expert's rows end: sums of counts
+
+These numbers mean something beside each other alone: for some tokens they are others. So nothing but the operations
+below may read them, and none of them may leave what runs some tokens at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import all_arguments, named_arguments
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, features_per_row, no_rows, size_of
+from moepass.passes.rows.row_rules import Layouts, RowRules, several
+
+PAIRS, TOKENS, ROWS, COUNTS, ENDS, EMPTY = "pairs", "tokens", "rows", "counts", "ends", "empty"
+_CASTS = ("_to_copy", "convert_element_type")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What the numbers of a value are. `ids` are the experts of pairs, `sort` what brought these into order; None for
+    counts and ends, which hold beside every sort of the same ids."""
+
+    kind: str
+    ids: Node
+    sort: Node | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    layouts: Layouts
+
+
+class RoutingRules(RowRules):
+    """Adds routing to the rules of rows. `facts` are those of nodes whose numbers mean something beside others alone."""
+
+    def __init__(self, never: frozenset[Node]) -> None:
+        super().__init__((), {})
+        self._never = never
+        self.facts: dict[Node, Fact] = {}
+        # Ids that were sorted, by the sort; and the node of ids in order.
+        self._ids: dict[Node, Node] = {}
+        self._sorted: dict[Node, Node] = {}
+        # Numbers 0, 1, ... of pairs, which are made again for the pairs of some tokens.
+        self.recreated: set[Node] = set()
+
+    def routed(self) -> dict[Node, Node]:
+        """For each node with rows sorted by expert, or numbers beside them: the ids."""
+        found = {node: fact.ids for node, fact in self.facts.items()}
+        ids_of = {_share(sort): ids for sort, ids in self._ids.items()}
+        for node, layouts in self._layouts.items():
+            for layout in several(layouts):
+                for share in layout.shares if layout is not None else ():
+                    if share in ids_of:
+                        found[node] = ids_of[share]
+        for node in self.recreated:
+            found[node] = next(self.facts[user].ids for user in node.users if user in self.facts)
+        return found
+
+    def is_routing_operator(self, node: Node) -> bool:
+        return is_grouped_gemm(node)
+
+    def routing_layouts(self, node: Node) -> Routed | None:
+        """The layouts of what an operation of routing gives; None where the node is none. Raises NotThisForm."""
+        if is_grouped_gemm(node):
+            return Routed(self._grouped(node))
+        base, given = base_operation(node), all_arguments(node)
+        found: Routed | None = None
+        if base in ("sort", "argsort"):
+            found = self._sort(node, given)
+        elif operation(node) == "getitem":
+            found = self._element(node)
+        elif base in ("floor_divide", "div"):
+            found = self._tokens(node, given)
+        elif base == "index":
+            found = self._lookup(node, given)
+        elif base == "index_put":
+            found = self._inverse(node, given)
+        elif base == "empty_like":
+            found = self._empty(node, given)
+        elif base == "histc":
+            found = self._counts(node, given)
+        elif base == "cumsum":
+            found = self._ends(node, given)
+        elif base in _CASTS:
+            found = self._cast(node, given)
+        if found is None and any(used in self.facts for used in node.all_input_nodes):
+            self._refuse(node, "computes with places of rows among those of all tokens")
+        return found
+
+    def _sort(self, node: Node, given: dict[str, Any]) -> Routed | None:
+        ids = given["self"]
+        value = fake_value(ids)
+        if value.dim() != 1:
+            return None
+        is_tuple = isinstance(fake_value(node), (tuple, list))
+        fact = self.facts.get(ids)
+        if fact is not None and fact.kind == PAIRS and not given.get("descending", False):
+            # The indices of sorted pairs are the rows of pairs.
+            layout = self._layout(fact.ids)
+            self._note(node, Fact(ROWS, fact.ids, fact.sort))
+            return Routed((None, layout) if is_tuple else layout)
+        layout = self._layout(ids)
+        if fact is not None or not _are_pairs(layout.dimensions[0]) or value.dtype.is_floating_point:
+            return None
+        if ids in self._never:
+            self._refuse(node, "brings rows into an order that leaves what treats every token alone")
+        self._ids[node] = ids
+        rows = Layout((_rows_of(node, layout.dimensions[0]),))
+        if is_tuple:
+            return Routed((rows, rows))
+        self._note(node, Fact(PAIRS, ids, node))
+        return Routed(rows)
+
+    def _element(self, node: Node) -> Routed | None:
+        source, place = node.args
+        assert isinstance(source, Node)
+        if source in self.facts and self.facts[source].kind == ROWS:
+            if place != 1:
+                self._refuse(node, "is pairs in order, which are numbers of pairs")
+            self._note(node, self.facts[source])
+            return Routed(self._layouts[source][1])  # type: ignore[index]
+        if source not in self._ids:
+            return None
+        layout = self._layouts[source][place]  # type: ignore[index]
+        if place == 1:
+            self._note(node, Fact(PAIRS, self._ids[source], source))
+        else:
+            self._sorted[node] = self._ids[source]
+        return Routed(layout)
+
+    def _tokens(self, node: Node, given: dict[str, Any]) -> Routed | None:
+        pairs, by = given["self"], given["other"]
+        fact = self.facts.get(pairs) if isinstance(pairs, Node) else None
+        if fact is None or fact.kind != PAIRS:
+            return None
+        rounds = base_operation(node) == "floor_divide" or given.get("rounding_mode") in ("floor", "trunc")
+        if not rounds or by != features_per_row(self._layout(fact.ids).dimensions[0]):
+            return None
+        self._note(node, Fact(TOKENS, fact.ids, fact.sort))
+        return Routed(self._layout(pairs))
+
+    def _lookup(self, node: Node, given: dict[str, Any]) -> Routed | None:
+        table, indices = given["self"], given["indices"]
+        if len(indices) != 1 or indices[0] not in self.facts or table in self.facts or not self._has_rows(table):
+            return None
+        fact, layout = self.facts[indices[0]], self._layout(table)
+        ids = self._layout(fact.ids).dimensions[0]
+        assert fact.sort is not None
+        rows = _rows_of(fact.sort, ids)
+        wanted = {TOKENS: (_token_part(ids),), PAIRS: ids, ROWS: rows}.get(fact.kind)
+        if wanted is None or layout.dimensions[0] != wanted or len(layout.shares) != 1:
+            return None
+        return Routed(Layout((ids if fact.kind == ROWS else rows, *layout.dimensions[1:])))
+
+    def _empty(self, node: Node, given: dict[str, Any]) -> Routed | None:
+        fact = self.facts.get(given["self"])
+        if fact is None or fact.kind != PAIRS:
+            return None
+        self._note(node, Fact(EMPTY, fact.ids, fact.sort))
+        return Routed(self._layout(given["self"]))
+
+    def _inverse(self, node: Node, given: dict[str, Any]) -> Routed | None:
+        """`empty[pairs] = 0, 1, ...` is the row of each pair."""
+        target, indices, numbers = given["self"], given["indices"], given["values"]
+        fact = self.facts.get(indices[0]) if len(indices) == 1 and isinstance(indices[0], Node) else None
+        if fact is None or fact.kind != PAIRS or given.get("accumulate", False):
+            return None
+        layout = self._layout(fact.ids)
+        size = size_of(layout.dimensions[0])
+        into = self.facts.get(target)
+        is_empty = _is_empty(target, size) if into is None else (into.kind, into.sort) == (EMPTY, fact.sort)
+        if not is_empty or not _counts_up(numbers, size) or set(numbers.users) != {node}:
+            return None
+        for made in (numbers,) if into is not None else (target, numbers):
+            self.recreated.add(made)
+            self._layouts[made] = layout
+        self._note(node, Fact(ROWS, fact.ids, fact.sort))
+        return Routed(layout)
+
+    def _counts(self, node: Node, given: dict[str, Any]) -> Routed | None:
+        source = given["self"]
+        ids = self._sorted.get(source, source)
+        bins, least, most = given["bins"], given["min"], given["max"]
+        is_per_id = ids in self._ids.values() and isinstance(bins, int) and (least, most) == (0, bins - 1)
+        if not is_per_id:
+            return None
+        self._note(node, Fact(COUNTS, ids))
+        return Routed(no_rows(fake_value(node).shape))
+
+    def _ends(self, node: Node, given: dict[str, Any]) -> Routed | None:
+        fact = self.facts.get(given["self"])
+        if fact is None or fact.kind != COUNTS or given["dim"] not in (0, -1):
+            return None
+        self._note(node, Fact(ENDS, fact.ids))
+        return Routed(no_rows(fake_value(node).shape))
+
+    def _cast(self, node: Node, given: dict[str, Any]) -> Routed | None:
+        source = next(iter(given.values()))
+        if source in self._sorted:
+            self._sorted[node] = self._sorted[source]
+            return Routed(self._layout(source))
+        fact = self.facts.get(source)
+        if fact is None or fact.kind not in (COUNTS, ENDS):
+            return None
+        self._note(node, fact)
+        return Routed(no_rows(fake_value(node).shape))
+
+    def _grouped(self, node: Node) -> Layouts:
+        """Rows of each expert times its weights, which no token went into."""
+        rows, weights, ends = node.args[:3]
+        assert isinstance(rows, Node)
+        fact = self.facts.get(ends) if isinstance(ends, Node) else None
+        layout = self._layout(rows)
+        is_sorted = fact is not None and fact.kind == ENDS and len(layout.dimensions) == 2
+        if not is_sorted or not any(
+            self._ids[sort] is fact.ids and layout.dimensions[0] == _rows_of(sort, self._layout(fact.ids).dimensions[0])  # type: ignore[union-attr]
+            for sort in self._ids
+        ):
+            self._refuse(node, "multiplies rows of which is not known that they are sorted by the experts of its groups")
+        others = [used for used in node.all_input_nodes if used is not rows and used is not ends]
+        if rows in self.facts or any(used in self.facts or self._has_rows(used) for used in others):
+            self._refuse(node, "multiplies by what tokens went into")
+        if len(node.args) > 3 or node.kwargs:
+            known = named_arguments(node)
+            if any(isinstance(value, Node) and value not in (rows, weights, ends) for value in known.values()):
+                self._refuse(node, "does more than multiply rows by the weights of their experts")
+        if size_expression(fake_value(weights).shape[0]) != size_expression(fake_value(ends).shape[0]):
+            self._refuse(node, "has other groups than experts")
+        return Layout((layout.dimensions[0], features(fake_value(node).shape[-1])))
+
+    def _note(self, node: Node, fact: Fact) -> None:
+        self.facts[node] = fact
+
+
+def _are_pairs(dimension: Dimension) -> bool:
+    """All tokens, and for each of them its experts side by side."""
+    return bool(dimension) and dimension[0].share == () and features_per_row(dimension) is not None
+
+
+def _token_part(dimension: Dimension) -> Part:
+    return dimension[0]
+
+
+def _rows_of(sort: Node, pairs: Dimension) -> Dimension:
+    return (Part(size_of(pairs), _share(sort)),)
+
+
+def _share(sort: Node) -> tuple[tuple[str, int], ...]:
+    return ((f"sorted by {sort.name}", 0),)
+
+
+def _is_empty(node: Any, size: Any) -> bool:
+    if not isinstance(node, Node) or base_operation(node) != "empty" or len(node.users) != 1:
+        return False
+    value = fake_value(node)
+    return value.dim() == 1 and size_expression(value.shape[0]) == size
+
+
+def _counts_up(node: Any, size: Any) -> bool:
+    """True for the numbers 0, 1, ... up to `size`."""
+    if not isinstance(node, Node) or base_operation(node) not in ("arange", "iota"):
+        return False
+    given = all_arguments(node)
+    starts = given.get("start", 0) in (0, None) and given.get("step", 1) in (1, None)
+    value = fake_value(node)
+    return starts and isinstance(value, torch.Tensor) and size_expression(value.shape[0]) == size
