@@ -150,7 +150,9 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
         )
     hardware = _hardware(given.get("hardware"), below)
     folder = None if dump is None else os.fsdecode(dump)
-    return Options(lower, tuple(disable), chunk_tokens, debug, folder, slots, link, timeout_s, transport, below, hardware)
+    return Options(
+        lower, tuple(disable), chunk_tokens, debug, folder, slots, link, timeout_s, transport, below, hardware
+    )
 
 
 def _hardware(given: object, below: object) -> Hardware | None:

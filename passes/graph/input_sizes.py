@@ -61,6 +61,8 @@ def _add(sources: dict[str, SizeSource], size: object, source: SizeSource) -> No
 
 def size_expression(size: object) -> sympy.Expr:
     """A size of a graph as an expression in its symbols."""
+    if isinstance(size, sympy.Expr):
+        return size
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 

@@ -18,8 +18,8 @@ MADE_LIKE = {"zeros_like", "ones_like", "full_like"}
 ALONG = {
     "sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin", "var", "std", "var_mean",
     "std_mean", "logsumexp", "linalg_vector_norm", "norm", "median", "nanmedian", "kthvalue", "mode", "cumsum",
-    "cumprod", "cummax", "cummin", "logcumsumexp", "_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax", "sort",
-    "argsort", "topk", "flip", "slice", "select", "split", "split_with_sizes", "unsafe_split",
+    "cumprod", "cummax", "cummin", "logcumsumexp", "_softmax", "_safe_softmax", "_log_softmax", "softmax",
+    "log_softmax", "sort", "argsort", "topk", "flip", "slice", "select", "split", "split_with_sizes", "unsafe_split",
     "unsafe_split_with_sizes", "chunk", "unbind", "glu", "roll",
 }  # fmt: skip
 # Along `dim`, several operands with the same rows.

@@ -32,8 +32,6 @@ from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import slot_layout
 from moepass.passes.ir.slot_operations import acquire, release
-from moepass.passes.segments.token_program import is_region
-from moepass.passes.segments.partition import cut_into_segments
 from moepass.passes.segments.expert_program import (
     ExpertProgram,
     GroupedGemm,
@@ -41,6 +39,8 @@ from moepass.passes.segments.expert_program import (
     expert_gemms_in,
     read_program,
 )
+from moepass.passes.segments.partition import cut_into_segments
+from moepass.passes.segments.token_program import is_region
 
 aten = torch.ops.aten
 
@@ -107,8 +107,10 @@ def weights_in_parts(segment: GraphModule) -> frozenset[int]:
     """Positions of the inputs that `segment` can take in parts; none where it does not run expert by expert."""
     if not expert_gemms_in(segment):
         return frozenset()
-    if is_region(segment):
-        return _taken_within(segment)
+    return _taken_within(segment) if is_region(segment) else _weights_by_expert(segment)
+
+
+def _weights_by_expert(segment: GraphModule) -> frozenset[int]:
     try:
         program = read_program(segment)
     except NotByExpertError:
@@ -121,7 +123,9 @@ def _taken_within(region: GraphModule) -> frozenset[int]:
     """The same of what runs some tokens at a time, where segments within it run expert by expert."""
     top = cut_into_segments(region, within_regions=True).top
     takers = {
-        name: weights_in_parts(segment) for name, segment in top.named_children() if isinstance(segment, GraphModule)
+        name: _weights_by_expert(segment)
+        for name, segment in top.named_children()
+        if isinstance(segment, GraphModule) and expert_gemms_in(segment)
     }
     inputs = enumerate(graph_inputs(top.graph))
     return frozenset(

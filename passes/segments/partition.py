@@ -73,9 +73,7 @@ class Segmented:
     segments: tuple[Segment, ...]
 
 
-def cut_into_segments(
-    module: GraphModule, blocks: Sequence[MoEBlock] = (), within_regions: bool = False
-) -> Segmented:
+def cut_into_segments(module: GraphModule, blocks: Sequence[MoEBlock] = (), within_regions: bool = False) -> Segmented:
     """`module`, which stays as it is, in segments. A captured graph is cut at the edges of its blocks alone.
 
     `blocks` are those that were found in it. `within_regions`: what runs some tokens at a time is cut like the rest.

@@ -29,7 +29,8 @@ from moepass.passes.rows.row_layout import Dimension, Layout
 
 aten = torch.ops.aten
 _SHAPED = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "new_empty": 1}
-_NUMBERS = {"arange", "iota"}
+# What is made for as many rows as there are.
+_MADE_AGAIN = (aten.arange.default, torch.ops.prims.iota.default, aten.empty.memory_format)
 
 
 class NotByTokenError(Exception):
@@ -104,9 +105,8 @@ class _Writer:
             layout = node.meta.get(TOKENS_KEY)
             if layout is not None and not isinstance(layout, Layout):
                 raise NotByTokenError(node, f"{named(node)} is several values")
-            has_tokens = layout is not None and layout.has_rows
             tensors.append(place)
-            inputs.append(_token_dims(node, layout) if has_tokens else None)
+            inputs.append(_token_dims(node, layout) if layout is not None and layout.has_rows else None)
             shapes.append(self._body_shape(node, layout, value.shape))
             copied = self.graph.placeholder(f"input_{place}")
             copied.meta = {key: kept for key, kept in node.meta.items() if key not in ("val", REGION_KEY)}
@@ -128,9 +128,7 @@ class _Writer:
         self.graph.output(tuple(self.values[node] for node in outputs))
         body = GraphModule(self.segment, self.graph)
         sequences, length = _sequence_sizes([*given, *outputs])
-        return TokenProgram(
-            body, tuple(tensors), tuple(inputs), tuple(shapes), tuple(places), sequences, length
-        )
+        return TokenProgram(body, tuple(tensors), tuple(inputs), tuple(shapes), tuple(places), sequences, length)
 
     def _add(self, node: Node) -> None:
         layout = node.meta.get(TOKENS_KEY)
@@ -139,19 +137,17 @@ class _Writer:
             return
         base = base_operation(node)
         value = fake_value(node)
-        if isinstance(layout, Layout) and layout.has_rows and base in _NUMBERS | {"empty"}:
+        args = list(node.args)
+        if is_call(node, *_MADE_AGAIN):
+            assert isinstance(layout, Layout)
             size = self._size(self._body_size(node, layout.dimensions[0], value.shape[0]))
-            make = aten.arange.default if base in _NUMBERS else aten.empty.memory_format
-            given = size if base in _NUMBERS else [size]
-            made = self.graph.call_function(make, (given,), {"dtype": value.dtype, "device": value.device})
-        else:
-            args = list(node.args)
-            if base in _SHAPED:
-                shape = self._body_shape(node, layout if isinstance(layout, Layout) else None, value.shape)
-                args[_SHAPED[base]] = [self._size(size) for size in shape]
-            elif is_call(node, aten.slice.Tensor):
-                args[2:4] = [bound if isinstance(bound, int) else None for bound in args[2:4]]
-            made = self.graph.create_node("call_function", node.target, *self._mapped(node, tuple(args)), name=node.name)
+            args[0] = [size] if is_call(node, aten.empty.memory_format) else size
+        elif base in _SHAPED:
+            shape = self._body_shape(node, layout if isinstance(layout, Layout) else None, value.shape)
+            args[_SHAPED[base]] = [self._size(size) for size in shape]
+        elif is_call(node, aten.slice.Tensor):
+            args[2:4] = [bound if isinstance(bound, int) else None for bound in args[2:4]]
+        made = self.graph.create_node("call_function", node.target, *self._mapped(node, tuple(args)), name=node.name)
         made.meta = {key: kept for key, kept in node.meta.items() if key not in ("val", REGION_KEY)}
         self.values[node] = made
 
@@ -221,8 +217,7 @@ def _is_second_share(share: Any) -> bool:
 
 
 def _token_dims(node: Node, layout: Layout) -> TokenDims:
-    """Raises NotByTokenError where tokens of one sequence lie in several places, or do not stand before their numbers.
-    """
+    """Raises NotByTokenError where tokens of a sequence lie in several places, or do not stand before their numbers."""
     sequences = tokens = None
     per_token, is_flat = 1, True
     for dim, dimension in enumerate(layout.dimensions):
@@ -263,5 +258,3 @@ def _sequence_sizes(nodes: Sequence[Node]) -> tuple[sympy.Expr, sympy.Expr]:
         return sympy.simplify(flat / shares[1]), shares[1]
     assert flat is not None, "a region has tokens"
     return sympy.Integer(1), flat
-
-

@@ -29,13 +29,20 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import copy_graph_module, draws_random_numbers, fake_value, graph_inputs, is_call, mutates
+from moepass.passes.graph.nodes import (
+    copy_graph_module,
+    draws_random_numbers,
+    fake_value,
+    graph_inputs,
+    is_call,
+    mutates,
+)
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.segment import ALL_TOKENS_KEY, REGION_KEY, TOKENS_KEY
 from moepass.passes.rows.row_layout import Layout
 from moepass.passes.tokens.regions import Regions, find_regions, sorts_that_leave, stands_with_readers
-from moepass.passes.tokens.token_flow import TokenFlow, token_flow, token_inputs
+from moepass.passes.tokens.token_flow import TokenFlow, token_count, token_flow, token_inputs
 
 aten = torch.ops.aten
 
@@ -50,6 +57,9 @@ def hybrid_prefill(module: GraphModule, plan: Plan, context: PassContext) -> Pas
     if not inputs:
         expected = "whole numbers [sequences, tokens] or floating-point numbers [tokens, width]"
         return _refused(module, plan, f"no argument has something for each token, such as {expected}")
+    tokens = token_count(inputs)
+    if tokens is not None and tokens <= context.chunk_tokens:
+        return PassResult(module, plan)
     _compute_sizes_from_inputs(changed.graph)
     _give_numbers_to_each(changed.graph)
     flow, regions = _flow_and_regions(changed.graph, inputs)

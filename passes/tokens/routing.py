@@ -27,7 +27,7 @@ from torch.fx import Node
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
-from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, features_per_row, no_rows, size_of
 from moepass.passes.rows.row_rules import Layouts, RowRules, several
@@ -52,7 +52,7 @@ class Routed:
 
 
 class RoutingRules(RowRules):
-    """Adds routing to the rules of rows. `facts` are those of nodes whose numbers mean something beside others alone."""
+    """Adds routing to the rules of rows. `facts` are those of nodes whose numbers hold beside others alone."""
 
     def __init__(self, never: frozenset[Node]) -> None:
         super().__init__((), {})
@@ -237,7 +237,7 @@ class RoutingRules(RowRules):
             self._ids[sort] is fact.ids and layout.dimensions[0] == _rows_of(sort, self._layout(fact.ids).dimensions[0])  # type: ignore[union-attr]
             for sort in self._ids
         ):
-            self._refuse(node, "multiplies rows of which is not known that they are sorted by the experts of its groups")
+            self._refuse(node, "multiplies rows that may not be sorted by the experts of its groups")
         others = [used for used in node.all_input_nodes if used is not rows and used is not ends]
         if rows in self.facts or any(used in self.facts or self._has_rows(used) for used in others):
             self._refuse(node, "multiplies by what tokens went into")
@@ -245,6 +245,8 @@ class RoutingRules(RowRules):
             known = named_arguments(node)
             if any(isinstance(value, Node) and value not in (rows, weights, ends) for value in known.values()):
                 self._refuse(node, "does more than multiply rows by the weights of their experts")
+        assert isinstance(weights, Node)
+        assert isinstance(ends, Node)
         if size_expression(fake_value(weights).shape[0]) != size_expression(fake_value(ends).shape[0]):
             self._refuse(node, "has other groups than experts")
         return Layout((layout.dimensions[0], features(fake_value(node).shape[-1])))
@@ -271,7 +273,7 @@ def _share(sort: Node) -> tuple[tuple[str, int], ...]:
 
 
 def _is_empty(node: Any, size: Any) -> bool:
-    if not isinstance(node, Node) or base_operation(node) != "empty" or len(node.users) != 1:
+    if not is_call(node, torch.ops.aten.empty.memory_format) or len(node.users) != 1:
         return False
     value = fake_value(node)
     return value.dim() == 1 and size_expression(value.shape[0]) == size
@@ -279,9 +281,9 @@ def _is_empty(node: Any, size: Any) -> bool:
 
 def _counts_up(node: Any, size: Any) -> bool:
     """True for the numbers 0, 1, ... up to `size`."""
-    if not isinstance(node, Node) or base_operation(node) not in ("arange", "iota"):
+    if not is_call(node, torch.ops.aten.arange.default, torch.ops.prims.iota.default):
         return False
     given = all_arguments(node)
     starts = given.get("start", 0) in (0, None) and given.get("step", 1) in (1, None)
     value = fake_value(node)
-    return starts and isinstance(value, torch.Tensor) and size_expression(value.shape[0]) == size
+    return bool(starts and size_expression(value.shape[0]) == size)

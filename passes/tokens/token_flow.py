@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -93,6 +94,13 @@ def token_inputs(graph: Graph) -> dict[Node, Layout]:
                 if _texts(node) == shape
             }
     return {}
+
+
+def token_count(inputs: Mapping[Node, Layout]) -> int | None:
+    """The number of tokens of all sequences; None where runs may have other numbers."""
+    layout = next(iter(inputs.values()))
+    total = sympy.Mul(*(part.size for dimension in layout.dimensions for part in dimension if part.is_rows))
+    return int(total) if total.is_Integer else None
 
 
 def sequences_of(shape: Any) -> Layout:
@@ -243,7 +251,7 @@ class _Walk(RoutingRules):
             return self._repeated(node, arguments)
         if base == "slice_scatter":
             return self._scattered(node, all_arguments(node))
-        if base == "new_empty" and _texts(node) == _texts(node.args[0]):
+        if base == "new_empty" and _texts(node) == _texts(arguments["self"]):
             return self._layout(arguments["self"])
         if base in ("view_as_complex", "view_as_real"):
             dimensions = self._layout(arguments["self"]).dimensions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -25,6 +26,7 @@ from moepass.passes.ir.timeline import COMPUTE, HOST
 from moepass.runtime.banks.identity import MemoryTable, find_bank, memories_of
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics
 from moepass.runtime.execute.run_clock import MeasuredRuns, RunClock
+from moepass.runtime.lowering.boxed_code import TakesList, run_by_list
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.tensor_memory import Memory
 from moepass.runtime.transfer.copying import CopyError
@@ -87,7 +89,7 @@ class ReadTensor(torch.nn.Module):
         return found.keeper.read_tensor(found.spec, [shard], index)
 
 
-class SegmentCall(torch.nn.Module):
+class SegmentCall(TakesList):
     """A segment at one place of the graph: an exception in it names that place."""
 
     def __init__(self, segment: Callable[..., Any], name: str, layers: str) -> None:
@@ -97,6 +99,9 @@ class SegmentCall(torch.nn.Module):
         self.layers = layers
 
     def forward(self, *inputs: Any) -> Any:
+        return self.run_list(list(inputs))
+
+    def run_list(self, inputs: list[Any]) -> Any:
         recording = current_recording()
         if recording is None:
             return self._run(inputs)
@@ -107,8 +112,10 @@ class SegmentCall(torch.nn.Module):
         recording.add("segment", label, COMPUTE, started, recording.now(device))
         return outputs
 
-    def _run(self, inputs: tuple[Any, ...]) -> Any:
+    def _run(self, inputs: list[Any]) -> Any:
         try:
+            if isinstance(self.segment, TakesList):
+                return self.segment.run_list(inputs)
             return self.segment(*inputs)
         except Exception as error:
             place = f" ({self.layers})" if self.layers else ""
@@ -141,6 +148,11 @@ class Schedule:
 
     graph_module: GraphModule
     ring: weakref.ref[Ring] | None
+
+    @functools.cached_property
+    def run(self) -> Callable[[list[Any]], Any]:
+        """The graph as a function of a list of its inputs, which it empties."""
+        return run_by_list(self.graph_module)
 
     @property
     def is_alive(self) -> bool:
@@ -257,11 +269,11 @@ class Executor:
             self.weight_bytes = self._count_weight_bytes(arguments)
         if schedule.ring is None:
             with self._clock.run(device, sizes, None):
-                return schedule.graph_module(*arguments)
+                return schedule.run(list(arguments))
         ring = alive(schedule.ring)
         # The clock inside, so that the runs of other threads do not count.
         with ring.run(self._number, self._gathers), self._clock.run(device, sizes, ring):
-            return schedule.graph_module(*arguments)
+            return schedule.run(list(arguments))
 
     def measured(self) -> MeasuredRuns:
         """Measurements of the last runs. On CUDA this waits until they are over."""

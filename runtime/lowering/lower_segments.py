@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.passes.graph.nodes import (
     copy_graph_module,
@@ -41,6 +42,7 @@ from moepass.passes.ir.segment import (
     Segment,
 )
 from moepass.passes.segments.token_program import is_region
+from moepass.runtime.lowering.boxed_code import TakesList, run_by_list
 from moepass.runtime.lowering.lower_experts import ExpertLoop, lower_experts
 from moepass.runtime.lowering.lower_token_loop import lower_token_loop
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
@@ -60,7 +62,7 @@ def decompositions(how: str) -> dict[Any, Callable[..., Any]]:
     return table
 
 
-class LoweredSegment(torch.nn.Module):
+class LoweredSegment(TakesList):
     """A lowered segment in the top-level graph: called with its inputs, gives a tuple.
 
     The schedule was made for a graph in which a copy is a copy: `w * ones_like(w)` outlives the slot of `w`, and a copy
@@ -70,7 +72,8 @@ class LoweredSegment(torch.nn.Module):
 
     This is complete, whatever the lowering did. Memory that is alive when a segment begins can reach what comes after
     it only through an output, and an output that shows an input has that input's storage. The copy comes in time,
-    because nothing is overwritten inside a segment: releases and updates of buffers stand between segments.
+    because nothing is overwritten inside a segment: releases and updates of buffers stand between segments. An input
+    that nobody holds any more when the segment has run is overwritten by nobody.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class LoweredSegment(torch.nn.Module):
         self.lowering = lowering
         self.tensors = list(tensors)
         self.fresh = list(fresh)
+        # Made in the first run.
+        self._call: Callable[[list[Any]], Any] | None = None
 
     @staticmethod
     def of(run: Lowered, segment: GraphModule, boxed: bool, lowering: Lowering) -> LoweredSegment:
@@ -98,15 +103,24 @@ class LoweredSegment(torch.nn.Module):
         return LoweredSegment(run, tensors, fresh, boxed, lowering)
 
     def forward(self, *inputs: Any) -> Any:
-        outputs = self.run(list(inputs)) if self.boxed else self.run(*inputs)
+        return self.run_list(list(inputs))
+
+    def run_list(self, inputs: list[Any]) -> Any:
+        if self._call is None:
+            self._call = self.run if self.boxed else run_by_list(self.run)  # type: ignore[arg-type]
         if not self.fresh:
-            return outputs
-        taken = {
-            part.untyped_storage().data_ptr()
+            return self._call(inputs)
+        storages = [
+            part.untyped_storage()
             for position in self.tensors
             # Weights of experts may come in parts.
             for part in (inputs[position] if isinstance(inputs[position], tuple) else (inputs[position],))
-        }
+        ]
+        # Their memory may be given away while the segment runs: the same address is another tensor then.
+        given = [(StorageWeakRef(storage), storage.data_ptr()) for storage in storages]
+        del storages
+        outputs = self._call(inputs)
+        taken = {address for storage, address in given if not storage.expired()}
         shared = [place for place in self.fresh if outputs[place].untyped_storage().data_ptr() in taken]
         if not shared:
             return outputs
@@ -126,8 +140,10 @@ def lower_segments(top: GraphModule, how: str, chunk_tokens: int | None = None) 
     with compilers_side_by_side() if how == INDUCTOR else contextlib.nullcontext():
         for name, segment in list(lowered.named_children()):
             if isinstance(segment, GraphModule):
-                in_chunks = chunk_tokens is not None and is_region(segment)
-                setattr(lowered, name, _in_chunks(segment, how, chunk_tokens) if in_chunks else LOWERINGS[how](segment))
+                if chunk_tokens is not None and is_region(segment):
+                    setattr(lowered, name, _in_chunks(segment, how, chunk_tokens))
+                else:
+                    setattr(lowered, name, LOWERINGS[how](segment))
     return lowered
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._guards import tracing
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
@@ -84,9 +85,7 @@ def take(whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
     if dims.sequences is None:
         # The same for all sequences.
         shape = list(found.shape)
-        found = found.unsqueeze(dims.tokens).expand(
-            *shape[: dims.tokens], chunk.sequences, *shape[dims.tokens :]
-        )
+        found = found.unsqueeze(dims.tokens).expand(*shape[: dims.tokens], chunk.sequences, *shape[dims.tokens :])
         return found.flatten(dims.tokens, dims.tokens + 1)
     moved = found.movedim(dims.sequences, dims.tokens - 1) if dims.sequences != dims.tokens - 1 else found
     return moved.flatten(dims.tokens - 1, dims.tokens).unsqueeze(dims.sequences)
@@ -166,7 +165,7 @@ def _memory_order(value: torch.Tensor) -> list[int]:
 
 
 def _dense(part: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """`part` without gaps, its dimensions in that order in memory, which is what was compiled for: itself if it is so."""
+    """`part` without gaps and with its dimensions in that order in memory, as was compiled for: itself if it is so."""
     stride = 1
     for dim in reversed(order):
         if part.shape[dim] != 1 and part.stride(dim) != stride:
@@ -193,7 +192,8 @@ def lower_token_loop(segment: GraphModule, chunk_tokens: int, lower: LowerSegmen
     except NotByTokenError as error:
         reason = in_words(str(error), segment.graph, error.node)
         return NotLowered(TOKEN_LOOP, error.node.name, reason, source_line(error.node))
-    with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
+    # Tensors made here belong to no mode of the caller, which is in the middle of a capture.
+    with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
         mode, symbol = _describe(program, segment, chunk_tokens)
         body = lower(cut_into_segments(program.body).top)
     assert mode.shape_env is not None
@@ -221,9 +221,11 @@ def _describe(program: TokenProgram, segment: GraphModule, chunk_tokens: int) ->
     given = graph_inputs(segment.graph)
     values: list[Any] = [tokens]
     for place, dims, shape in zip(program.tensors, program.inputs, program.shapes, strict=True):
-        values.append(_fake_input(mode, given[place], dims, [
-            size.factor * tokens if size.by_token else size.factor for size in shape
-        ]))
+        values.append(
+            _fake_input(
+                mode, given[place], dims, [size.factor * tokens if size.by_token else size.factor for size in shape]
+            )
+        )
     with enable_python_dispatcher():
         FakeTensorProp(program.body, mode).propagate_dont_convert_inputs(*values)
     return mode, symbol
@@ -234,7 +236,9 @@ def _fake_input(mode: FakeTensorMode, node: Node, dims: TokenDims | None, shape:
     value = fake_value(node)
     with mode:
         if dims is None:
-            return torch.empty_strided(shape, [int(stride) for stride in value.stride()], dtype=value.dtype, device=value.device)
+            return torch.empty_strided(
+                shape, [int(stride) for stride in value.stride()], dtype=value.dtype, device=value.device
+            )
         order = _memory_order(value)
         base = torch.empty([shape[dim] for dim in order], dtype=value.dtype, device=value.device)
         inverse = [order.index(dim) for dim in range(value.dim())]
@@ -243,5 +247,3 @@ def _fake_input(mode: FakeTensorMode, node: Node, dims: TokenDims | None, shape:
 
 def _hint(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
-
-

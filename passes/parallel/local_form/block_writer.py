@@ -18,8 +18,8 @@ from moepass.passes.graph.nodes import fake_value, graph_inputs, map_nodes
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import operation
 from moepass.passes.graph.source_lines import describe_shape, named
-from moepass.passes.rows.row_layout import ratio
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
+from moepass.passes.rows.row_layout import ratio
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

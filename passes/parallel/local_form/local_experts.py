@@ -21,8 +21,8 @@ from moepass.passes.graph.nodes import fake_value, is_call, is_view, map_nodes, 
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
-from moepass.passes.rows.row_layout import ratio
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after
+from moepass.passes.rows.row_layout import ratio
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -27,13 +27,13 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.rows.row_layout import ratio
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.proof.mock_run import SYMBOL_SIZES, MockBlock
 from moepass.passes.parallel.proof.small_copy import BlockCopier, SmallCopy
 from moepass.passes.parallel.proof.small_guess import Guess, SmallMock
 from moepass.passes.parallel.proof.small_sizes import Scale
+from moepass.passes.rows.row_layout import ratio
 
 _AS_CAPTURED = Scale(None, {}, (1, 1), frozenset())
 
