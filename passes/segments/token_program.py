@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import sympy
@@ -66,7 +66,7 @@ class TokenProgram:
     """`body` takes the number of tokens and then the segment's tensors, in their order; those with `inputs` cut.
 
     `tensors` are the places of these inputs among the segment's; `inputs` and `outputs` say where tokens lie, None: the
-    value is the same for all. `shapes` are those of the body's tensors.
+    value is the same for all. `shapes` are those of the body's tensors, `expected` those of what it computes.
     """
 
     body: GraphModule
@@ -74,6 +74,7 @@ class TokenProgram:
     inputs: tuple[TokenDims | None, ...]
     shapes: tuple[tuple[BodySize, ...], ...]
     outputs: tuple[TokenDims, ...]
+    expected: Mapping[Node, tuple[BodySize, ...]]
     sequences: sympy.Expr
     tokens_per_sequence: sympy.Expr
 
@@ -93,6 +94,7 @@ class _Writer:
         self.graph = Graph()
         self.tokens = self.graph.placeholder("tokens")
         self.values: dict[Node, Node] = {}
+        self.expected: dict[Node, tuple[BodySize, ...]] = {}
         self.sizes: dict[BodySize, Any] = {BodySize(1, True): self.tokens}
 
     def write(self) -> TokenProgram:
@@ -128,7 +130,9 @@ class _Writer:
         self.graph.output(tuple(self.values[node] for node in outputs))
         body = GraphModule(self.segment, self.graph)
         sequences, length = _sequence_sizes([*given, *outputs])
-        return TokenProgram(body, tuple(tensors), tuple(inputs), tuple(shapes), tuple(places), sequences, length)
+        return TokenProgram(
+            body, tuple(tensors), tuple(inputs), tuple(shapes), tuple(places), self.expected, sequences, length
+        )
 
     def _add(self, node: Node) -> None:
         layout = node.meta.get(TOKENS_KEY)
@@ -150,6 +154,8 @@ class _Writer:
         made = self.graph.create_node("call_function", node.target, *self._mapped(node, tuple(args)), name=node.name)
         made.meta = {key: kept for key, kept in node.meta.items() if key not in ("val", REGION_KEY)}
         self.values[node] = made
+        if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
+            self.expected[made] = self._body_shape(node, layout, value.shape)
 
     def _mapped(self, node: Node, args: tuple[Any, ...]) -> tuple[Any, Any]:
         def mapped(used: Node) -> Node:

@@ -284,6 +284,7 @@ def _counts_up(node: Any, size: Any) -> bool:
     if not is_call(node, torch.ops.aten.arange.default, torch.ops.prims.iota.default):
         return False
     given = all_arguments(node)
-    starts = given.get("start", 0) in (0, None) and given.get("step", 1) in (1, None)
     value = fake_value(node)
-    return bool(starts and size_expression(value.shape[0]) == size)
+    if given.get("start", 0) not in (0, None) or given.get("step", 1) not in (1, None):
+        return False
+    return str(size_expression(value.shape[0])) == str(size)

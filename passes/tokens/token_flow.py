@@ -277,6 +277,15 @@ class _Walk(RoutingRules):
                 raise
             return super()._view(node, Layout(tuple(map(apart, layout.dimensions))))
 
+    def _gemm(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
+        found = super()._gemm(node, base, arguments)
+        operands = [used for used in node.all_input_nodes if fake_value(used).dim() == 3]
+        if base == "bmm" and any(self._layout(used).has_rows_along(0) for used in operands):
+            others = [used for used in operands if not self._layout(used).has_rows_along(0)]
+            if any(size_expression(fake_value(used).shape[0]) != 1 for used in others):
+                self._refuse(node, "multiplies tokens by another matrix for each of them")
+        return found
+
     def _scattered(self, node: Node, arguments: dict[str, Any]) -> Layout:
         """Features in the place of other features of the same tokens."""
         into, source = self._layout(arguments["self"]), self._layout(arguments["src"])

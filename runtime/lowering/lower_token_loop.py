@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs
-from moepass.passes.graph.source_lines import in_words, source_line
+from moepass.passes.graph.source_lines import in_words, named, source_line
 from moepass.passes.ir.segment import TOKEN_LOOP, NotLowered
 from moepass.passes.segments.partition import cut_into_segments
 from moepass.passes.segments.token_program import NotByTokenError, TokenDims, TokenProgram, read_token_program
@@ -189,13 +189,13 @@ def lower_token_loop(segment: GraphModule, chunk_tokens: int, lower: LowerSegmen
     """`segment` as a loop over chunks of at most `chunk_tokens` tokens, or why it runs all tokens at once."""
     try:
         program = read_token_program(segment)
+        # Tensors made here belong to no mode of the caller, which is in the middle of a capture.
+        with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
+            mode, symbol = _describe(program, segment, chunk_tokens)
+            body = lower(cut_into_segments(program.body).top)
     except NotByTokenError as error:
         reason = in_words(str(error), segment.graph, error.node)
         return NotLowered(TOKEN_LOOP, error.node.name, reason, source_line(error.node))
-    # Tensors made here belong to no mode of the caller, which is in the middle of a capture.
-    with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
-        mode, symbol = _describe(program, segment, chunk_tokens)
-        body = lower(cut_into_segments(program.body).top)
     assert mode.shape_env is not None
     guards = [guard.expr for guard in mode.shape_env.guards]
     loop = TokenLoop(segment, program, body, guards, symbol, chunk_tokens)
@@ -228,6 +228,10 @@ def _describe(program: TokenProgram, segment: GraphModule, chunk_tokens: int) ->
         )
     with enable_python_dispatcher():
         FakeTensorProp(program.body, mode).propagate_dont_convert_inputs(*values)
+    for node, shape in program.expected.items():
+        found = [size_expression(size) for size in fake_value(node).shape]
+        if found != [sympy.expand(size.factor * symbol) if size.by_token else size.factor for size in shape]:
+            raise NotByTokenError(node, f"{named(node)} has the sizes {found} for {symbol} tokens")
     return mode, symbol
 
 
