@@ -276,7 +276,7 @@ def _is_empty(node: Any, size: Any) -> bool:
     if not is_call(node, torch.ops.aten.empty.memory_format) or len(node.users) != 1:
         return False
     value = fake_value(node)
-    return value.dim() == 1 and size_expression(value.shape[0]) == size
+    return bool(value.dim() == 1 and size_expression(value.shape[0]) == size)
 
 
 def _counts_up(node: Any, size: Any) -> bool:
