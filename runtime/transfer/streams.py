@@ -1,0 +1,16 @@
+"""Streams of the compute device; a CPU has none, and all that was issued to it is done."""
+
+from __future__ import annotations
+
+import torch
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream to which work for `device` goes in this thread; None where work is done when its call returns."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def finish_on(device: torch.device) -> None:
+    """Return when all that was issued to `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
