@@ -13,6 +13,7 @@ import torch
 
 from moepass.models.errors import MoepassError
 from moepass.passes.machine.times import SLICE_BYTES as SLICE_BYTES
+from moepass.passes.machine.times import stream_slice_bytes
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.copier import Decoder
@@ -169,15 +170,27 @@ def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
 Slice = tuple[Source, int, int, int]
 
 
-def slices(source: Source) -> Iterator[Slice]:
-    """The transfers of a copy from `source`, slice by slice."""
+def slices(source: Source, slice_bytes: int | None = None) -> Iterator[Slice]:
+    """The transfers of a copy from `source`, slice by slice; by default slices of SLICE_BYTES."""
+    step = slice_bytes or SLICE_BYTES
     for piece in source.pieces:
-        for start in range(0, piece.nbytes, SLICE_BYTES):
-            size = min(SLICE_BYTES, piece.nbytes - start)
+        for start in range(0, piece.nbytes, step):
+            size = min(step, piece.nbytes - start)
             yield source, piece.source_offset_bytes + start, size, piece.slot_offset_bytes + start
 
 
-def slices_in_turn(sources: Sequence[Source]) -> Iterator[Slice]:
+def slices_in_turn(sources: Sequence[Source], slice_bytes: int | None = None) -> Iterator[Slice]:
     """One slice of each source, then the next of each, so that no source is read in one go while others rest."""
-    for turn in itertools.zip_longest(*[slices(source) for source in sources]):
+    for turn in itertools.zip_longest(*[slices(source, slice_bytes) for source in sources]):
         yield from (part for part in turn if part is not None)
+
+
+def slices_for_stream(sources: Sequence[Source]) -> Iterator[Slice]:
+    """As `slices_in_turn`, in so few slices that the host is not kept from issuing kernels.
+
+    What comes from one place is not cut at all: there is none to take turns with, and no copy of a stream can be
+    abandoned.
+    """
+    nbytes = sum(source.nbytes for source in sources)
+    places = sum(1 for source in sources if source.pieces)
+    return slices_in_turn(sources, stream_slice_bytes(nbytes) if places > 1 else max(1, nbytes))

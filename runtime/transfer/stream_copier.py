@@ -9,7 +9,7 @@ import torch
 
 from moepass.passes.ir.timeline import COMPUTE
 from moepass.runtime.transfer.copier import Copier, Decoder, RingStatistics, Wait
-from moepass.runtime.transfer.copying import check_slot, slices_in_turn
+from moepass.runtime.transfer.copying import check_slot, slices_for_stream
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.recording import current_recording, event_seconds, recorded_event
 from moepass.runtime.transfer.sources import MemorySource, Source
@@ -38,7 +38,9 @@ def _recorded(copy: StreamCopy) -> StreamCopy:
 class StreamCopier(Copier):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # Copies take copy engines, for which priorities mean nothing. Decoders, and copies inside of the device, take
+        # processors: work of this stream goes first there, because it is short, and the link rests until it is done.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         # What copies read that may not be over yet, until the event: no one else may have that memory before.
         self._reading: deque[tuple[torch.cuda.Event, Sequence[Source]]] = deque()
         # When the compute stream came to a wait, and when it went on.
@@ -52,7 +54,7 @@ class StreamCopier(Copier):
             if isinstance(after, torch.cuda.Event):
                 self._stream.wait_event(after)
             began = recorded_event(self._stream)
-            for source, offset, size, place in slices_in_turn(fetch.sources):
+            for source, offset, size, place in slices_for_stream(fetch.sources):
                 assert isinstance(source, MemorySource), "what else there is does not come to CUDA yet"
                 target.narrow(0, place, size).copy_(source.memory.narrow(0, offset, size), non_blocking=True)
             copy = StreamCopy(fetch.bank.name, began, recorded_event(self._stream))
