@@ -98,7 +98,7 @@ HOMES: dict[str, HomeRecord] = {
             devices=("cpu", "cuda", "meta"),
             is_candidate=True,
         ),
-        HomeRecord("disk", "rest in files", "files", (LinkUse("disk", "all"),)),
+        HomeRecord("disk", "rest in files", "files", (LinkUse("disk", "all"),), devices=("cpu", "cuda")),
     )
 }
 

@@ -18,6 +18,7 @@ from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.copier import Decoder
 from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.recording import Moment
 from moepass.runtime.transfer.sources import Source, whole
 
 
@@ -40,8 +41,8 @@ class PendingCopy:
         self.slot = slot
         self.label = label
         self.finished = threading.Event()
-        # When the copy thread began and ended it, of `time.perf_counter`; for recordings.
-        self.performed: tuple[float, float] | None = None
+        # When it began and ended: in the copy thread, of `time.perf_counter`, or on a stream; for recordings.
+        self.performed: tuple[Moment, Moment] | None = None
         self.error: BaseException | None = None
         self.abandoned = threading.Event()
 
@@ -54,8 +55,8 @@ class PendingCopy:
         self.finished.wait()
 
     def wait(self) -> None:
-        """Block until the slot is full. Raises CopyError where the copy failed."""
-        self.end()
+        """Block until the copy thread has done its part. Raises CopyError where the copy failed."""
+        self.finished.wait()
         if isinstance(self.error, CopyError):
             raise self.error
         if self.error is not None:
@@ -139,14 +140,7 @@ class _CopyWork:
             self._current = copy
             if self._is_over:
                 copy.abandon()
-            started = time.perf_counter()
-            try:
-                copy.perform(self.link)
-            except BaseException as error:  # handed to the thread that waits, which raises it
-                copy.error = error
-            finally:
-                copy.performed = (started, time.perf_counter())
-                copy.finished.set()
+            carry_out(copy, self.link)
             self._current = None
             del copy
 
@@ -157,6 +151,18 @@ class _CopyWork:
         if copy is not None:
             copy.abandon()
         self.queue.put(None)
+
+
+def carry_out(copy: PendingCopy, link: Link) -> None:
+    """Perform `copy` in this thread, and say so; an error is handed to the thread that waits, which raises it."""
+    started = time.perf_counter()
+    try:
+        copy.perform(link)
+    except BaseException as error:
+        copy.error = error
+    finally:
+        copy.performed = copy.performed or (started, time.perf_counter())
+        copy.finished.set()
 
 
 def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from moepass.runtime.system.huge_pages import empty_in_huge_pages
 from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
 from moepass.runtime.transfer.copier import Copier, RingStatistics, Wait
 from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.transfer.issuing_copier import IssuingCopier
 from moepass.runtime.transfer.learned_order import Fetch, LearnedOrder
 from moepass.runtime.transfer.link import Link, check_link_to
 from moepass.runtime.transfer.sources import MemorySource, Source
@@ -379,4 +380,4 @@ def make_copier(device: torch.device, link: Link, home: Home) -> Copier:
             name="transport",
             value=home.transport.name,
         )
-    return StreamCopier(device)
+    return IssuingCopier(device, home.transport, link) if home.needs_host else StreamCopier(device)

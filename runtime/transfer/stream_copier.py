@@ -9,6 +9,7 @@ import torch
 
 from moepass.passes.ir.timeline import COMPUTE
 from moepass.runtime.transfer.copier import Copier, Decoder, RingStatistics, Wait
+from moepass.runtime.transfer.copy_lane import IssuedCopy
 from moepass.runtime.transfer.copying import check_slot, slices_for_stream
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.recording import current_recording, event_seconds, recorded_event
@@ -46,7 +47,7 @@ class StreamCopier(Copier):
         # When the compute stream came to a wait, and when it went on.
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> StreamCopy:
+    def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> StreamCopy | IssuedCopy:
         check_slot(fetch.sources, target)
         for source in fetch.sources:
             source.check_bounds()
@@ -55,7 +56,7 @@ class StreamCopier(Copier):
                 self._stream.wait_event(after)
             began = recorded_event(self._stream)
             for source, offset, size, place in slices_for_stream(fetch.sources):
-                assert isinstance(source, MemorySource), "what else there is does not come to CUDA yet"
+                assert isinstance(source, MemorySource), "what else there is needs the host"
                 target.narrow(0, place, size).copy_(source.memory.narrow(0, offset, size), non_blocking=True)
             copy = StreamCopy(fetch.bank.name, began, recorded_event(self._stream))
         while self._reading and self._reading[0][0].query():
@@ -63,7 +64,9 @@ class StreamCopier(Copier):
         self._reading.append((copy.filled, fetch.sources))
         return _recorded(copy)
 
-    def decode(self, copied: object, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> StreamCopy:
+    def decode(
+        self, copied: object, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor
+    ) -> StreamCopy | IssuedCopy:
         assert isinstance(copied, StreamCopy)
         # Behind the copy, and in front of the next one, by the order of the stream.
         with torch.cuda.stream(self._stream):
@@ -71,10 +74,12 @@ class StreamCopier(Copier):
             return _recorded(StreamCopy(copied.label, copied.filled, recorded_event(self._stream)))
 
     def wait(self, filled: object, statistics: RingStatistics) -> Wait:
-        assert isinstance(filled, StreamCopy)
+        assert isinstance(filled, (StreamCopy, IssuedCopy))
         self.settle(statistics)
         compute = torch.cuda.current_stream(self._device)
         came = recorded_event(compute)
+        if isinstance(filled, IssuedCopy):
+            filled.wait()
         compute.wait_event(filled.filled)
         went_on = recorded_event(compute)
         self._waits.append((came, went_on))

@@ -14,3 +14,9 @@ def finish_on(device: torch.device) -> None:
     """Return when all that was issued to `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def pinned_memory(nbytes: int) -> torch.Tensor:
+    """Flat uint8 memory of the host, from which a stream copies without waiting for the host."""
+    with torch.inference_mode(False):  # inference tensors could not be written outside that mode
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -52,6 +52,15 @@ def test_experts_stream_from_pinned_memory(no_grad: None, slots: int) -> None:
     _check_exact(model, inputs, expected)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_experts_stream_from_files(no_grad: None, tmp_path: Path, slots: int) -> None:
+    device = torch.device("cuda", 0)
+    model, inputs = _stack(device), tokens().to(device)
+    expected = model(inputs)
+    moepass.offload_experts(model, home=moepass.Disk(folder=tmp_path), slots=slots)
+    _check_exact(model, inputs, expected)
+
+
 def test_inductor_streams_too(no_grad: None) -> None:
     device = torch.device("cuda", 0)
     model, inputs = _stack(device), tokens().to(device)
