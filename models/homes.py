@@ -84,6 +84,7 @@ HOMES: dict[str, HomeRecord] = {
             "lie in shards in host memory, staged on all ranks",
             "host",
             (LinkUse("peer", "others"), LinkUse("host", "own")),
+            devices=("cpu", "cuda"),
             is_spread=True,
             transports=(PULL,),
             staging_buffers=2,

@@ -83,7 +83,7 @@ class IssuedCopy(PendingCopy):
         """It begins once the event `after` has happened; None: at once."""
         super().__init__(sources, slot, label)
         self.lane = lane
-        self._after = after
+        self.after = after
 
     def end(self) -> None:
         super().end()
@@ -92,8 +92,8 @@ class IssuedCopy(PendingCopy):
     def perform(self, link: Link) -> None:
         stream = self.lane.stream
         with torch.cuda.stream(stream):
-            if isinstance(self._after, torch.cuda.Event):
-                stream.wait_event(self._after)
+            if isinstance(self.after, torch.cuda.Event):
+                stream.wait_event(self.after)
             began = recorded_event(stream)
             try:
                 self.issue()

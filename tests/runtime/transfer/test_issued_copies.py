@@ -122,7 +122,7 @@ def test_every_bank_is_read_as_it_is_in_the_file(
 
 def _do_not_wait_for_the_slot(copy: IssuedCopy, *arguments: Any) -> None:
     _make_copy(copy, *arguments)
-    copy._after = None
+    copy.after = None
 
 
 def _use_full_buffers(lane: CopyLane) -> copy_lane.BounceBuffer:
