@@ -7,6 +7,7 @@ from collections import deque
 
 from moepass.runtime.transfer.copying import CopyThread, PendingCopy, carry_out
 from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.transports import Transport
 
 
 class LateThread(CopyThread):
@@ -26,6 +27,17 @@ class LateThread(CopyThread):
         """Perform the oldest copy that was submitted."""
         if self._queue:
             carry_out(self._queue.popleft(), self.link)
+
+
+class LateTransport(Transport):
+    """One-sided copies that such a thread issues."""
+
+    def __init__(self, random: random.Random) -> None:
+        super().__init__("host")
+        self._random = random
+
+    def copy_thread(self, link: Link) -> LateThread:
+        return LateThread(self._random)
 
 
 class _Finished:

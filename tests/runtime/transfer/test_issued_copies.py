@@ -15,7 +15,7 @@ import torch
 from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_thread import LateThread
+from late_thread import LateTransport
 from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 from safetensors.torch import save_file
 
@@ -34,21 +34,9 @@ from moepass.runtime.transfer.issuing_copier import IssuingCopier
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_copier
 from moepass.runtime.transfer.stream_copier import StreamCopier
-from moepass.runtime.transfer.transports import Transport
 
 CPU = torch.device("cpu")
 BANKS = [small_bank(index) for index in range(5)]
-
-
-class _Late(Transport):
-    """Copies are issued by a thread that may be late."""
-
-    def __init__(self, random: random.Random) -> None:
-        super().__init__("host")
-        self._random = random
-
-    def copy_thread(self, link: Link) -> LateThread:
-        return LateThread(self._random)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +66,7 @@ def _small_slices() -> Iterator[None]:
 
 
 def _ring(home: DiskHome, slots: int, seed: int) -> Ring:
-    ring = Ring(slots, SLOT_BYTES, CPU, IssuingCopier(CPU, _Late(random.Random(seed)), Link()), home)
+    ring = Ring(slots, SLOT_BYTES, CPU, IssuingCopier(CPU, LateTransport(random.Random(seed)), Link()), home)
     ring.debug = True
     return ring
 
