@@ -126,7 +126,7 @@ def _wrong_reads(seed: int, slots: int, steps: list[tuple[str, int]]) -> list[st
         return user.wrong
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 30), slots=st.integers(1, 3), steps=st.lists(_STEPS, max_size=10))
 def test_slots_belong_to_the_ring_until_all_streams_are_done(
     seed: int, slots: int, steps: list[tuple[str, int]]
