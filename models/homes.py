@@ -84,6 +84,7 @@ HOMES: dict[str, HomeRecord] = {
             "lie in shards in host memory, staged on all ranks",
             "host",
             (LinkUse("peer", "others"), LinkUse("host", "own")),
+            devices=("cpu", "cuda"),
             is_spread=True,
             transports=(PULL,),
             staging_buffers=2,
@@ -98,7 +99,7 @@ HOMES: dict[str, HomeRecord] = {
             devices=("cpu", "cuda", "meta"),
             is_candidate=True,
         ),
-        HomeRecord("disk", "rest in files", "files", (LinkUse("disk", "all"),)),
+        HomeRecord("disk", "rest in files", "files", (LinkUse("disk", "all"),), devices=("cpu", "cuda")),
     )
 }
 

@@ -27,6 +27,11 @@ _ATTENTION: tuple[Work, ...] = ("attention", "masked_attention")
 # slice costs little; small enough that an abandoned copy ends within a millisecond or two.
 SLICE_BYTES = 4 << 20
 
+# [Empirical] The most slices of one bank that a stream is given. The host issues each of them beside the kernels of the
+# model: about 10 microseconds, which was measured without the driver's part of it. So a bank costs the host less than a
+# millisecond, and eight ranks still change the rank that they read from nine times.
+MOST_STREAM_SLICES = 64
+
 # Ranks tell each other numbers of rows in int64.
 _COUNT_BYTES = 8
 
@@ -38,16 +43,19 @@ TILE_ROWS, TILE_COLUMNS = 128, 128
 # ---- Transfers of banks into slots -----------------------------------------------------------------------------------
 
 
-def transfer_seconds(
-    link: TransferLink, nbytes: float, efficiency: float = 1.0, slice_bytes: int = SLICE_BYTES
-) -> float:
+def stream_slice_bytes(nbytes: float) -> int:
+    """Size of the slices in which a stream is given a bank of `nbytes`: those of a copy thread, or larger ones."""
+    return SLICE_BYTES * max(1, math.ceil(nbytes / (SLICE_BYTES * MOST_STREAM_SLICES)))
+
+
+def transfer_seconds(link: TransferLink, nbytes: float, efficiency: float = 1.0) -> float:
     """One transfer over `link`: a latency for each slice, and the bytes at `efficiency` of its rate."""
     if nbytes <= 0:
         return 0.0
     if link.seconds is not None:
         seconds = link.seconds.at(bytes=nbytes)
     else:
-        slices = math.ceil(nbytes / slice_bytes)
+        slices = math.ceil(nbytes / stream_slice_bytes(nbytes))
         seconds = slices * link.latency_seconds.value + nbytes / (link.bytes_per_s.value * efficiency)
     if link.emulated_bytes_per_s is not None:
         seconds = max(seconds, nbytes / link.emulated_bytes_per_s.value)

@@ -15,6 +15,7 @@ from moepass.models.homes import home_named
 from moepass.passes.ir.plan import TensorSpec
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.transfer.streams import finish_on
 
 # The class of a module with banked parameters, by the names of these; an attribute of the module's own class, so that
 # it lives as long as that.
@@ -266,11 +267,13 @@ def _load_experts(
                 f"the shape in current model is {place.shape}."
             )
             continue
+        device = banked.store.device
+        # Copies of runs that were issued may still read the old values.
+        finish_on(device)
         with torch.no_grad():
             place.copy_(value)
-        if place.is_cuda:
-            # The copy stream of a ring does not wait for what wrote here.
-            torch.cuda.synchronize(place.device)
+        # The copy stream of a ring does not wait for what wrote here.
+        finish_on(device)
 
 
 class _WholeMoves:

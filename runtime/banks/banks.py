@@ -23,6 +23,7 @@ from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring
+from moepass.runtime.transfer.streams import current_stream
 
 logger = logging.getLogger("moepass")
 
@@ -114,6 +115,8 @@ class BankStore(BankKeeper):
         self.banks: list[Bank] = []
         self.placed: PlacedModel | None = None
         self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
+        # On which it was gathered, and is read: its memory is free for that stream once it is let go.
+        self._eager_stream: torch.cuda.Stream | None = None
         # Set to False where uncompiled calls are meant; the first is told otherwise.
         self.tells_of_uncompiled_calls = True
         self._has_warned_of_graph_breaks = False
@@ -164,17 +167,21 @@ class BankStore(BankKeeper):
         self._owner.check()
         shard = self.banks[bank].shard
         key = None if shard.is_inference() else (bank, shard.data_ptr(), shard._version)
-        last = self._eager
+        last, stream = self._eager, current_stream(self.device)
+        has_other_stream = stream != self._eager_stream
+        if stream is not None and self._eager_stream is not None and has_other_stream:
+            stream.wait_stream(self._eager_stream)
         if last is not None and not torch.equal(_sample(last[1]), last[2]):
             self._eager = None
             raise InputError(
                 "expert weights that were offloaded have been written to (merged adapters, perhaps), which changes a "
                 "copy of them and not the bank that the model reads; change or merge weights before offload_experts"
             )
-        if last is not None and last[0] == key is not None:
+        if last is not None and last[0] == key is not None and not has_other_stream:
             return last[1]
         self._warn_of_uncompiled_code(bank)
         self._eager = last = None  # before the copy, so that at most one bank is held
+        self._eager_stream = stream
         with torch.inference_mode(False):  # what is held serves calls with gradients too
             spec = self.banks[bank].spec
             tensors = self.banks[bank].views(self.read(spec, [shard], 0, spec.format.slot_bytes))
@@ -183,7 +190,7 @@ class BankStore(BankKeeper):
 
     def forget_gathered(self) -> None:
         """Let the next `gather_now` be a gather, whichever bank was the last."""
-        self._eager = None
+        self._eager, self._eager_stream = None, None
 
     def _warn_of_uncompiled_code(self, bank: int) -> None:
         if not _is_called_by_compiled_model():

@@ -74,8 +74,11 @@ class Copier:
         raise NotImplementedError
 
     def quiesce(self) -> None:
-        """Return once all copies have ended, and no work issued so far reads a slot."""
+        """Return once all copies have ended, and no work that was issued so far, on any stream, reads a slot."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """The ring goes: return once nobody uses its memory who does not keep it. May be called in any thread."""
 
     def settle(self, statistics: RingStatistics) -> None:
         """Add the waits that have ended since the last call to `statistics`."""

@@ -13,10 +13,12 @@ import torch
 
 from moepass.models.errors import MoepassError
 from moepass.passes.machine.times import SLICE_BYTES as SLICE_BYTES
+from moepass.passes.machine.times import stream_slice_bytes
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.copier import Decoder
 from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.recording import Moment
 from moepass.runtime.transfer.sources import Source, whole
 
 
@@ -39,8 +41,8 @@ class PendingCopy:
         self.slot = slot
         self.label = label
         self.finished = threading.Event()
-        # When the copy thread began and ended it, of `time.perf_counter`; for recordings.
-        self.performed: tuple[float, float] | None = None
+        # When it began and ended: in the copy thread, of `time.perf_counter`, or on a stream; for recordings.
+        self.performed: tuple[Moment, Moment] | None = None
         self.error: BaseException | None = None
         self.abandoned = threading.Event()
 
@@ -53,8 +55,8 @@ class PendingCopy:
         self.finished.wait()
 
     def wait(self) -> None:
-        """Block until the slot is full. Raises CopyError where the copy failed."""
-        self.end()
+        """Block until the copy thread has done its part. Raises CopyError where the copy failed."""
+        self.finished.wait()
         if isinstance(self.error, CopyError):
             raise self.error
         if self.error is not None:
@@ -138,14 +140,7 @@ class _CopyWork:
             self._current = copy
             if self._is_over:
                 copy.abandon()
-            started = time.perf_counter()
-            try:
-                copy.perform(self.link)
-            except BaseException as error:  # handed to the thread that waits, which raises it
-                copy.error = error
-            finally:
-                copy.performed = (started, time.perf_counter())
-                copy.finished.set()
+            carry_out(copy, self.link)
             self._current = None
             del copy
 
@@ -156,6 +151,18 @@ class _CopyWork:
         if copy is not None:
             copy.abandon()
         self.queue.put(None)
+
+
+def carry_out(copy: PendingCopy, link: Link) -> None:
+    """Perform `copy` in this thread, and say so; an error is handed to the thread that waits, which raises it."""
+    started = time.perf_counter()
+    try:
+        copy.perform(link)
+    except BaseException as error:
+        copy.error = error
+    finally:
+        copy.performed = copy.performed or (started, time.perf_counter())
+        copy.finished.set()
 
 
 def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
@@ -169,15 +176,27 @@ def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
 Slice = tuple[Source, int, int, int]
 
 
-def slices(source: Source) -> Iterator[Slice]:
-    """The transfers of a copy from `source`, slice by slice."""
+def slices(source: Source, slice_bytes: int | None = None) -> Iterator[Slice]:
+    """The transfers of a copy from `source`, slice by slice; by default slices of SLICE_BYTES."""
+    step = slice_bytes or SLICE_BYTES
     for piece in source.pieces:
-        for start in range(0, piece.nbytes, SLICE_BYTES):
-            size = min(SLICE_BYTES, piece.nbytes - start)
+        for start in range(0, piece.nbytes, step):
+            size = min(step, piece.nbytes - start)
             yield source, piece.source_offset_bytes + start, size, piece.slot_offset_bytes + start
 
 
-def slices_in_turn(sources: Sequence[Source]) -> Iterator[Slice]:
+def slices_in_turn(sources: Sequence[Source], slice_bytes: int | None = None) -> Iterator[Slice]:
     """One slice of each source, then the next of each, so that no source is read in one go while others rest."""
-    for turn in itertools.zip_longest(*[slices(source) for source in sources]):
+    for turn in itertools.zip_longest(*[slices(source, slice_bytes) for source in sources]):
         yield from (part for part in turn if part is not None)
+
+
+def slices_for_stream(sources: Sequence[Source]) -> Iterator[Slice]:
+    """As `slices_in_turn`, in so few slices that the host is not kept from issuing kernels.
+
+    What comes from one place is not cut at all: there is none to take turns with, and no copy of a stream can be
+    abandoned.
+    """
+    nbytes = sum(source.nbytes for source in sources)
+    places = sum(1 for source in sources if source.pieces)
+    return slices_in_turn(sources, stream_slice_bytes(nbytes) if places > 1 else max(1, nbytes))

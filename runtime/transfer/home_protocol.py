@@ -21,6 +21,8 @@ class Home:
     transport: Transport = Transport("host")
     # Bytes that this rank's staging buffers take on the compute device.
     staging_bytes: int = 0
+    # Whether the host takes part in every copy: to read a file, or to look whether bytes are there.
+    needs_host: bool = False
 
     def check(self) -> None:
         """Raise where banks can no longer be read. Called before every run; must cost next to nothing."""

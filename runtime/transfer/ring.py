@@ -21,6 +21,7 @@ from moepass.runtime.system.huge_pages import empty_in_huge_pages
 from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
 from moepass.runtime.transfer.copier import Copier, RingStatistics, Wait
 from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.transfer.issuing_copier import IssuingCopier
 from moepass.runtime.transfer.learned_order import Fetch, LearnedOrder
 from moepass.runtime.transfer.link import Link, check_link_to
 from moepass.runtime.transfer.sources import MemorySource, Source
@@ -49,8 +50,12 @@ class EncodedCopy:
 
 @dataclasses.dataclass
 class Ahead:
-    """A slot that is being filled, or full, before a run has asked for it."""
+    """A slot that is being filled, or full, before a run has asked for it.
 
+    `fetch` keeps the memory by which `contents` are known: no other bank can lie there meanwhile.
+    """
+
+    fetch: Fetch
     contents: Hashable
     filled: object
 
@@ -89,9 +94,6 @@ class Ring:
         self._lock = NonReentrantLock(_REENTERED)
         self._is_quiet = True
         self._statistics = RingStatistics()
-        self._buffers = _buffers(slots, slot_bytes, device)
-        # Where encoded banks wait for their decode.
-        self._encoded_buffer = _buffers(1, 0, device)[0]
         self._copier = copier
         self._views: dict[tuple[int, BankSpec], tuple[BankTensor, ...]] = {}
         # Of banks in parts: the home's sources, and what of them goes into a slot.
@@ -101,7 +103,13 @@ class Ring:
         self._order: LearnedOrder[Hashable, dict[int, Fetch]] = LearnedOrder()
         self._ahead: dict[int, Ahead] = {}
         self._waits: list[Wait] = []
-        self._forget_runs()
+        self._take_buffers(slots, slot_bytes, 0)
+
+    def __del__(self) -> None:
+        # Before the buffers go: whoever is given their memory next does not wait for those who still use it.
+        copier = getattr(self, "_copier", None)
+        if copier is not None:
+            copier.close()
 
     @property
     def slots(self) -> int:
@@ -136,16 +144,19 @@ class Ring:
             self._lock.check()
             slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
             self.reset()
-            self._renew_buffers(slots, slot_bytes, encoded_buffer_bytes)
-            self._forget_runs()
+            # The old ones go first: for a moment both would be too much.
+            self._views.clear()
+            self._buffers.clear()
+            del self._encoded_buffer
+            self._take_buffers(slots, slot_bytes, encoded_buffer_bytes)
 
-    def _renew_buffers(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int) -> None:
-        # The old ones go first: for a moment both would be too much.
-        self._views.clear()
-        self._buffers.clear()
-        del self._encoded_buffer
+    def _take_buffers(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int) -> None:
         self._buffers = _buffers(slots, slot_bytes, self.device)
+        # Where encoded banks wait for their decode.
         (self._encoded_buffer,) = _buffers(1, encoded_buffer_bytes, self.device)
+        self._forget_runs()
+        # The allocator may hand out memory that work issued so far still uses.
+        self._freed = dict.fromkeys(range(slots), self._copier.event())
 
     @contextlib.contextmanager
     def run(self, graph: Hashable, plan: GatherSignature) -> Iterator[None]:
@@ -307,7 +318,7 @@ class Ring:
         filled = self._begin_copy(fetch, buffer, self._freed.get(buffer))
         if isinstance(filled, EncodedCopy):
             filled = self._decode(filled.copied, fetch.bank, buffer)
-        self._ahead[buffer] = Ahead(contents, filled)
+        self._ahead[buffer] = Ahead(fetch, contents, filled)
 
     def _take_ahead(self, buffer: int, fetch: Fetch) -> object:
         ahead = self._ahead.get(buffer)
@@ -369,4 +380,4 @@ def make_copier(device: torch.device, link: Link, home: Home) -> Copier:
             name="transport",
             value=home.transport.name,
         )
-    return StreamCopier(device)
+    return IssuingCopier(device, home.transport, link) if home.needs_host else StreamCopier(device)

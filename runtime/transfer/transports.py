@@ -9,6 +9,7 @@ import torch
 from moepass.models.errors import OptionError, one_of
 from moepass.models.homes import HomeRecord
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
+from moepass.runtime.transfer.copy_lane import CopyLane, IssuedCopy
 from moepass.runtime.transfer.copying import CopyThread, PendingCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import Source, read_range
@@ -33,6 +34,12 @@ class Transport:
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingCopy:
         """A copy of the complete `bank` into `slot`, to be submitted to `copy_thread`."""
         return PendingCopy(sources, slot, bank.name)
+
+    def issued_copy(
+        self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor, lane: CopyLane, after: object
+    ) -> IssuedCopy:
+        """As `copy`, into a slot on a GPU: `copy_thread` issues it to the stream of `lane`, behind `after`."""
+        return IssuedCopy(sources, slot, bank.name, lane, after)
 
     def read(
         self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device

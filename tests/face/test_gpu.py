@@ -52,6 +52,15 @@ def test_experts_stream_from_pinned_memory(no_grad: None, slots: int) -> None:
     _check_exact(model, inputs, expected)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_experts_stream_from_files(no_grad: None, tmp_path: Path, slots: int) -> None:
+    device = torch.device("cuda", 0)
+    model, inputs = _stack(device), tokens().to(device)
+    expected = model(inputs)
+    moepass.offload_experts(model, home=moepass.Disk(folder=tmp_path), slots=slots)
+    _check_exact(model, inputs, expected)
+
+
 def test_inductor_streams_too(no_grad: None) -> None:
     device = torch.device("cuda", 0)
     model, inputs = _stack(device), tokens().to(device)
@@ -105,6 +114,19 @@ def _offloads(rank: int, store: str, ranks: int) -> None:
     _leave()
 
 
+def _stages(rank: int, store: str, ranks: int) -> None:
+    device = _join(rank, store, ranks)
+    model, inputs = _stack(device), tokens().to(device)
+    with torch.no_grad():
+        expected = model(inputs)
+        report = moepass.offload_experts(model, home=moepass.Hybrid(timeout_s=50))
+        assert all(bank.shard.is_pinned() for bank in report.store.banks)
+        _check_exact(model, inputs, expected)
+        statistics = report.store.ring().statistics
+        assert statistics.staged_bytes + statistics.unstaged_bytes > 0
+    _leave()
+
+
 def _leave() -> None:
     # By gloo: NCCL takes no two ranks on one GPU.
     dist.all_reduce(torch.zeros(1))
@@ -138,7 +160,7 @@ def _parallel(rank: int, store: str, ranks: int) -> None:
     _leave()
 
 
-@pytest.mark.parametrize("run", [_offloads, _parallel])
+@pytest.mark.parametrize("run", [_offloads, _stages, _parallel])
 def test_ranks_copy_from_each_others_gpu_memory(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> None:
     if torch.cuda.device_count() < 2:
         # Of torch, for tests: two ranks share the one GPU that there is.

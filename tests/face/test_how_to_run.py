@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 
 import pytest
 import transformers
@@ -10,6 +11,7 @@ import transformers
 from moepass.explaining.explain_model import explain
 from moepass.explaining.how_to_run import how_to_run
 from moepass.explaining.report import StrategyPart
+from moepass.models.homes import HOMES
 from moepass.models.sizes.presets import preset
 
 
@@ -48,10 +50,12 @@ def test_each_rank_loads_its_part_of_a_checkpoint() -> None:
     ast.parse(call)
 
 
-def test_a_call_that_cannot_run_yet_says_so() -> None:
+def test_a_call_that_cannot_run_yet_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HOMES, "hybrid", dataclasses.replace(HOMES["hybrid"], devices=("cpu",)))
     report = explain("qwen3-235b-a22b", hardware="8xh100-80g", home="hybrid", lower="eager")
     assert report.how_to_run.endswith(
-        "  # home hybrid works on cpu only so far, not on cuda: --home host or --home peer plans what runs there"
+        "  # home hybrid works on cpu only so far, not on cuda: --home disk or --home host or --home peer plans what "
+        "runs there"
     )
     ast.parse(report.how_to_run)
     assert "#" not in how_to_run(report.strategy, report.schedule, None, "", "bf16", "cpu")

@@ -34,6 +34,8 @@ class DiskHome(Home):
     What follows is what followed the last time, and before that, the next layer.
     """
 
+    needs_host = True
+
     def __init__(self) -> None:
         self.announces = True
         self._sources: dict[int, tuple[FileSource, ...]] = {}

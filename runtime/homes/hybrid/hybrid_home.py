@@ -4,7 +4,8 @@
                         its board: what its staging buffers hold, which banks it wants   (host memory)
                         its staging buffers, each as long as its largest shard           (memory of the compute device)
 
-On a CPU all three are shared memory of the machine.
+On a CPU all three are shared memory of the machine. On CUDA host memory is pinned, and staging buffers lie in memory
+that the GPUs share.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from moepass.runtime.transfer.sources import Source, whole
 
 class HybridHome(PeerHome):
     """Shards on all ranks of a group, read through staging buffers."""
+
+    needs_host = True
 
     def __init__(self, group: PeerGroup, transport: StagedPull) -> None:
         super().__init__(group, transport)
@@ -72,10 +75,7 @@ class HybridPacker(PeerPacker):
 
     def _reserve(self) -> None:
         rank = self.group.rank
-        end = self._places(rank)[-1] + in_pages(board_bytes(self.staging_buffers))
-        self._segment = self.group.make_segment(
-            end + self.staging_buffers * in_pages(self._buffer_bytes(rank)) - PAGE_BYTES
-        )
+        self._segment = self.group.make_segment(self._end_of_board(rank) + self._buffers_in_segment(rank) - PAGE_BYTES)
         # Mapped now: if there is no memory for the buffers, the error comes before anything is changed.
         self._map_staging(rank, self._segment)
 
@@ -86,12 +86,23 @@ class HybridPacker(PeerPacker):
     def _map_staging(self, rank: int, segment: SharedSegment) -> None:
         place = self._places(rank)[-1]
         board = StagingBoard(segment.map(place, board_bytes(self.staging_buffers)), self.staging_buffers)
-        place += in_pages(board_bytes(self.staging_buffers))
-        nbytes = self._buffer_bytes(rank)
-        memories = [segment.map(place + number * in_pages(nbytes), nbytes) for number in range(self.staging_buffers)]
-        self._staging_of[rank] = StagingBuffers(board, memories)
+        self._staging_of[rank] = self._buffers(rank, segment, board)
         if rank == self.group.rank:
-            self.home.staging_bytes = self.staging_buffers * nbytes
+            self.home.staging_bytes = self.staging_buffers * self._buffer_bytes(rank)
+
+    def _end_of_board(self, rank: int) -> int:
+        """Where the board ends in the segment of `rank`."""
+        return self._places(rank)[-1] + in_pages(board_bytes(self.staging_buffers))
+
+    def _buffers_in_segment(self, rank: int) -> int:
+        """Bytes of the segment of `rank` behind its board, for staging buffers."""
+        return self.staging_buffers * in_pages(self._buffer_bytes(rank))
+
+    def _buffers(self, rank: int, segment: SharedSegment, board: StagingBoard) -> StagingBuffers:
+        """The staging buffers of `rank`, which `board` describes."""
+        place, nbytes = self._end_of_board(rank), self._buffer_bytes(rank)
+        memories = [segment.map(place + number * in_pages(nbytes), nbytes) for number in range(self.staging_buffers)]
+        return StagingBuffers(board, memories)
 
     def _buffer_bytes(self, rank: int) -> int:
         """Bytes of one staging buffer of `rank`."""

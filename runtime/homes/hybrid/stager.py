@@ -7,6 +7,7 @@ Its readers, on this rank and on others, read its word on the board before and a
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import enum
 import functools
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from moepass.models.errors import MoepassError
 from moepass.runtime.homes.hybrid.staging_board import MOST_BANKS, MOST_SLICES, StagingBoard
-from moepass.runtime.homes.hybrid.staging_order import StagingPlan, choose_banks
+from moepass.runtime.homes.hybrid.staging_order import StagingPlan, StagingState, choose_banks
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import finalize_in_owner
 from moepass.runtime.transfer import copying
@@ -42,42 +43,65 @@ class Found(enum.Enum):
     ABSENT = "not there"
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A buffer that holds what somebody wants, and its state when they looked."""
+
+    buffer: int
+    state: StagingState
+
+
 class StagingBuffers:
     """The staging buffers of one rank, as readers see them.
 
     `memories` are flat uint8, each as long as the rank's largest shard. They are filled in slices of `slice_bytes`,
-    the same on all ranks.
+    the same on all ranks. `keeps` is what must be there for as long as they are read.
     """
 
     def __init__(
-        self, board: StagingBoard, memories: Sequence[torch.Tensor], slice_bytes: int = copying.SLICE_BYTES
+        self,
+        board: StagingBoard,
+        memories: Sequence[torch.Tensor],
+        slice_bytes: int = copying.SLICE_BYTES,
+        keeps: object = None,
     ) -> None:
         self.board = board
         self.memories = tuple(memories)
         self.slice_bytes = slice_bytes
+        self._keeps = keeps
 
     def slices(self, nbytes: int) -> int:
         """Number of slices in `nbytes`."""
         return -(-nbytes // self.slice_bytes)
 
+    def look_for(self, bank: int, offset_bytes: int, nbytes: int) -> Held | Found:
+        """The buffer that holds these bytes of the rank's shard of `bank`; COMING or ABSENT where none does."""
+        for buffer in range(len(self.memories)):
+            state = self.board.state(buffer)
+            if state.bank == bank:
+                return Found.COMING if state.filled_slices < self.slices(offset_bytes + nbytes) else Held(buffer, state)
+        return Found.ABSENT
+
+    def still_holds(self, held: Held) -> bool:
+        """Whether no byte of the buffer was overwritten since it was found; ask once its bytes were read."""
+        # A writer changes the word before it overwrites any of them.
+        now = self.board.state(held.buffer)
+        return (now.bank, now.generation) == (held.state.bank, held.state.generation)
+
     def copy(self, bank: int, offset_bytes: int, nbytes: int, address: int) -> Found:
-        """Copy bytes of the rank's shard of `bank` to `address`, if a buffer holds them.
+        """Copy bytes of the rank's shard of `bank` to host memory at `address`, if a buffer holds them.
 
         The bytes at `address` are valid only if this returns COPIED.
         """
-        needed_slices = self.slices(offset_bytes + nbytes)
-        for buffer, memory in enumerate(self.memories):
-            state = self.board.state(buffer)
-            if state.bank != bank:
-                continue
-            if state.filled_slices < needed_slices:
-                return Found.COMING
-            ctypes.memmove(address, memory.data_ptr() + offset_bytes, nbytes)
-            # Read again after the bytes: a writer changes the word before it overwrites any of them.
-            after = self.board.state(buffer)
-            if (after.bank, after.generation) == (state.bank, state.generation):
-                return Found.COPIED
-        return Found.ABSENT
+        held = self.look_for(bank, offset_bytes, nbytes)
+        if isinstance(held, Found):
+            return held
+        ctypes.memmove(address, self.memories[held.buffer].data_ptr() + offset_bytes, nbytes)
+        return Found.COPIED if self.still_holds(held) else Found.ABSENT
+
+    def write(self, buffer: int, shard: Source, offset_bytes: int, nbytes: int) -> None:
+        """Copy bytes of `shard` to where they belong in a buffer of this rank; they are there on return."""
+        shard.copy(offset_bytes, nbytes, self.memories[buffer].data_ptr() + offset_bytes)
 
 
 class Stager:
@@ -164,7 +188,7 @@ class _StagerWork:
         offset = fill.slice_number * self.own.slice_bytes
         nbytes = min(self.own.slice_bytes, shard.nbytes - offset)
         began = time.perf_counter()
-        shard.copy(offset, nbytes, self.own.memories[fill.buffer].data_ptr() + offset)
+        self.own.write(fill.buffer, shard, offset, nbytes)
         self.link.moved(nbytes, began, self.stopped)
         self.plan.filled(fill.buffer)
         self.own.board.show_state(fill.buffer, self.plan.states[fill.buffer])

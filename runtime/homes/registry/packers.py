@@ -11,15 +11,17 @@ import torch
 from moepass.models.errors import InputError, OptionError, one_of
 from moepass.models.homes import home_named
 from moepass.runtime.homes.collective import make_transport
-from moepass.runtime.homes.device_home import check_transport_to, packer_on
+from moepass.runtime.homes.device_home import SymmetricMemory, check_transport_to, packer_on
 from moepass.runtime.homes.disk.disk_home import DiskPacker
 from moepass.runtime.homes.host_home import HostPacker, Packer
+from moepass.runtime.homes.hybrid.device_hybrid import DeviceHybridPacker
+from moepass.runtime.homes.hybrid.device_staging import DeviceStagedPull
 from moepass.runtime.homes.hybrid.hybrid_home import HybridPacker
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.homes.registry.home_options import Disk, HomeOptions, Host, Hybrid, Peer
 from moepass.runtime.torch_private import default_group
-from moepass.runtime.transfer.link import parse_link
+from moepass.runtime.transfer.link import check_link_to, parse_link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,17 @@ def _peer(options: Peer, device: torch.device) -> Packer:
 
 
 def _hybrid(options: Hybrid, device: torch.device) -> Packer:
+    link = parse_link(options.host_link)
+    check_link_to(device, link)
     peers = PeerGroup.of(options.group, options.timeout_s)
-    return HybridPacker(peers, StagedPull(parse_link(options.host_link)), options.staging_buffers)
+    if device.type == "cpu":
+        return HybridPacker(peers, StagedPull(link), options.staging_buffers)
+    group = options.group or default_group()
+
+    def memory() -> SymmetricMemory:
+        return SymmetricMemory(group, device, options.timeout_s)
+
+    return DeviceHybridPacker(peers, DeviceStagedPull(link), options.staging_buffers, memory, device)
 
 
 def _disk(options: Disk, device: torch.device) -> Packer:

@@ -1,23 +1,31 @@
-"""Streams and events of CUDA without a GPU: what is issued runs later, in any order that these allow.
+"""Streams, events and device memory of CUDA without a GPU: what is issued runs later, in any order that these allow.
 
 with FakeCuda(random).installed() as cuda:   torch.cuda's streams and events are ours
-    ...                                      Tensor.copy_ and fill_ go to the current stream
+    ...                                      operators of torch go to the current stream, their results to its memory
     cuda.issue(function)                     so does any other work
     cuda.finish()                            runs what is left
+
+Memory that is freed is handed out again at once on the stream that it was taken on, whatever other streams still do
+with it, and work that was issued keeps no memory: as with torch's allocator for CUDA. Memory that was not made in here
+stands for pinned host memory, which is used when a copy runs and not when it is issued.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import random
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 
 class Event:
@@ -67,8 +75,11 @@ class Work:
 
 
 class Stream:
-    def __init__(self, cuda: FakeCuda) -> None:
+    """`speed` says how often its work is chosen where other streams have some too."""
+
+    def __init__(self, cuda: FakeCuda, speed: float) -> None:
         self._cuda = cuda
+        self.speed = speed
         self.queue: deque[Work] = deque()
 
     def add(self, work: Work) -> None:
@@ -88,22 +99,61 @@ class Stream:
             self._cuda.run_one()
 
 
+class DeviceMemory:
+    """Blocks of memory, each of which belongs to the stream that it was taken on first, and goes back to that."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Any] = []
+        self._addresses: set[int] = set()
+        self._free: dict[tuple[Stream, int], list[int]] = defaultdict(list)
+
+    def take(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        """Flat uint8 memory, free again when nobody has it any more."""
+        size = 1 << max(6, (max(1, nbytes) - 1).bit_length())
+        free = self._free[stream, size]
+        if not free:
+            block = (ctypes.c_char * size)()
+            self._blocks.append(block)
+            self._addresses.add(ctypes.addressof(block))
+            free.append(ctypes.addressof(block))
+        address = free.pop()
+        handed_out = (ctypes.c_char * size).from_address(address)
+        weakref.finalize(handed_out, free.append, address).atexit = False
+        return torch.frombuffer(handed_out, dtype=torch.uint8)[:nbytes]
+
+    def unowned(self, value: torch.Tensor) -> torch.Tensor:
+        """The same tensor; where it lies in this memory, one that does not keep it."""
+        address = value.untyped_storage().data_ptr()
+        if address not in self._addresses:
+            return value
+        place = (ctypes.c_char * value.untyped_storage().nbytes()).from_address(address)
+        whole = torch.frombuffer(place, dtype=torch.uint8).view(value.dtype)
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
 class FakeCuda:
     """`random` decides what runs next, and how much of it while the host issues more."""
 
     def __init__(self, random: random.Random) -> None:
         self._random = random
+        # Pieces of work that are done while the host issues one more: often so few that streams are far behind.
+        self._done_meanwhile = random.choice(((0,), (0, 0, 0, 1), (0, 0, 1, 2, 5)))
         self.moment = 0
-        self.compute = Stream(self)
+        self.memory = DeviceMemory()
+        self._streams: list[Stream] = []
+        self.compute = self.stream()
         self._current = self.compute
-        self._streams = [self.compute]
 
-    def stream(self, device: torch.device) -> Stream:
-        self._streams.append(Stream(self))
+    def stream(self, device: torch.device | None = None, priority: int = 0) -> Stream:
+        self._streams.append(Stream(self, self._random.choice((0.02, 1.0, 1.0))))
         return self._streams[-1]
 
     def issue(self, function: Callable[[], object]) -> None:
         self._current.add(Work(function))
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Flat uint8 memory of the current stream."""
+        return self.memory.take(nbytes, self._current)
 
     @property
     def is_idle(self) -> bool:
@@ -114,16 +164,17 @@ class FakeCuda:
             self.run_one()
 
     def run_some(self) -> None:
-        for _ in range(self._random.choice((0, 0, 1, 2, 5))):
+        for _ in range(self._random.choice(self._done_meanwhile)):
             if self._ready():
                 self.run_one()
 
     def run_one(self) -> None:
         ready = self._ready()
         assert ready, "streams wait for each other"
-        work = self._random.choice(ready).queue.popleft()
+        (stream,) = self._random.choices(ready, [stream.speed for stream in ready])
+        work = stream.queue.popleft()
         self.moment += 1
-        with torch._C.DisableTorchFunction():
+        with _disable_current_modes():
             work.run()
 
     def _ready(self) -> list[Stream]:
@@ -137,29 +188,85 @@ class FakeCuda:
             "Event": type("Event", (Event,), {"__init__": lambda event, **how: Event.__init__(event, self, **how)}),
             "synchronize": lambda device=None: self.finish(),
             "current_stream": lambda device=None: self._current,
-            "stream": self._on,
+            "stream": self.on,
         }
         with mock.patch.multiple(torch.cuda, **replaced), _Issuing(self):
             yield self
 
     @contextlib.contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: Stream) -> Iterator[None]:
         before, self._current = self._current, stream
         try:
             yield
         finally:
             self._current = before
 
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Issue an operator of torch; gives what it will compute."""
+        if function.is_view:
+            return function(*args, **kwargs)
+        if function in _FOR_THE_HOST:
+            self._current.synchronize()
+            return function(*args, **kwargs)
+        unowned = tree_map_only(torch.Tensor, self.memory.unowned, (args, kwargs))
+        if function._schema.is_mutable:
+            self.issue(lambda: function(*unowned[0], **unowned[1]))
+            return args[0]
+        made = tree_map_only(_Described, self._empty, _describe(function, args, kwargs))
+        if function is not torch.ops.aten.empty.memory_format:
+            places = tree_map_only(torch.Tensor, self.memory.unowned, made)
+            self.issue(lambda: _fill(places, function(*unowned[0], **unowned[1])))
+        return made
 
-class _Issuing(TorchFunctionMode):
-    """Lets writes in place go to the current stream."""
+    def _empty(self, described: _Described) -> torch.Tensor:
+        memory = self.empty(max(described.nbytes, described.dtype.itemsize)).view(described.dtype)
+        return memory.as_strided(described.shape, described.strides, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """A tensor without its numbers."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    nbytes: int
+
+    @staticmethod
+    def of(value: torch.Tensor) -> _Described:
+        return _Described(value.dtype, tuple(value.shape), value.stride(), value.untyped_storage().nbytes())
+
+
+_described: dict[str, Any] = {}
+
+
+def _describe(function: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator will give."""
+    key = str((function, tree_map_only(torch.Tensor, _Described.of, (args, kwargs))))
+    if key not in _described:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _described[key] = tree_map_only(torch.Tensor, _Described.of, function(*args, **kwargs))
+    return _described[key]
+
+
+# They give the host a value.
+_FOR_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+
+
+def _fill(places: Any, values: Any) -> None:
+    if isinstance(places, torch.Tensor):
+        places.copy_(values)
+        return
+    for place, value in zip(places, values, strict=True):
+        _fill(place, value)
+
+
+class _Issuing(TorchDispatchMode):
+    """Lets operators go to the current stream."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
         self._cuda = cuda
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function not in (torch.Tensor.copy_, torch.Tensor.fill_):
-            return function(*args, **(kwargs or {}))
-        self._cuda.issue(lambda: function(*args, **(kwargs or {})))
-        return args[0]
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._cuda.run(function, args, kwargs or {})

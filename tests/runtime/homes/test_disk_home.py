@@ -344,7 +344,7 @@ def test_one_of_many_processes_writes(checkpoint: Path, tmp_path: Path) -> None:
         (
             {"home": "disk", "device": "meta"},
             moepass.InputError,
-            r"device is meta; home='disk' works on cpu only so",
+            r"device is meta; home='disk' works on cpu and cuda only so",
         ),
     ],
 )

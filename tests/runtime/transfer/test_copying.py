@@ -9,6 +9,7 @@ import torch
 from emulated_clock import EmulatedClock
 
 from moepass.passes.ir.shards import Piece
+from moepass.passes.machine.times import MOST_STREAM_SLICES, SLICE_BYTES
 from moepass.runtime.transfer import copying
 from moepass.runtime.transfer.copying import CopyError, CopyThread, PendingCopy
 from moepass.runtime.transfer.link import Link
@@ -42,6 +43,32 @@ def test_slices_come_from_every_source_in_turn(monkeypatch: pytest.MonkeyPatch) 
     CopyThread(Link()).submit(PendingCopy(sources, slot, "layer")).wait()
     assert order == [(0, 10), (2, 10), (0, 5), (2, 10), (0, 10), (2, 5), (0, 5)]
     assert slot.tolist() == [1] * 15 + [3] * 25 + [1] * 15 + [0] * 5
+
+
+def _from_ranks(ranks: int, nbytes: int) -> list[MemorySource]:
+    """A bank of two tensors in even parts, none of which is there."""
+    part, memory = nbytes // 2 // ranks, torch.empty(0, dtype=torch.uint8)
+    return [
+        MemorySource(memory, (Piece(0, rank * part, part), Piece(part, nbytes // 2 + rank * part, part)))
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 1 << 30, 5 << 30])
+def test_a_stream_is_given_few_slices_of_many_ranks_in_turn(nbytes: int) -> None:
+    sources = _from_ranks(8, nbytes)
+    slices = list(copying.slices_for_stream(sources))
+    assert sum(size for _, _, size, _ in slices) == nbytes
+    assert len(slices) <= MOST_STREAM_SLICES + 2 * 8
+    # The last turns are of the sources' ends.
+    assert [source for source, *_ in slices[:8]] == sources
+    if nbytes >= SLICE_BYTES * 8 * 4:
+        assert [source for source, *_ in slices[8:16]] == sources
+
+
+def test_a_stream_copies_piece_by_piece_what_comes_from_one_place() -> None:
+    slices = list(copying.slices_for_stream(_from_ranks(1, 5 << 30)))
+    assert [size for _, _, size, _ in slices] == [5 << 29, 5 << 29]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from backend_helper import Stack, tokens
 from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_thread import LateTransport
 from ring_runs import holds
 
 import moepass
@@ -26,7 +27,9 @@ from moepass.runtime.homes import host_home
 from moepass.runtime.kernels import decoders
 from moepass.runtime.kernels.decoders import Codec, codec_of, register_codec
 from moepass.runtime.transfer import ring as ring_module
+from moepass.runtime.transfer.copy_lane import IssuedDecode
 from moepass.runtime.transfer.copying import CopyError
+from moepass.runtime.transfer.issuing_copier import IssuingCopier
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.stream_copier import StreamCopier
@@ -203,7 +206,10 @@ def _run(ring: Ring, graph: int, numbers: list[int], slots: int, read: Callable[
                 filled.append(fill(refill, done))
 
 
-def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int]) -> list[str]:
+def _wrong_reads(
+    seed: int, slots: int, runs: list[list[int]], order: list[int], *, is_issued: bool = False
+) -> list[str]:
+    """`is_issued`: a thread issues copies and decodes to the stream."""
     wrong: list[str] = []
 
     def check(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
@@ -216,13 +222,16 @@ def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int])
             cuda.issue(functools.partial(halved_format.decode, link, slot))
 
         with _decoding_by(decode):
-            ring = Ring(slots, SIZES[0], CPU, StreamCopier(CPU))
+            transport = LateTransport(random.Random(seed))
+            copier = IssuingCopier(CPU, transport, ring_module.Link()) if is_issued else StreamCopier(CPU)
+            ring = Ring(slots, SIZES[0], CPU, copier)
             ring.debug = True
             ring.reserve(slots, *SIZES)
             for number in order:
                 run = number % len(runs)
                 _run(ring, run, runs[run], slots, lambda *read: cuda.issue(functools.partial(check, *read)))
             cuda.finish()
+            del ring
     return wrong
 
 
@@ -230,9 +239,17 @@ RUNS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1,
 
 
 @settings(max_examples=80, deadline=None)
-@given(seed=st.integers(0, 1 << 30), slots=st.integers(1, 4), runs=RUNS, order=st.lists(st.integers(0, 2), max_size=8))
-def test_every_bank_is_read_as_it_was_packed(seed: int, slots: int, runs: list[list[int]], order: list[int]) -> None:
-    assert _wrong_reads(seed, slots, runs, order) == []
+@given(
+    seed=st.integers(0, 1 << 30),
+    slots=st.integers(1, 4),
+    runs=RUNS,
+    order=st.lists(st.integers(0, 2), max_size=8),
+    is_issued=st.booleans(),
+)
+def test_every_bank_is_read_as_it_was_packed(
+    seed: int, slots: int, runs: list[list[int]], order: list[int], is_issued: bool
+) -> None:
+    assert _wrong_reads(seed, slots, runs, order, is_issued=is_issued) == []
 
 
 def _decode_on_the_compute_stream(copier: StreamCopier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
@@ -253,6 +270,10 @@ def _fill_ahead_before_the_decode(ring: Ring, fetch: Fetch, buffer: int, after: 
     return filled
 
 
+def _decode_nothing(decode: IssuedDecode) -> None:
+    pass
+
+
 _decode, _begin_copy = StreamCopier.decode, Ring._begin_copy
 
 
@@ -262,12 +283,14 @@ _decode, _begin_copy = StreamCopier.decode, Ring._begin_copy
         (StreamCopier, "decode", _decode_on_the_compute_stream),
         (StreamCopier, "decode", _forget_the_decode),
         (Ring, "_begin_copy", _fill_ahead_before_the_decode),
+        (IssuedDecode, "issue", _decode_nothing),
     ],
 )
 def test_the_emulation_notices_a_decode_out_of_order(owner: type, method: str, broken: Callable[..., Any]) -> None:
     runs, order = [[0, 2, 4, 1], [3, 2, 0]], [0, 0, 1, 0, 1, 1, 0]
     with mock.patch.object(owner, method, broken):
-        assert any(_wrong_reads(seed, 1, runs, order) for seed in range(120))
+        is_issued = owner is IssuedDecode
+        assert any(_wrong_reads(seed, 1, runs, order, is_issued=is_issued) for seed in range(120))
 
 
 def test_a_copy_is_decoded_once() -> None:
