@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from moepass.models.errors import OptionError, one_of
 from moepass.models.homes import ADOPTED
 from moepass.models.limits import check_wait
@@ -29,6 +31,7 @@ class Options:
     debug      fill released slots with NaN, so that a read after a release shows in the output;
                where ranks add up results, compare what tokens are computed from in every run
     dump       a folder: the graph before and after every pass, and the plan as JSON, are written there
+    cudagraphs whether segments are recorded as CUDA graphs when shapes repeat, and replayed from then on
 
     For models that run with expert parallelism; where `offload_experts` was called, these are arguments of it:
 
@@ -50,6 +53,7 @@ class Options:
     disable: tuple[str, ...] = ()
     debug: bool = False
     dump: str | None = None
+    cudagraphs: bool = False
     slots: int | None = None
     link: str | None = None
     timeout_s: float | None = None
@@ -66,6 +70,17 @@ class Options:
             defaults.timeout_s if self.timeout_s is None else self.timeout_s,
             self.transport or defaults.transport,
         )
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises OptionError if an option does not go with a graph that computes on `device`."""
+        if self.cudagraphs and device.type != "cuda":
+            raise OptionError(
+                f"option cudagraphs is True, but the graph computes on {device}: CUDA graphs record work of a GPU; "
+                "move the model to cuda, or leave the option out",
+                name="cudagraphs",
+                value=True,
+                expected=(False,),
+            )
 
     def refuse_adoption(self) -> None:
         """Raises OptionError if an option for expert parallelism was given; the model has a ring already."""
@@ -117,6 +132,15 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     debug = given.get("debug", Options.debug)
     if not isinstance(debug, bool):
         raise _wrong("debug", debug, "True or False")
+    cudagraphs = given.get("cudagraphs", Options.cudagraphs)
+    if not isinstance(cudagraphs, bool):
+        raise _wrong("cudagraphs", cudagraphs, "True or False")
+    if cudagraphs and "partition" in disable:
+        raise OptionError(
+            "option disable has 'partition', but cudagraphs=True records segments; leave one of them out",
+            name="disable",
+            value=disable,
+        )
     dump = given.get("dump")
     if dump is not None and not isinstance(dump, (str, bytes)) and not hasattr(dump, "__fspath__"):
         raise _wrong("dump", dump, "the path of a folder")
@@ -142,7 +166,7 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
         )
     hardware = _hardware(given.get("hardware"), below)
     folder = None if dump is None else os.fsdecode(dump)
-    return Options(lower, tuple(disable), debug, folder, slots, link, timeout_s, transport, below, hardware)
+    return Options(lower, tuple(disable), debug, folder, cudagraphs, slots, link, timeout_s, transport, below, hardware)
 
 
 def _hardware(given: object, below: object) -> Hardware | None:

@@ -101,14 +101,15 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
 
 def segments_text(plan: Plan) -> str:
     """The segments of a plan in words: how many, what the distinct ones compute, how often each is called, and a line
-    for each that a compilation did not lower as wanted."""
+    for each that a compilation did not lower, or cannot record, as wanted."""
     calls = sum(len(segment.uses) for segment in plan.segments)
     kinds = [f"{' + '.join(segment.parts) or segment.role} x{len(segment.uses)}" for segment in plan.segments]
     counts = f"{_count(calls, 'segment')}, {plan.distinct_segments} distinct"
     refusals = [
-        f"{segment.name}: {segment.lowering.refusal}"
+        f"{segment.name}: {found.refusal}"
         for segment in plan.segments
-        if segment.lowering is not None and segment.lowering.refusal is not None
+        for found in (segment.lowering, segment.cuda_graph)
+        if found is not None and found.refusal is not None
     ]
     return "\n".join([": ".join([counts, *([", ".join(kinds)] if kinds else [])]), *refusals])
 

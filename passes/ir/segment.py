@@ -44,6 +44,26 @@ class NotLowered:
 
 
 @dataclasses.dataclass(frozen=True)
+class NotRecorded:
+    """Why a segment is no CUDA graph: the node that stands in the way, and the model's line it came from."""
+
+    node: str
+    reason: str
+    source_line: str = ""
+
+    def __str__(self) -> str:
+        line = f" ({self.source_line})" if self.source_line else ""
+        return f"no CUDA graph{line}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaGraphUse:
+    """That calls of a segment become CUDA graphs where shapes repeat; or, with a `refusal`, that they do not."""
+
+    refusal: NotRecorded | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Lowering:
     """How a segment runs.
 
@@ -71,7 +91,8 @@ class Segment:
         dense        every other GEMM with weights: MLPs, shared experts; convolutions
 
     `role` is its only part that takes long, `mixed` where it has several, `elementwise` where it has no part at all.
-    `cost` is that of one call, in the graph's sizes. `lowering` is None in a plan that was not compiled.
+    `cost` is that of one call, in the graph's sizes. `lowering` is None in a plan that was not compiled, and
+    `cuda_graph` where no CUDA graphs were asked for.
     """
 
     name: str
@@ -80,6 +101,15 @@ class Segment:
     uses: tuple[SegmentUse, ...] = ()
     cost: Cost | None = None
     lowering: Lowering | None = None
+    cuda_graph: CudaGraphUse | None = None
+
+
+def with_refused_recording(segments: Sequence[Segment], name: str, refusal: NotRecorded) -> tuple[Segment, ...]:
+    """`segments`, of which the one called `name` is not recorded."""
+    return tuple(
+        dataclasses.replace(segment, cuda_graph=CudaGraphUse(refusal)) if segment.name == name else segment
+        for segment in segments
+    )
 
 
 def role_of(parts: Sequence[str]) -> str:
