@@ -22,12 +22,14 @@ from moepass.passes.graph.collectives import group_names
 from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import CaptureNotes, PassContext
+from moepass.passes.ir.segment import TENSORRT
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.schedule.predict import decisions_for
 from moepass.passes.segments.bank_parts import rests_on_device, with_bank_parts
 from moepass.passes.segments.cuda_graphs import with_cuda_graphs
+from moepass.passes.segments.tensorrt_choice import with_tensorrt_choices
 from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.banks.whole_models import whole_model_store
 from moepass.runtime.captures.capture_watch import current_watch
@@ -124,6 +126,8 @@ def _compile(
         before_lowering()
     lowered = lower_segments(result.module, options.lower)
     segments = with_lowerings(result.plan.segments, lowered)
+    if options.lower == TENSORRT:
+        segments = with_tensorrt_choices(segments, result.module)
     if options.cudagraphs:
         segments = with_cuda_graphs(segments, result.module)
     plan = dataclasses.replace(result.plan, segments=segments)

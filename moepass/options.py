@@ -13,9 +13,11 @@ import torch
 from moepass.models.errors import OptionError, one_of
 from moepass.models.homes import ADOPTED
 from moepass.models.limits import check_wait
+from moepass.passes.ir.segment import TENSORRT
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.homes.adopted_banks import AdoptionOptions
 from moepass.runtime.lowering.lower_segments import LOWERINGS
+from moepass.runtime.lowering.lower_tensorrt import torch_tensorrt
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.agree import LARGEST_EXACT
 from moepass.runtime.transfer.link import parse_link
@@ -26,7 +28,8 @@ from moepass.runtime.transfer.transports import check_transport
 class Options:
     """The options of `torch.compile(model, backend="asyncep", options={...})`.
 
-    lower      how segments are compiled: "inductor" (default), or "eager": operator by operator, bit-identical
+    lower      how segments are compiled: "inductor" (default); "eager": operator by operator, bit-identical; or
+               "tensorrt": dense segments by Torch-TensorRT, the others by Inductor
     disable    names of passes to leave out
     debug      fill released slots with NaN, so that a read after a release shows in the output;
                where ranks add up results, compare what tokens are computed from in every run
@@ -72,7 +75,17 @@ class Options:
         )
 
     def check_device(self, device: torch.device) -> None:
-        """Raises OptionError if an option does not go with a graph that computes on `device`."""
+        """Raises OptionError if an option does not go with a graph that computes on `device`, or lacks a package."""
+        if self.lower == TENSORRT:
+            if device.type != "cuda":
+                raise OptionError(
+                    f"option lower is 'tensorrt', but the graph computes on {device}: TensorRT needs an NVIDIA GPU; "
+                    "move the model to cuda, or use lower='inductor'",
+                    name="lower",
+                    value=TENSORRT,
+                    expected=("inductor", "eager"),
+                )
+            torch_tensorrt()
         if self.cudagraphs and device.type != "cuda":
             raise OptionError(
                 f"option cudagraphs is True, but the graph computes on {device}: CUDA graphs record work of a GPU; "

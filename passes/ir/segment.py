@@ -14,7 +14,7 @@ ELEMENTWISE = "elementwise"
 MIXED = "mixed"
 # On a node of a segment: which of the parts it belongs to.
 PART_KEY = "moepass_part"
-EAGER, INDUCTOR, EXPERT_LOOP, TRITON = "eager", "inductor", "expert_loop", "triton"
+EAGER, INDUCTOR, EXPERT_LOOP, TRITON, TENSORRT = "eager", "inductor", "expert_loop", "triton", "tensorrt"
 # Lowerings that read weights expert by expert.
 BY_EXPERT = (EXPERT_LOOP, TRITON)
 _HEAVY = (ATTENTION, EXPERTS, DENSE, HEAD)
@@ -64,11 +64,19 @@ class CudaGraphUse:
 
 
 @dataclasses.dataclass(frozen=True)
+class TensorrtChoice:
+    """Whether a segment is for TensorRT. `stays` says why not, and is empty where it is."""
+
+    stays: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Lowering:
     """How a segment runs.
 
     `how` is `inductor`, `eager` (the captured operators, one by one), `expert_loop` (expert by expert, the GEMMs by a
-    library and the rest by Inductor), or `triton` (grouped GEMMs as generated kernels, with the rest in them).
+    library and the rest by Inductor), `triton` (grouped GEMMs as generated kernels, with the rest in them), or
+    `tensorrt` (an engine of TensorRT).
     `refusal` is None where that is what was wanted.
     """
 
@@ -92,7 +100,7 @@ class Segment:
 
     `role` is its only part that takes long, `mixed` where it has several, `elementwise` where it has no part at all.
     `cost` is that of one call, in the graph's sizes. `lowering` is None in a plan that was not compiled, and
-    `cuda_graph` where no CUDA graphs were asked for.
+    `cuda_graph` and `tensorrt` where these were not asked for.
     """
 
     name: str
@@ -102,6 +110,7 @@ class Segment:
     cost: Cost | None = None
     lowering: Lowering | None = None
     cuda_graph: CudaGraphUse | None = None
+    tensorrt: TensorrtChoice | None = None
 
 
 def with_refused_recording(segments: Sequence[Segment], name: str, refusal: NotRecorded) -> tuple[Segment, ...]:

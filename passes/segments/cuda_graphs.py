@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.source_lines import source_line
-from moepass.passes.ir.segment import CudaGraphUse, NotRecorded, Segment
+from moepass.passes.ir.segment import TENSORRT, CudaGraphUse, NotRecorded, Segment
 
 aten = torch.ops.aten
 
@@ -36,7 +36,10 @@ def with_cuda_graphs(segments: Sequence[Segment], top: GraphModule) -> tuple[Seg
     for segment in segments:
         module = modules[segment.name]
         assert isinstance(module, GraphModule)
-        found.append(dataclasses.replace(segment, cuda_graph=CudaGraphUse(recording_refusal(module))))
+        refusal = recording_refusal(module)
+        if segment.lowering is not None and segment.lowering.how == TENSORRT:
+            refusal = NotRecorded("", "TensorRT runs it, on a stream of its own")
+        found.append(dataclasses.replace(segment, cuda_graph=CudaGraphUse(refusal)))
     return tuple(found)
 
 

@@ -4,7 +4,8 @@ Contract
     in    a top-level graph of segments
     out   the same top-level graph, its segments replaced by callables of the chosen lowering, each of which says how it
           was lowered, and why where that is not as wanted
-    `eager` runs the captured operators one by one: bit-identical to the model; `inductor` fuses them
+    `eager` runs the captured operators one by one: bit-identical to the model; `inductor` fuses them; `tensorrt` makes
+          engines of dense segments, and leaves the others to `inductor`
     an output that was memory of its own in the partitioned graph still is: see `LoweredSegment`
 
 Compilation happens here, with fake inputs, and not inside the first call: the guards that Inductor adds while it
@@ -30,8 +31,19 @@ from moepass.passes.graph.nodes import (
     unbacked_conditions,
     view_source,
 )
-from moepass.passes.ir.segment import EAGER, EXPERT_LOOP, INDUCTOR, TRITON, Lowering, NotLowered, Segment
+from moepass.passes.ir.segment import (
+    EAGER,
+    EXPERT_LOOP,
+    INDUCTOR,
+    TENSORRT,
+    TRITON,
+    Lowering,
+    NotLowered,
+    Segment,
+)
+from moepass.passes.segments.tensorrt_choice import stays_out_of_tensorrt
 from moepass.runtime.lowering.lower_experts import ExpertLoop, lower_experts
+from moepass.runtime.lowering.lower_tensorrt import lower_to_tensorrt
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
 from moepass.runtime.torch_private import compilers_side_by_side
 
@@ -41,7 +53,7 @@ _VIEWS_OF_TRACED_STRIDES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_
 
 def decompositions(how: str) -> dict[Any, Callable[..., Any]]:
     """The operators that AOT decomposes for the lowering `how`: none for `eager`, which stays bit-identical."""
-    if how != "inductor":
+    if how == EAGER:
         return {}
     from torch._inductor.decomposition import select_decomp_table
 
@@ -109,7 +121,7 @@ def _is_strided(value: object) -> bool:
 def lower_segments(top: GraphModule, how: str) -> GraphModule:
     """Replace every segment of `top` by its compiled form. `how` is a key of `LOWERINGS`."""
     lowered = copy_graph_module(top)
-    with compilers_side_by_side() if how == INDUCTOR else contextlib.nullcontext():
+    with compilers_side_by_side() if how != EAGER else contextlib.nullcontext():
         for name, segment in list(lowered.named_children()):
             if isinstance(segment, GraphModule):
                 setattr(lowered, name, LOWERINGS[how](segment))
@@ -157,6 +169,17 @@ def _lower_inductor(segment: GraphModule) -> LoweredSegment:
     fake_mode = _fake_mode_of(segment, inputs)
     run = compile_with_inductor(private, fake_mode)
     return LoweredSegment.of(run, segment, boxed=True, lowering=Lowering(INDUCTOR, refusal=by_expert))
+
+
+def _lower_tensorrt(segment: GraphModule) -> LoweredSegment:
+    if stays_out_of_tensorrt(segment):
+        return _lower_inductor(segment)
+    engine = lower_to_tensorrt(segment)
+    if isinstance(engine, NotLowered):
+        lowered = _lower_inductor(segment)
+        lowered.lowering = dataclasses.replace(lowered.lowering, refusal=engine)
+        return lowered
+    return LoweredSegment.of(engine, segment, boxed=False, lowering=Lowering(TENSORRT))
 
 
 def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered | None:
@@ -220,4 +243,5 @@ def _fake_mode_of(segment: GraphModule, inputs: Sequence[Any]) -> Any:
 LOWERINGS: dict[str, Callable[[GraphModule], LoweredSegment]] = {
     INDUCTOR: _lower_inductor,
     EAGER: _lower_eager,
+    TENSORRT: _lower_tensorrt,
 }
