@@ -22,11 +22,14 @@ from moepass.passes.graph.collectives import group_names
 from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import CaptureNotes, PassContext
+from moepass.passes.ir.segment import TENSORRT
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.schedule.predict import decisions_for
 from moepass.passes.segments.bank_parts import rests_on_device, with_bank_parts
+from moepass.passes.segments.cuda_graphs import with_cuda_graphs
+from moepass.passes.segments.tensorrt_choice import with_tensorrt_choices
 from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.banks.whole_models import whole_model_store
 from moepass.runtime.captures.capture_watch import current_watch
@@ -104,6 +107,8 @@ def _compile(
     whole: BankStore | None,
 ) -> Callable[[list[Any]], Any]:
     _refuse_random(captured)
+    device = _ring_device(captured)
+    options.check_device(device)
     store = _store_of(captured)
     groups = process_groups(group_names(captured.graph))
     if store:
@@ -120,7 +125,12 @@ def _compile(
     if before_lowering is not None:
         before_lowering()
     lowered = lower_segments(result.module, options.lower, context.chunk_tokens)
-    plan = dataclasses.replace(result.plan, segments=with_lowerings(result.plan.segments, lowered))
+    segments = with_lowerings(result.plan.segments, lowered)
+    if options.lower == TENSORRT:
+        segments = with_tensorrt_choices(segments, result.module)
+    if options.cudagraphs:
+        segments = with_cuda_graphs(segments, result.module)
+    plan = dataclasses.replace(result.plan, segments=segments)
     result = dataclasses.replace(result, plan=_with_parts_as_lowered(result.module, plan, context))
     if dump:
         dump.write_plan(result.plan)  # again: now it says how segments were lowered
@@ -128,14 +138,15 @@ def _compile(
     if store and result.plan.slot_stays:
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
             ring = store.ring(options.debug, result.plan.slot_bytes)
-    device = _ring_device(captured)
     adopt = adoption(result.plan, device, options.adoption())
     eager_watch.watch({bank.group for bank in result.plan.banks if bank.group})
     dispatcher = dispatching(result.plan, captured, options.lower, device, options.adoption())
     check = replica_check(result.plan, captured, options.adoption(), options.debug)
     fallback = None if check is None else CapturedFallback(check, captured, options.lower)
     checks = run_checks(result.plan, captured, groups, options.adoption().timeout_s)
-    executor = Executor(lowered, result.plan, ring, adopt, dispatcher, fallback, checks, options.debug)
+    executor = Executor(
+        lowered, result.plan, ring, adopt, dispatcher, fallback, checks, options.debug, options.cudagraphs
+    )
     note_compilation(executor, context)
     _log(result.plan)
     _warn_of_whole_banks(result.plan)
@@ -185,6 +196,8 @@ def _log(plan: Plan) -> None:
     for segment in plan.segments:
         if segment.lowering is not None and segment.lowering.refusal is not None:
             logger.info("%s (%s): %s", segment.name, segment.role, segment.lowering.refusal)
+        if segment.cuda_graph is not None and segment.cuda_graph.refusal is not None:
+            logger.info("%s (%s): %s", segment.name, segment.role, segment.cuda_graph.refusal)
 
 
 def _warn_of_whole_banks(plan: Plan) -> None:

@@ -13,7 +13,7 @@ from moepass.models.homes import ADOPTED
 from moepass.options import Options
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext
-from moepass.passes.ir.segment import INDUCTOR
+from moepass.passes.ir.segment import EAGER
 from moepass.passes.machine.hardware import Hardware, with_emulated_link
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore
@@ -90,7 +90,7 @@ def pass_context(options: Options, store: BankStore | None, whole: BankStore | N
         hardware=_as_linked(options),
         transport=options.adoption().transport,
         placed=None if planned is None else planned.placed,
-        runs_by_expert=options.lower == INDUCTOR,
+        runs_by_expert=options.lower != EAGER,
     )
 
 

@@ -8,12 +8,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from moepass.models.errors import OptionError, one_of
 from moepass.models.homes import ADOPTED
 from moepass.models.limits import check_wait
+from moepass.passes.ir.segment import TENSORRT
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.homes.adopted_banks import AdoptionOptions
 from moepass.runtime.lowering.lower_segments import LOWERINGS
+from moepass.runtime.lowering.lower_tensorrt import torch_tensorrt
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.agree import LARGEST_EXACT
 from moepass.runtime.transfer.link import parse_link
@@ -24,7 +28,8 @@ from moepass.runtime.transfer.transports import check_transport
 class Options:
     """The options of `torch.compile(model, backend="asyncep", options={...})`.
 
-    lower      how segments are compiled: "inductor" (default), or "eager": operator by operator, bit-identical
+    lower      how segments are compiled: "inductor" (default); "eager": operator by operator, bit-identical; or
+               "tensorrt": dense segments by Torch-TensorRT, the others by Inductor
     disable    names of passes to leave out
     chunk_tokens
                what treats every token alone runs at most so many tokens at a time, so that its temporary values take
@@ -32,6 +37,7 @@ class Options:
     debug      fill released slots with NaN, so that a read after a release shows in the output;
                where ranks add up results, compare what tokens are computed from in every run
     dump       a folder: the graph before and after every pass, and the plan as JSON, are written there
+    cudagraphs whether segments are recorded as CUDA graphs when shapes repeat, and replayed from then on
 
     For models that run with expert parallelism; where `offload_experts` was called, these are arguments of it:
 
@@ -54,6 +60,7 @@ class Options:
     chunk_tokens: int | None = None
     debug: bool = False
     dump: str | None = None
+    cudagraphs: bool = False
     slots: int | None = None
     link: str | None = None
     timeout_s: float | None = None
@@ -70,6 +77,27 @@ class Options:
             defaults.timeout_s if self.timeout_s is None else self.timeout_s,
             self.transport or defaults.transport,
         )
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises OptionError if an option does not go with a graph that computes on `device`, or lacks a package."""
+        if self.lower == TENSORRT:
+            if device.type != "cuda":
+                raise OptionError(
+                    f"option lower is 'tensorrt', but the graph computes on {device}: TensorRT needs an NVIDIA GPU; "
+                    "move the model to cuda, or use lower='inductor'",
+                    name="lower",
+                    value=TENSORRT,
+                    expected=("inductor", "eager"),
+                )
+            torch_tensorrt()
+        if self.cudagraphs and device.type != "cuda":
+            raise OptionError(
+                f"option cudagraphs is True, but the graph computes on {device}: CUDA graphs record work of a GPU; "
+                "move the model to cuda, or leave the option out",
+                name="cudagraphs",
+                value=True,
+                expected=(False,),
+            )
 
     def refuse_adoption(self) -> None:
         """Raises OptionError if an option for expert parallelism was given; the model has a ring already."""
@@ -125,6 +153,15 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     debug = given.get("debug", Options.debug)
     if not isinstance(debug, bool):
         raise _wrong("debug", debug, "True or False")
+    cudagraphs = given.get("cudagraphs", Options.cudagraphs)
+    if not isinstance(cudagraphs, bool):
+        raise _wrong("cudagraphs", cudagraphs, "True or False")
+    if cudagraphs and "partition" in disable:
+        raise OptionError(
+            "option disable has 'partition', but cudagraphs=True records segments; leave one of them out",
+            name="disable",
+            value=disable,
+        )
     dump = given.get("dump")
     if dump is not None and not isinstance(dump, (str, bytes)) and not hasattr(dump, "__fspath__"):
         raise _wrong("dump", dump, "the path of a folder")
@@ -151,7 +188,18 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     hardware = _hardware(given.get("hardware"), below)
     folder = None if dump is None else os.fsdecode(dump)
     return Options(
-        lower, tuple(disable), chunk_tokens, debug, folder, slots, link, timeout_s, transport, below, hardware
+        lower=lower,
+        disable=tuple(disable),
+        chunk_tokens=chunk_tokens,
+        debug=debug,
+        dump=folder,
+        cudagraphs=cudagraphs,
+        slots=slots,
+        link=link,
+        timeout_s=timeout_s,
+        transport=transport,
+        all_to_all_below=below,
+        hardware=hardware,
     )
 
 

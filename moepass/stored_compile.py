@@ -63,9 +63,9 @@ class StoredModule:
         self._module = module
         self._name = name
         self._options = parse_options(options)
-        # dump needs a real compilation, and debug changes the run: store nothing.
-        is_inspected = self._options.dump is not None or self._options.debug
-        self._store = None if is_inspected else store or find_store()
+        # dump needs a real compilation, debug and cudagraphs change the run: store nothing.
+        is_special = self._options.dump is not None or self._options.debug or self._options.cudagraphs
+        self._store = None if is_special else store or find_store()
         self._compiled: Any = torch.compile(module, backend=_asyncep, options=dict(options))
         self._captures: list[StoredCapture] | None = None
         # As the first call found it.

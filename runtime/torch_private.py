@@ -25,6 +25,12 @@ def process_groups_by_name() -> dict[str, ProcessGroup]:
     return {str(group.group_name): group for group in c10d._world.pg_map}
 
 
+def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """The memory at `address` of `device` as a storage that does not keep it: somebody else must."""
+    found: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return found  # type: ignore[no-any-return]
+
+
 def default_group() -> ProcessGroup:
     """Raises ValueError if torch.distributed is not initialised."""
     return c10d._get_default_group()

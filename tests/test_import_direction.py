@@ -23,7 +23,7 @@ _BANKS = ("transfer", "kernels", "system")
 _HOMES = ("banks", "ranks", *_BANKS)
 _EVERY_HOME = ("homes", "homes/hybrid", "homes/disk", *_HOMES)
 _OFFLOAD = ("profiles", "homes/registry", *_EVERY_HOME)
-_EXECUTE = ("lowering", *_EVERY_HOME)
+_EXECUTE = ("lowering", "cuda_graphs", *_EVERY_HOME)
 _GRAPH = ("graph", "ir")
 _BATCHING = ("serving/batching", "serving/requests")
 ROOMS = {
@@ -68,6 +68,7 @@ ROOMS = {
         "kernels": ("system",),
         "kernels/grouped_gemm": (),
         "lowering": ("kernels/grouped_gemm", "kernels", "system"),
+        "cuda_graphs": ("system",),
         "execute": _EXECUTE,
         "captures": (*_EXECUTE, "execute"),
         "calibrate": (*_EXECUTE, "offload", "execute"),

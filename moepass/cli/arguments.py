@@ -13,6 +13,14 @@ class LoweringName(enum.StrEnum):
     eager = "eager"
 
 
+class ExplainedLoweringName(enum.StrEnum):
+    """What `explain` knows more: it needs no GPU."""
+
+    inductor = "inductor"
+    eager = "eager"
+    tensorrt = "tensorrt"
+
+
 class ServedDtype(enum.StrEnum):
     """Of weights that run; `explain` knows more, which are stored."""
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from moepass import __version__
-from moepass.cli.arguments import LoweringName, set_threads
+from moepass.cli.arguments import ExplainedLoweringName, LoweringName, set_threads
 from moepass.cli.client_commands import batch, bench
 from moepass.cli.progress import no_garbage_collection, progress_bar
 from moepass.cli.score_command import score
@@ -199,7 +199,13 @@ def explain(
             min=1, metavar="N", help="The most slots that experts stream through.", show_default="as many as help, to 4"
         ),
     ] = None,
-    lower: _Lower = LoweringName.inductor,
+    lower: Annotated[
+        ExplainedLoweringName,
+        typer.Option(
+            help="How segments would be compiled; eager is bit-identical to the plain model, and tensorrt shows which "
+            "segments are for TensorRT. Nothing has to be installed for that."
+        ),
+    ] = ExplainedLoweringName.inductor,
     format: Annotated[
         _Format, typer.Option(help="text for people, json for programs, html for browsers, trace for ui.perfetto.dev.")
     ] = _Format.text,

@@ -6,6 +6,7 @@ found comes from the plans that the passes made.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +22,10 @@ from moepass.models.checkpoint.checkpoint_folders import meta_model
 from moepass.models.errors import MoepassError
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext
+from moepass.passes.ir.segment import TENSORRT
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.pipeline import compile_graph
+from moepass.passes.segments.tensorrt_choice import with_tensorrt_choices
 from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.lowering.lower_segments import decompositions
 from moepass.runtime.offload.offload import find_expert_modules, offload_experts
@@ -86,7 +89,11 @@ def capture_plans(
             context = PassContext(
                 slots=slots if _reads_banks(captured) else 0, capture=notes, disabled=frozenset({"predict"})
             )
-            plans.append(compile_graph(captured, context).plan)
+            result = compile_graph(captured, context)
+            plan = result.plan
+            if lower == TENSORRT:
+                plan = dataclasses.replace(plan, segments=with_tensorrt_choices(plan.segments, result.module))
+            plans.append(plan)
             return _ShapesOnly(captured)
 
         capture = aot_autograd(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.segment import Segment
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -96,21 +97,46 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
         experts = f"experts {_bytes(explanation.expert_bytes)}; " if explanation.expert_bytes else ""
         table.add_row("memory", Text(f"{experts}everything else {_bytes(explanation.other_bytes)}"))
     table.add_row("compile", Text(segments_text(plan)))
+    if chosen := tensorrt_text(plan):
+        table.add_row("tensorrt", Text(chosen))
     return table
 
 
 def segments_text(plan: Plan) -> str:
     """The segments of a plan in words: how many, what the distinct ones compute, how often each is called, and a line
-    for each that a compilation did not lower as wanted."""
+    for each that a compilation did not lower, or cannot record, as wanted."""
     calls = sum(len(segment.uses) for segment in plan.segments)
     kinds = [f"{' + '.join(segment.parts) or segment.role} x{len(segment.uses)}" for segment in plan.segments]
     counts = f"{_count(calls, 'segment')}, {plan.distinct_segments} distinct"
     refusals = [
-        f"{segment.name}: {segment.lowering.refusal}"
+        f"{segment.name}: {found.refusal}"
         for segment in plan.segments
-        if segment.lowering is not None and segment.lowering.refusal is not None
+        for found in (segment.lowering, segment.cuda_graph)
+        if found is not None and found.refusal is not None
     ]
     return "\n".join([": ".join([counts, *([", ".join(kinds)] if kinds else [])]), *refusals])
+
+
+def tensorrt_text(plan: Plan) -> str:
+    """Which segments of a plan are for TensorRT, and why the others stay; empty where that was not asked for."""
+
+    def named(segment: Segment) -> str:
+        calls = "" if len(segment.uses) == 1 else f", called {len(segment.uses)} times"
+        return f"{segment.name} ({' + '.join(segment.parts) or segment.role}{calls})"
+
+    choices = [(segment, segment.tensorrt) for segment in plan.segments if segment.tensorrt is not None]
+    if not choices:
+        return ""
+    taken = [named(segment) for segment, choice in choices if not choice.stays]
+    lines = [f"{len(taken)} of {_count(len(choices), 'distinct segment')} would become TensorRT engines"]
+    if taken:
+        lines[0] += f": {', '.join(taken)}"
+        lines.append(
+            "only torch-tensorrt can say whether TensorRT has all operators of them; what it refuses, Inductor "
+            "compiles, and the plan says so"
+        )
+    lines += [f"{named(segment)} stays: {choice.stays}" for segment, choice in choices if choice.stays]
+    return "\n".join(lines)
 
 
 def found_text(plan: Plan) -> str:

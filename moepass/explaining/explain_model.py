@@ -79,7 +79,7 @@ def explain(
         tokens: one sequence of so many tokens, instead.
         memory_budget_bytes: that may be used on each device; 0.9 of its memory where None.
         slots: of the ring at most; as many as help, up to 4, where None.
-        lower: how segments would be compiled, "inductor" or "eager".
+        lower: how segments would be compiled, "inductor", "eager" or "tensorrt".
 
     Raises:
         InputError: an unknown model, machine, home or dtype, a link or rate that the machine lacks, a number that is

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from moepass.explaining.compiler_view import found_text, schedule_table, segments_text
+from moepass.explaining.compiler_view import found_text, schedule_table, segments_text, tensorrt_text
 from moepass.explaining.report import Block, MemoryCurveRow, Report, SchedulePart
 from moepass.passes.ir.timeline import COMPUTE, HOST, Event
 from moepass.runtime.serving.engine.step_engine import step_form_text
@@ -183,6 +183,8 @@ def _compiler_rows(report: Report) -> Iterator[tuple[str, str]]:
     of = "of what was captured, " if report.compiler.is_cut else ""
     for plan in plans:
         yield "compile", of + segments_text(plan)
+        if chosen := tensorrt_text(plan):
+            yield "tensorrt", chosen
     yield "serving", serving_text(report)
 
 

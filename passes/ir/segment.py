@@ -17,7 +17,7 @@ PART_KEY = "moepass_part"
 # On nodes that can run some tokens at a time: the number of their region; where tokens lie in what a node gives, also
 # of nodes that a region reads (`passes/tokens`); and on slices that leave out no token.
 REGION_KEY, TOKENS_KEY, ALL_TOKENS_KEY = "moepass_region", "moepass_tokens", "moepass_all_tokens"
-EAGER, INDUCTOR, EXPERT_LOOP, TRITON = "eager", "inductor", "expert_loop", "triton"
+EAGER, INDUCTOR, EXPERT_LOOP, TRITON, TENSORRT = "eager", "inductor", "expert_loop", "triton", "tensorrt"
 # What a region wants beside one of these: to run some tokens at a time.
 TOKEN_LOOP = "token_loop"
 # Lowerings that read weights expert by expert.
@@ -49,11 +49,39 @@ class NotLowered:
 
 
 @dataclasses.dataclass(frozen=True)
+class NotRecorded:
+    """Why a segment is no CUDA graph: the node that stands in the way, and the model's line it came from."""
+
+    node: str
+    reason: str
+    source_line: str = ""
+
+    def __str__(self) -> str:
+        line = f" ({self.source_line})" if self.source_line else ""
+        return f"no CUDA graph{line}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaGraphUse:
+    """That calls of a segment become CUDA graphs where shapes repeat; or, with a `refusal`, that they do not."""
+
+    refusal: NotRecorded | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorrtChoice:
+    """Whether a segment is for TensorRT. `stays` says why not, and is empty where it is."""
+
+    stays: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Lowering:
     """How a segment runs.
 
     `how` is `inductor`, `eager` (the captured operators, one by one), `expert_loop` (expert by expert, the GEMMs by a
-    library and the rest by Inductor), or `triton` (grouped GEMMs as generated kernels, with the rest in them).
+    library and the rest by Inductor), `triton` (grouped GEMMs as generated kernels, with the rest in them), or
+    `tensorrt` (an engine of TensorRT).
     `refusal` is None where that is what was wanted.
 
     With `chunk_tokens` it runs at most so many tokens at a time, and `experts` is how the experts in it run; empty
@@ -86,7 +114,8 @@ class Segment:
         dense        every other GEMM with weights: MLPs, shared experts; convolutions
 
     `role` is its only part that takes long, `mixed` where it has several, `elementwise` where it has no part at all.
-    `cost` is that of one call, in the graph's sizes. `lowering` is None in a plan that was not compiled.
+    `cost` is that of one call, in the graph's sizes. `lowering` is None in a plan that was not compiled, and
+    `cuda_graph` and `tensorrt` where these were not asked for.
     """
 
     name: str
@@ -95,6 +124,16 @@ class Segment:
     uses: tuple[SegmentUse, ...] = ()
     cost: Cost | None = None
     lowering: Lowering | None = None
+    cuda_graph: CudaGraphUse | None = None
+    tensorrt: TensorrtChoice | None = None
+
+
+def with_refused_recording(segments: Sequence[Segment], name: str, refusal: NotRecorded) -> tuple[Segment, ...]:
+    """`segments`, of which the one called `name` is not recorded."""
+    return tuple(
+        dataclasses.replace(segment, cuda_graph=CudaGraphUse(refusal)) if segment.name == name else segment
+        for segment in segments
+    )
 
 
 def role_of(parts: Sequence[str]) -> str:

@@ -21,9 +21,11 @@ from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.input_sizes import read_sizes, size_sources
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call
 from moepass.passes.ir.plan import BankSpec, Plan, Refusal
+from moepass.passes.ir.segment import NotRecorded, with_refused_recording
 from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, acquire, decode, prefetch, release
 from moepass.passes.ir.timeline import COMPUTE, HOST
 from moepass.runtime.banks.identity import MemoryTable, find_bank, memories_of
+from moepass.runtime.cuda_graphs.segment_graphs import SegmentGraphs
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics
 from moepass.runtime.execute.run_clock import MeasuredRuns, RunClock
 from moepass.runtime.lowering.boxed_code import TakesList, run_by_list
@@ -185,14 +187,17 @@ class Executor:
         fallback: CapturedFallback | None = None,
         checks: Sequence[Callable[[], None]] = (),
         debug: bool = False,
+        cudagraphs: bool = False,
     ) -> None:
         """Where banks are this rank's parameters, `adopt` completes them when they come first.
 
         `dispatcher` and `fallback` run what does not follow the schedule, because ranks agreed on it or have different
         tokens; only for such banks, which they read as they are. `checks` come before each run, and raise where it must
-        not be.
+        not be. `cudagraphs`: segments become CUDA graphs where shapes repeat, but for those that the plan refuses it.
         """
         self.plan = plan
+        # Weakly, because the graphs are part of this executor.
+        self.graphs = _segment_graphs(plan, weakref.WeakMethod(self._refuse_recording)) if cudagraphs else None
         self._gathers = plan.gathers()
         self._number = next(_executor_numbers)
         self._lock = threading.Lock()
@@ -217,7 +222,7 @@ class Executor:
         self._banks = [plan.bank(index) for index in streamed]
         # The graph inputs that each bank is read from.
         self._inputs = [[names.index(name) for name in shards] for shards in streamed.values()]
-        bound = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring)
+        bound = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring, graphs=self.graphs)
         self._own = Schedule(bound, None if ring is None else weakref.ref(ring))
         # By the memory of the inputs that banks are read from.
         self._schedules: MemoryTable[Schedule] = MemoryTable()
@@ -269,11 +274,33 @@ class Executor:
             self.weight_bytes = self._count_weight_bytes(arguments)
         if schedule.ring is None:
             with self._clock.run(device, sizes, None):
-                return schedule.run(list(arguments))
+                return self._call(schedule, arguments, device, sizes, ())
         ring = alive(schedule.ring)
         # The clock inside, so that the runs of other threads do not count.
         with ring.run(self._number, self._gathers), self._clock.run(device, sizes, ring):
+            return self._call(schedule, arguments, device, sizes, ring.buffers_of_run)
+
+    def _call(
+        self,
+        schedule: Schedule,
+        arguments: tuple[Any, ...],
+        device: torch.device,
+        sizes: Mapping[str, int],
+        buffers: Sequence[torch.Tensor],
+    ) -> Any:
+        if self.graphs is None:
             return schedule.run(list(arguments))
+        fixed: list[torch.Tensor] = [value for value in arguments if isinstance(value, torch.nn.Parameter)]
+        fixed += itertools.chain(*self._inputs_among(arguments), buffers)
+        with self.graphs.run(device, sizes, fixed) as run:
+            outputs = schedule.run(list(arguments))
+            return outputs if run is None else run.own(outputs)
+
+    def _refuse_recording(self, name: str, reason: str) -> None:
+        """Note in the plan that segment `name` is not recorded, because of `reason`."""
+        segments = with_refused_recording(self.plan.segments, name, NotRecorded("", reason))
+        self.plan = dataclasses.replace(self.plan, segments=segments)
+        logger.warning("%s runs without a CUDA graph: %s", name, reason)
 
     def measured(self) -> MeasuredRuns:
         """Measurements of the last runs. On CUDA this waits until they are over."""
@@ -352,7 +379,8 @@ class Executor:
                 names = f"here for {', '.join(spec.name for spec in specs.values())}"
                 remark = names if self._own.ring is None else f"compiled for another layer; {names}"
                 others = {spec.index: spec for spec in self.plan.banks}
-                schedule = Schedule(bind(self._top, others | specs, ring, remark), weakref.ref(ring))
+                bound = bind(self._top, others | specs, ring, remark, self.graphs)
+                schedule = Schedule(bound, weakref.ref(ring))
             # Adoption may have given the parameters new storage; compute the key again.
             self._schedules.add(_memories(inputs), (tensor for of_bank in inputs for tensor in of_bank), schedule)
             if not self._own.is_alive or self._own.ring is None:
@@ -370,10 +398,27 @@ def device_of(values: Sequence[Any]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None, remark: str = "") -> GraphModule:
+def _segment_graphs(plan: Plan, note_refusal: weakref.WeakMethod[Callable[[str, str], None]]) -> SegmentGraphs:
+    def note(name: str, reason: str) -> None:
+        found = note_refusal()
+        if found is not None:
+            found(name, reason)
+
+    refused = [segment.name for segment in plan.segments if segment.cuda_graph and segment.cuda_graph.refusal]
+    return SegmentGraphs(refused, note)
+
+
+def bind(
+    top: GraphModule,
+    banks: Mapping[int, BankSpec],
+    ring: Ring | None,
+    remark: str = "",
+    graphs: SegmentGraphs | None = None,
+) -> GraphModule:
     """Replace the slot operations of `top` by calls of `ring`, and give every segment call its place in the model.
 
-    `banks` are those of the graph, by the index that they have in it. `remark` goes with the place.
+    `banks` are those of the graph, by the index that they have in it. `remark` goes with the place. Segments go through
+    `graphs` where it is given.
 
     Bank tensors that are still read one by one, from shards of several ranks, become calls of their store.
     """
@@ -395,7 +440,10 @@ def bind(top: GraphModule, banks: Mapping[int, BankSpec], ring: Ring | None, rem
         elif node.op == "call_module":
             layers = "; ".join(filter(None, (str(node.meta.get("moepass_layers", "")), remark)))
             located = f"{node.target}_at_{position}"
-            bound.add_module(located, SegmentCall(bound.get_submodule(node.target), node.target, layers))
+            segment: Callable[..., Any] = bound.get_submodule(node.target)
+            if graphs is not None:
+                segment = graphs.at(located, node.target, segment)
+            bound.add_module(located, SegmentCall(segment, node.target, layers))
             node.target = located
     bound.graph.lint()
     bound.recompile()

@@ -4,7 +4,8 @@ Contract
     in    a top-level graph of segments
     out   the same top-level graph, its segments replaced by callables of the chosen lowering, each of which says how it
           was lowered, and why where that is not as wanted
-    `eager` runs the captured operators one by one: bit-identical to the model; `inductor` fuses them
+    `eager` runs the captured operators one by one: bit-identical to the model; `inductor` fuses them; `tensorrt` makes
+          engines of dense segments, and leaves the others to `inductor`
     an output that was memory of its own in the partitioned graph still is: see `LoweredSegment`
 
 Compilation happens here, with fake inputs, and not inside the first call: the guards that Inductor adds while it
@@ -36,14 +37,17 @@ from moepass.passes.ir.segment import (
     EAGER,
     EXPERT_LOOP,
     INDUCTOR,
+    TENSORRT,
     TRITON,
     Lowering,
     NotLowered,
     Segment,
 )
+from moepass.passes.segments.tensorrt_choice import stays_out_of_tensorrt
 from moepass.passes.segments.token_program import is_region
 from moepass.runtime.lowering.boxed_code import TakesList, run_by_list
 from moepass.runtime.lowering.lower_experts import ExpertLoop, lower_experts
+from moepass.runtime.lowering.lower_tensorrt import lower_to_tensorrt
 from moepass.runtime.lowering.lower_token_loop import lower_token_loop
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
 from moepass.runtime.torch_private import compilers_side_by_side
@@ -54,7 +58,7 @@ _VIEWS_OF_TRACED_STRIDES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_
 
 def decompositions(how: str) -> dict[Any, Callable[..., Any]]:
     """The operators that AOT decomposes for the lowering `how`: none for `eager`, which stays bit-identical."""
-    if how != "inductor":
+    if how == EAGER:
         return {}
     from torch._inductor.decomposition import select_decomp_table
 
@@ -107,7 +111,7 @@ class LoweredSegment(TakesList):
 
     def run_list(self, inputs: list[Any]) -> Any:
         if self._call is None:
-            self._call = self.run if self.boxed else run_by_list(self.run)  # type: ignore[arg-type]
+            self._call = self._by_list()
         if not self.fresh:
             return self._call(inputs)
         storages = [
@@ -126,6 +130,11 @@ class LoweredSegment(TakesList):
             return outputs
         return tuple(value.clone() if place in shared else value for place, value in enumerate(outputs))
 
+    def _by_list(self) -> Callable[[list[Any]], Any]:
+        if self.boxed:
+            return self.run
+        return run_by_list(self.run) if isinstance(self.run, GraphModule) else lambda inputs: self.run(*inputs)
+
 
 def _is_strided(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
@@ -137,7 +146,7 @@ def lower_segments(top: GraphModule, how: str, chunk_tokens: int | None = None) 
     Segments that treat every token alone run at most `chunk_tokens` tokens at a time; None: all at once.
     """
     lowered = copy_graph_module(top)
-    with compilers_side_by_side() if how == INDUCTOR else contextlib.nullcontext():
+    with compilers_side_by_side() if how != EAGER else contextlib.nullcontext():
         for name, segment in list(lowered.named_children()):
             if isinstance(segment, GraphModule):
                 if chunk_tokens is not None and is_region(segment):
@@ -202,6 +211,17 @@ def _lower_inductor(segment: GraphModule) -> LoweredSegment:
     return LoweredSegment.of(run, segment, boxed=True, lowering=Lowering(INDUCTOR, refusal=by_expert))
 
 
+def _lower_tensorrt(segment: GraphModule) -> LoweredSegment:
+    if stays_out_of_tensorrt(segment):
+        return _lower_inductor(segment)
+    engine = lower_to_tensorrt(segment)
+    if isinstance(engine, NotLowered):
+        lowered = _lower_inductor(segment)
+        lowered.lowering = dataclasses.replace(lowered.lowering, refusal=engine)
+        return lowered
+    return LoweredSegment.of(engine, segment, boxed=False, lowering=Lowering(TENSORRT))
+
+
 def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered | None:
     """The segment's experts by code of ours, or why not; None where it has none."""
     inputs = [fake_value(node) for node in graph_inputs(segment.graph)]
@@ -263,4 +283,5 @@ def _fake_mode_of(segment: GraphModule, inputs: Sequence[Any]) -> Any:
 LOWERINGS: dict[str, Callable[[GraphModule], LoweredSegment]] = {
     INDUCTOR: _lower_inductor,
     EAGER: _lower_eager,
+    TENSORRT: _lower_tensorrt,
 }

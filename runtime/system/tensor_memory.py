@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -36,3 +37,26 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+
+
+def offset_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the beginning of a tensor's storage to its first element."""
+    return int(tensor.storage_offset()) * tensor.itemsize
+
+
+def as_extent(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory from the first element of a tensor to its last, as a flat tensor of the same type."""
+    elements = 0 if tensor.numel() == 0 else _extent_bytes(tensor) // tensor.itemsize
+    return tensor.as_strided((elements,), (1,))
+
+
+def tensor_in_storage(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset_bytes: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """A tensor in memory that is there. Raises RuntimeError where it would not fit."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset_bytes // dtype.itemsize, tuple(shape), tuple(strides))

@@ -127,6 +127,11 @@ class Ring:
         return self._waits
 
     @property
+    def buffers_of_run(self) -> Sequence[torch.Tensor]:
+        """The buffers that the present run uses as its slots 0, 1, ..."""
+        return [self._buffers[buffer] for buffer in self._buffer_of[: self._used]]
+
+    @property
     def device_bytes(self) -> int:
         """Bytes that the ring occupies on the compute device."""
         return sum(buffer.numel() for buffer in [*self._buffers, self._encoded_buffer])

@@ -19,7 +19,7 @@ from tiny_configs import tiny_config
 import moepass
 from moepass.explaining.advice import advice
 from moepass.explaining.capture_model import capture_plans
-from moepass.explaining.compiler_view import Explanation
+from moepass.explaining.compiler_view import Explanation, tensorrt_text
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import explained_model
 from moepass.explaining.report import CompilerPart, Report, ServingPart
@@ -31,6 +31,7 @@ from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names
 from moepass.models.testing.tiny import TINY_FAMILIES, tiny_model
 from moepass.passes.ir.plan import MoEBlock, Plan, Refusal
+from moepass.passes.ir.segment import Segment, SegmentUse, TensorrtChoice
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.planner.forecast import Forecast, forecast
 from moepass.passes.planner.strategies import Setting
@@ -225,6 +226,39 @@ def test_options_change_what_they_say() -> None:
 
 
 @pytest.mark.slow
+def test_the_choice_of_tensorrt_is_told_in_words() -> None:
+    choices = {"head": "", "attention": "it has attention, which stays with Inductor"}
+    uses = (SegmentUse(), SegmentUse())
+    segments = [Segment(role, role, (role,), uses, tensorrt=TensorrtChoice(stays)) for role, stays in choices.items()]
+    assert tensorrt_text(Plan(segments=tuple(segments))) == (
+        "1 of 2 distinct segments would become TensorRT engines: head (head, called 2 times)\n"
+        "only torch-tensorrt can say whether TensorRT has all operators of them; what it refuses, Inductor compiles, "
+        "and the plan says so\n"
+        "attention (attention, called 2 times) stays: it has attention, which stays with Inductor"
+    )
+    assert tensorrt_text(Plan(segments=(segments[1],))).startswith("0 of 1 distinct segment would become")
+    assert tensorrt_text(Plan(segments=(Segment("head"),))) == ""
+
+
+@pytest.mark.slow
+def test_tensorrt_is_explained_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
+    report = moepass.explain(tiny_model("olmoe").config, tokens=64, lower="tensorrt")
+    (plan,) = report.compiler.explanation.plans
+    stays = {segment.role: segment.tensorrt.stays for segment in plan.segments if segment.tensorrt}
+    assert stays == {
+        "attention": "it has attention, which stays with Inductor",
+        "experts": "it has GEMMs of experts, which have kernels of their own; TensorRT has no grouped GEMM",
+        "head": "",
+    }
+    text = " ".join(report.text(width=200).split())
+    assert (
+        "tensorrt 1 of 3 distinct segments would become TensorRT engines: segment_2 (head) only torch-tensorrt" in text
+    )
+    assert "segment_1 (experts) stays: it has GEMMs of experts" in text
+    assert "TensorRT" not in moepass.explain("olmoe-1b-7b").text()
+
+
 def test_any_number_of_reports_in_one_process() -> None:
     """Dynamo gives up on code that was compiled too often; that of a family is the same for all of its models."""
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):

@@ -22,6 +22,7 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Group, PassContext, PassResult
 from moepass.passes.ir.slot_operations import acquire, prefetch, release
 from moepass.passes.pipeline import compile_graph
+from moepass.passes.segments.cuda_graphs import with_cuda_graphs
 from moepass.runtime.execute.adoption import AdoptionOptions, adoption
 from moepass.runtime.transfer.link import Link
 
@@ -101,7 +102,7 @@ def _essence(plan: Plan) -> object:
 @pytest.mark.parametrize(
     "family", [name if name in FAST_FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in TINY_FAMILIES]
 )
-def test_families_become_the_plans_that_they_become_on_a_cpu(family: str, capability: tuple[int, int]) -> None:
+def test_families_become_the_plans_of_a_cpu_and_cuda_graphs(family: str, capability: tuple[int, int]) -> None:
     model = tiny_model(family, dtype=torch.bfloat16)
     inputs = tiny_inputs(model)
     expected = compile_graph(captured_graph(model, **inputs), PassContext()).plan
@@ -109,6 +110,8 @@ def test_families_become_the_plans_that_they_become_on_a_cpu(family: str, capabi
     with pretended_gpu(capability):
         put_on_gpu(model)
         captured = captured_graph(model, **{name: on_gpu(value) for name, value in inputs.items()})
-    plan = compile_graph(captured, PassContext()).plan
-    assert len(plan.blocks) > 0
-    assert _essence(plan) == _essence(expected)
+    result = compile_graph(captured, PassContext())
+    assert len(result.plan.blocks) > 0
+    assert _essence(result.plan) == _essence(expected)
+    uses = [segment.cuda_graph for segment in with_cuda_graphs(result.plan.segments, result.module)]
+    assert [str(use.refusal) for use in uses if use and use.refusal] == []

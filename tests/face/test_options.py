@@ -50,6 +50,11 @@ def test_every_kind_of_path_names_the_same_folder(folder: object) -> None:
         ({"disable": ["partition"]}, r"option disable has 'partition', but lower='inductor' compiles segments"),
         ({"debug": 1}, r"option debug is 1; it must be True or False"),
         ({"debug": "yes"}, r"option debug is 'yes'; it must be True or False"),
+        ({"cudagraphs": 1}, r"option cudagraphs is 1; it must be True or False"),
+        (
+            {"lower": "eager", "cudagraphs": True, "disable": ["partition"]},
+            r"option disable has 'partition', but cudagraphs=True records segments",
+        ),
         ({"dump": 3}, r"option dump is 3; it must be the path of a folder"),
     ],
 )
@@ -78,6 +83,11 @@ def _run(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, list[moe
             "OptionError: pass verify needs scheduled, which schedule provides: do not disable it",
         ),
         ({"disable": ["detect"]}, "OptionError: pass rewrite needs blocks, which detect provides"),
+        (
+            {"cudagraphs": True},
+            "OptionError: option cudagraphs is True, but the graph computes on cpu: CUDA graphs record work of a GPU; "
+            "move the model to cuda, or leave the option out",
+        ),
     ],
 )
 def test_errors_reach_the_user_of_torch_compile(options: dict[str, Any], message: str) -> None:

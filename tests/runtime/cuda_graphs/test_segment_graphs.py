@@ -1,0 +1,330 @@
+"""CUDA graphs of segments, on emulated streams: equal results, whatever is recorded, replayed and refused.
+
+The emulation (`fake_cuda_graphs`) poisons memory of the pool that is free. It is no GPU: it knows none of CUDA's rules
+on what can be recorded, but that values cannot be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from backend_helper import HIDDEN, Stack, capture, tokens, up_to
+from fake_cuda import FakeCuda
+from fake_cuda_graphs import CaptureError, FakeGraph, FakeGraphs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import moepass
+from moepass.passes.ir.segment import CudaGraphUse, NotRecorded, Segment
+from moepass.runtime.cuda_graphs import recorded_call, segment_graphs
+from moepass.runtime.cuda_graphs.graph_memory import GraphMemory, without_ownership
+from moepass.runtime.cuda_graphs.recorded_call import ExpectedTensor, RecordedCall
+from moepass.runtime.cuda_graphs.segment_graphs import GraphedRun, SegmentGraphs
+from moepass.runtime.execute.executor import Executor, SegmentCall, SegmentError
+from moepass.runtime.lowering.lower_segments import lower_segments
+from moepass.runtime.transfer import ring as ring_module
+from moepass.runtime.transfer.stream_copier import StreamCopier
+
+CPU = torch.device("cpu")
+LAYERS = 4
+TRACED = 5
+REFUSED = NotRecorded("", "refused by the test")
+Record = Callable[[tuple[Segment, ...]], tuple[Segment, ...]]
+
+
+def _record_all(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    return tuple(dataclasses.replace(segment, cuda_graph=CudaGraphUse()) for segment in segments)
+
+
+@dataclasses.dataclass
+class Compiled:
+    """A graph that is cut, and what it takes for so many tokens."""
+
+    model: nn.Module
+    cut: Any
+    inputs: list[Any]
+    store: Any
+
+    def arguments(self, value: torch.Tensor) -> list[Any]:
+        def given(old: Any) -> Any:
+            if isinstance(old, int):
+                return len(value)
+            return value if old.shape == (TRACED, HIDDEN) else old
+
+        return [given(old) for old in self.inputs]
+
+    def executor(self, record: Record, debug: bool) -> Executor:
+        plan = dataclasses.replace(self.cut.plan, segments=record(self.cut.plan.segments))
+        ring = None if self.store is None else self.store.ring(debug=debug)
+        return Executor(lower_segments(self.cut.module, "eager"), plan, ring, cudagraphs=True)
+
+
+@functools.cache
+def _compiled(slots: int, layers: int = LAYERS) -> Compiled:
+    """`slots` 0: the experts are resident."""
+    torch._dynamo.reset()
+    model = Stack("dense_bmm", depth=layers)
+    report = moepass.offload_experts(model, slots=slots) if slots else None
+    captured = capture(model, tokens(TRACED), dynamic=True)
+    cut = up_to("partition", captured.module, slots or 2)
+    return Compiled(model, cut, captured.inputs, report and report.store)
+
+
+@contextlib.contextmanager
+def _emulated(seed: int, compiled: Compiled) -> Iterator[tuple[FakeCuda, FakeGraphs]]:
+    """CUDA, with a ring of its own for the banks of `compiled`."""
+    cuda = FakeCuda(random.Random(seed))
+    with torch.no_grad(), cuda.installed(), FakeGraphs(cuda).installed() as graphs:
+        if compiled.store is None:
+            yield cuda, graphs
+        else:
+            copier = mock.patch.object(ring_module, "make_copier", side_effect=lambda *_: StreamCopier(CPU))
+            with copier, mock.patch.object(compiled.store, "_ring", None):
+                yield cuda, graphs
+
+
+def _wrong_runs(
+    seed: int, compiled: Compiled, counts: Sequence[int], record: Record = _record_all, debug: bool = True
+) -> tuple[list[int], Executor, FakeGraphs]:
+    """Runs for that many tokens one after the other; which of them gave something else than the model gives."""
+    values = [tokens(count, seed=number) for number, count in enumerate(counts)]
+    with torch.no_grad():
+        expected = [compiled.model(value) for value in values]
+    with _emulated(seed, compiled) as (cuda, graphs):
+        executor = compiled.executor(record, debug)
+        outputs = []
+        for value in values:
+            # Activations come in memory of their own, and that of the last run may be gone.
+            outputs += executor(compiled.arguments(value.clone()))
+        cuda.finish()
+    wrong = [number for number, pair in enumerate(zip(outputs, expected, strict=True)) if not torch.equal(*pair)]
+    return wrong, executor, graphs
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    slots=st.integers(0, 3),
+    counts=st.lists(st.sampled_from((4, 6, 7)), min_size=1, max_size=9),
+    keep=st.integers(0, 255),
+)
+def test_results_are_those_of_the_model(seed: int, slots: int, counts: list[int], keep: int) -> None:
+    """Over changing shapes and slots; some segments are recorded, the others are not."""
+
+    def record(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        return tuple(
+            dataclasses.replace(segment, cuda_graph=CudaGraphUse(None if keep >> number & 1 else REFUSED))
+            for number, segment in enumerate(segments)
+        )
+
+    assert _wrong_runs(seed, _compiled(slots), counts, record)[0] == []
+
+
+@pytest.mark.parametrize("slots", [0, 1, 2, 3])
+def test_runs_of_one_shape_are_recorded_once_and_replayed(slots: int) -> None:
+    wrong, executor, graphs = _wrong_runs(0, _compiled(slots), [5] * 9)
+    assert wrong == []
+    calls = sum(len(segment.uses) for segment in executor.plan.segments)
+    assert executor.graphs is not None
+    statistics = executor.graphs.statistics
+    assert statistics.plain == {"in the first run of a shape": 1}
+    assert not statistics.stopped
+    # With four banks and three slots, a run begins with the buffer behind the one that the last run began with.
+    orders = 3 if slots == 3 else 1
+    assert (statistics.recorded, statistics.replayed) == (orders, 8 - orders)
+    assert (graphs.recorded, graphs.replayed) == (orders * calls, 8 * calls)
+    # What flows from one recorded call to the next is staged nowhere: one tensor enters the graph.
+    assert executor.graphs.staged_bytes == tokens(5).nbytes
+
+
+def test_more_shapes_than_are_recorded_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_graphs, "MOST_SHAPES", 2)
+    wrong, executor, _ = _wrong_runs(1, _compiled(2), [3, 4, 6] * 3)
+    assert wrong == []
+    assert executor.graphs is not None
+    statistics = executor.graphs.statistics
+    assert (statistics.recorded, statistics.replayed) == (2, 2)
+    assert statistics.plain == {"in the first run of a shape": 3, "of other shapes than the 2 that are recorded": 2}
+
+
+def test_other_parameters_are_recorded_anew() -> None:
+    """One executor serves models that are alike: those of the second lie at other addresses."""
+    compiled = _compiled(0)
+    other = Stack("dense_bmm", depth=LAYERS)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-0.5)
+    by_address = dict(zip(map(id, compiled.model.parameters()), other.parameters(), strict=True))
+    others = dataclasses.replace(compiled, inputs=[by_address.get(id(old), old) for old in compiled.inputs])
+    with _emulated(3, compiled) as (cuda, _):
+        executor = compiled.executor(_record_all, debug=False)
+        outputs = [executor(one.arguments(tokens(6)))[0] for one in [compiled, others] * 4]
+        cuda.finish()
+    with torch.no_grad():
+        expected = [model(tokens(6)) for model in (compiled.model, other)]
+    assert all(map(torch.equal, outputs, expected * 4))
+    assert executor.graphs is not None
+    assert (executor.graphs.statistics.recorded, executor.graphs.statistics.replayed) == (2, 5)
+
+
+def test_a_segment_that_cuda_does_not_record_runs_as_it_is_and_the_plan_says_so() -> None:
+    begin = FakeGraph.capture_begin
+    calls = 0
+
+    def fail_once(graph: FakeGraph, **how: Any) -> None:
+        nonlocal calls
+        calls += 1
+        begin(graph, **how)
+        if calls == 2:
+            graph.capture_end()
+            raise CaptureError("operation not permitted when stream is capturing")
+
+    with mock.patch.object(FakeGraph, "capture_begin", fail_once):
+        wrong, executor, graphs = _wrong_runs(4, _compiled(2), [5] * 4)
+    assert wrong == []
+    refusals = [segment.cuda_graph and segment.cuda_graph.refusal for segment in executor.plan.segments]
+    reason = "no CUDA graph: CUDA does not record it: CaptureError: operation not permitted when stream is capturing"
+    assert [str(refusal) for refusal in refusals if refusal] == [reason]
+    assert graphs.replayed > 0
+
+
+def test_an_exception_ends_a_recording_and_the_next_run_makes_it() -> None:
+    compiled = _compiled(2)
+    with _emulated(5, compiled) as (cuda, _):
+        executor = compiled.executor(_record_all, debug=True)
+        outputs = [executor(compiled.arguments(tokens(6)))]
+        located = [one for one in executor.graph_module.modules() if isinstance(one, SegmentCall)][2]
+
+        def fail(*inputs: Any) -> Any:
+            raise ZeroDivisionError
+
+        with mock.patch.object(located, "segment", fail), pytest.raises(SegmentError):
+            executor(compiled.arguments(tokens(6)))
+        outputs += [executor(compiled.arguments(tokens(6))) for _ in range(3)]
+        cuda.finish()
+    with torch.no_grad():
+        expected = compiled.model(tokens(6))
+    assert all(torch.equal(output, expected) for (output,) in outputs)
+    assert executor.graphs is not None
+    assert (executor.graphs.statistics.recorded, executor.graphs.statistics.replayed) == (1, 2)
+
+
+def test_a_run_within_a_run_is_not_recorded() -> None:
+    graphs = SegmentGraphs((), lambda name, reason: None)
+    with _emulated(6, _compiled(0)):
+        with graphs.run(CPU, {"s0": 4}, []) as first:
+            assert first is None
+        with graphs.run(CPU, {"s0": 4}, []) as outer, graphs.run(CPU, {"s0": 4}, []) as inner:
+            assert outer is not None
+            assert inner is None
+    assert graphs.statistics.plain == {"in the first run of a shape": 1, "while another run used the CUDA graphs": 1}
+
+
+# ---- What the emulation notices --------------------------------------------------------------------------------------
+
+
+def _ignore_addresses(expected: ExpectedTensor, value: object) -> bool:
+    return _is_like(dataclasses.replace(expected, address=None), value)
+
+
+def _keep_in_the_pool(run: GraphedRun, outputs: Any) -> Any:
+    return outputs
+
+
+def _without_slots(fixed: Sequence[torch.Tensor]) -> Any:
+    """The key of a recording without slots, which are bytes."""
+    return _addresses([value for value in fixed if value.dtype != torch.uint8])
+
+
+def _without_sizes(graphs: SegmentGraphs, device: Any, sizes: Any, fixed: Sequence[torch.Tensor]) -> Any:
+    return _run(graphs, device, {}, fixed)
+
+
+def _everything_is_fixed(memory: Any, segment: Any, inputs: Any, is_fixed: Any) -> Any:
+    return _record_call(memory, segment, inputs, lambda value: True)
+
+
+def _without_owners(memory: Any, segment: Any, inputs: Any, is_fixed: Any) -> Any:
+    """The pool takes the memory of outputs back before they are read."""
+    call, outputs = _record_call(memory, segment, inputs, is_fixed)
+    return call, tuple(map(without_ownership, outputs))
+
+
+def _replay_what_comes(call: RecordedCall, inputs: Sequence[Any]) -> Any:
+    """Stages nothing: what was staged while recording is read again."""
+    with mock.patch.object(call, "_staged", []):
+        return _replay(call, inputs)
+
+
+_is_like, _replay, _run = ExpectedTensor.is_like, RecordedCall.replay, SegmentGraphs.run
+_record_call, _addresses = recorded_call.record_call, segment_graphs._addresses
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [(ExpectedTensor, "is_like", _ignore_addresses), (segment_graphs, "_addresses", _without_slots)],
+        [(ExpectedTensor, "is_like", _ignore_addresses), (segment_graphs, "record_call", _everything_is_fixed)],
+        [(GraphedRun, "own", _keep_in_the_pool)],
+        [(RecordedCall, "replay", _replay_what_comes)],
+        [(segment_graphs, "record_call", _without_owners)],
+    ],
+    ids=["slots", "activations", "outputs", "staging", "lifetimes"],
+)
+def test_the_emulation_notices_a_key_or_a_copy_that_is_missing(broken: list[tuple[Any, str, Any]]) -> None:
+    with contextlib.ExitStack() as patches:
+        for owner, name, function in broken:
+            patches.enter_context(mock.patch.object(owner, name, function))
+        assert any(_wrong_runs(seed, _compiled(3), [5, 5, 5, 5, 7, 5])[0] for seed in range(3))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [(segment_graphs, "_addresses", _without_slots), (SegmentGraphs, "run", _without_sizes)],
+    ids=["slots", "sizes"],
+)
+def test_a_call_that_comes_otherwise_than_it_was_recorded_is_not_replayed(broken: tuple[Any, str, Any]) -> None:
+    """Each call looks at its inputs again, so that a key that misses a part costs replays, and no result."""
+    with mock.patch.object(*broken):
+        wrong, executor, _ = _wrong_runs(7, _compiled(3), [5, 5, 5, 6, 5, 6])
+    assert wrong == []
+    assert executor.graphs is not None
+    assert sum(executor.graphs.statistics.stopped.values()) > 0
+
+
+def test_views_of_inputs_are_made_of_the_inputs_that_came() -> None:
+    """A view of a staged input is no view of the staging buffer, which the next call overwrites."""
+    weight = tokens(3)
+
+    def segment(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return value[1:].t(), value.view(torch.int32)[:, ::2], value @ weight.t(), value[:0]
+
+    with _emulated(8, _compiled(0)) as (cuda, _):
+        memory = GraphMemory(CPU)
+        values = [torch.cat([tokens(2, seed=seed), tokens(4, seed=seed)])[2:] for seed in range(4)]
+        call, outputs = recorded_call.record_call(memory, segment, [values[0]], lambda value: False)
+        found = [tuple(map(torch.clone, outputs))]
+        views = []
+        for value in values[1:]:
+            replayed = call.replay([value])
+            assert replayed is not None
+            found.append(tuple(map(torch.clone, replayed)))
+            views.append(replayed[:2])
+        assert call.replay([values[0].double()]) is None
+        assert call.replay([values[0].t().contiguous().t()]) is None
+        assert call.replay([values[0][1:]]) is None
+        cuda.finish()
+    for value, made in zip(values, found, strict=True):
+        assert all(map(torch.equal, made, segment(value)))
+    for value, made in zip(values[1:], views, strict=True):
+        assert [view.untyped_storage().data_ptr() for view in made] == [value.untyped_storage().data_ptr()] * 2
+        assert all(map(torch.equal, made, segment(value)))
