@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def _first_kernel(inputs: ExpertInputs) -> GeneratedGemm:
 def test_weights_in_parts(cuts: tuple[int, ...]) -> None:
     inputs = expert_inputs(SIZES, SHARES, DEVICE)
     bounds = (0, *cuts, SIZES.experts)
-    parts = [inputs.up[low:high].clone().mT for low, high in zip(bounds, bounds[1:], strict=False)]
+    parts = [inputs.up[low:high].clone().mT for low, high in itertools.pairwise(bounds)]
     kernel, operands = _first_kernel(inputs), [inputs.x, inputs.token]
     (ours,) = kernel(operands, parts, inputs.ends, SIZES.pairs)
     (whole,) = kernel(operands, [inputs.up.mT], inputs.ends, SIZES.pairs)
