@@ -11,8 +11,31 @@ from parts.causal_attention import CAUSAL, causal_attention
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from moepass.models.formulas.layers import layer_parameters, model_parameters
+from moepass.models.formulas.memory import bank_bytes, element_bytes
+from moepass.models.sizes.families import from_config
+from moepass.passes.planner.strategies import peak_activation_bytes
+
 # Random attention makes all tokens of a sequence alike, and one expert everybody's; so it adds little here.
 _ATTENTION_SCALE = 0.1
+
+
+def fitting_layers(config: PreTrainedConfig, tokens: int, slots: int, device_bytes: float, host_bytes: float) -> int:
+    """How many layers of `config` there is memory for, with experts resident and streamed at the same time; 0: none.
+
+    On the device: all weights once, slots, and twice the activations of `tokens` that are predicted. In host memory:
+    experts in pinned memory, which torch rounds up to a power of two, and all weights once more for accelerate.
+    """
+    architecture = from_config(config)
+    layer, dtype = architecture.typical_moe_layer, architecture.dtype
+    assert layer.experts is not None
+    bank = bank_bytes(layer.experts, architecture.hidden, dtype)
+    of_layer = layer_parameters(layer, architecture.hidden) * element_bytes(dtype)
+    others = model_parameters(architecture) * element_bytes(dtype) - len(architecture.layers) * of_layer
+    beside = others + slots * bank + 2 * peak_activation_bytes(architecture, tokens, dtype)
+    on_device = (device_bytes - beside) / of_layer
+    in_host = (host_bytes - others) / (of_layer + (1 << (bank - 1).bit_length()))
+    return max(0, int(min(on_device, in_host, len(architecture.layers))))
 
 
 def build_model(config: PreTrainedConfig, target: Target) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import GraphModule
 
+from moepass.models.sizes.presets import preset_config
 from moepass.models.testing.tiny import tiny_model
 from moepass.passes.ir.segment import INDUCTOR, TRITON, Lowering
 from moepass.runtime.lowering import lower_segments
@@ -31,13 +32,24 @@ def gpu() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         import gpu
-        from on_gpu import expert_layers, kernel_runs, memory_runs, profiles, streaming_runs, summary, tables, target
+        from on_gpu import (
+            expert_layers,
+            kernel_runs,
+            memory_runs,
+            models,
+            profiles,
+            streaming_runs,
+            summary,
+            tables,
+            target,
+        )
 
         yield SimpleNamespace(
             main=gpu,
             layers=expert_layers,
             kernels=kernel_runs,
             memory=memory_runs,
+            models=models,
             profiles=profiles,
             streaming=streaming_runs,
             summary=summary,
@@ -231,6 +243,18 @@ def test_sequences_are_two_or_more_of_at_most_so_many_tokens(gpu: SimpleNamespac
     assert gpu.streaming.sequences_of(1024, 4096) == (2, 512)
     assert gpu.streaming.sequences_of(8192, 4096) == (2, 4096)
     assert gpu.streaming.sequences_of(131072, 4096) == (32, 4096)
+
+
+def test_as_many_layers_as_memory_holds(gpu: SimpleNamespace) -> None:
+    config = preset_config("qwen3-30b-a3b", layers=24)
+
+    def fitting(device_gb: float, host_gb: float) -> int:
+        return gpu.models.fitting_layers(config, 131072, 2, device_gb * 1e9, host_gb * 1e9)
+
+    assert fitting(80, 128) == 24
+    assert fitting(80, 30) == 8  # 2.1 GB of pinned memory for 1.2 GB of experts, 1.25 GB for accelerate
+    assert 0 < fitting(40, 128) < 24
+    assert fitting(5, 128) == 0
 
 
 @pytest.mark.parametrize(
