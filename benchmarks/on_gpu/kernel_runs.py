@@ -25,7 +25,15 @@ from on_gpu.expert_layers import (
     sorted_pairs,
 )
 from on_gpu.tables import ResultTable
-from on_gpu.target import Deadline, Target, Timing, conditions, is_out_of_memory
+from on_gpu.target import (
+    Deadline,
+    Failures,
+    Target,
+    Timing,
+    WrongResultError,
+    conditions,
+    is_out_of_memory,
+)
 from torch.fx import Graph, GraphModule
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
@@ -71,10 +79,6 @@ class KernelResult:
         return self.ratio_to(_GROUPED)
 
 
-class WrongResultError(AssertionError):
-    """A kernel's result is not that of float64."""
-
-
 def measure_kernels(
     target: Target,
     configs: Mapping[str, PreTrainedConfig],
@@ -85,7 +89,7 @@ def measure_kernels(
 ) -> list[KernelResult]:
     """One table of the layers of `configs`, by name, for `cases` of tokens and routing.
 
-    Raises WrongResultError where a result is wrong; the rows before it are written.
+    What fails, or gives a wrong result, is not timed. The first error is raised when all else is measured.
     """
     table = ResultTable(
         "kernels",
@@ -96,22 +100,23 @@ def measure_kernels(
         folder,
     )  # fmt: skip
     results: list[KernelResult] = []
+    failures = Failures()
     for name, config in configs.items():
         torch._dynamo.reset()
         target.free_memory()
         layer = None if deadline.is_over else ExpertLayer.of(name, config, target.device, target.dtype)
         runs = None if layer is None else _LayerRuns(layer, target)
         for (tokens, routing), what in itertools.product(cases, (GEMM, LAYER)):
+            result = KernelResult(name, what, tokens, routing, 0)
             if runs is None or deadline.is_over:
-                reason = f"the part's {deadline.seconds:.0f} s were over"
-                result = KernelResult(name, what, tokens, routing, 0, reason=reason)
+                result = dataclasses.replace(result, reason=f"the part's {deadline.seconds:.0f} s were over")
             else:
-                result = runs.measure(what, tokens, routing, rounds)
+                try:
+                    result = runs.measure(what, tokens, routing, rounds)
+                except Exception as error:
+                    result = dataclasses.replace(result, reason=failures.add(error))
             results.append(result)
             table.add(*_cells(result, target))
-            if result.error is not None and not result.error <= target.most_error:
-                table.finish(f"WRONG: the error of the last row is beyond {target.most_error}.")
-                raise WrongResultError(f"{name}, {what}, {tokens} tokens, {routing}: error {result.error:.2e}")
     table.finish(
         f"Medians of {rounds} runs in turns, ± half of the range; device time alone. of dense: moepass's rate as a "
         "part of that of dense GEMMs of the same FLOPs; of peak: of the stated peak rate; x grouped_mm: how many "
@@ -119,6 +124,7 @@ def measure_kernels(
         f"{_CHECKED_TOKENS} tokens against float64, by norm. skewed: the n-th most popular expert has a share of "
         "1 / n, a quarter have none. by: how moepass lowered the experts."
     )
+    failures.raise_first()
     return results
 
 
@@ -169,7 +175,8 @@ class _LayerRuns:
                 raise
             return dataclasses.replace(result, reason="out of memory")
         if not error <= self.target.most_error:
-            return dataclasses.replace(result, error=error, lowered=lowered, reason="wrong result")
+            told = f"{layer.name}, {what}, {tokens} tokens, {routing}: error {error:.2e} against float64"
+            raise WrongResultError(told)
         runs, reason = self._that_fit(runs)
         timings = self.target.interleaved(runs, rounds)
         return dataclasses.replace(result, timings=timings, error=error, lowered=lowered, reason=reason)

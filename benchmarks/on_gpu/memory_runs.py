@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from on_gpu.models import build_model, held_bytes, token_ids
 from on_gpu.tables import ResultTable
-from on_gpu.target import Deadline, Target, conditions, fits
+from on_gpu.target import Deadline, Failures, Target, conditions, fits
 from transformers import PreTrainedConfig
 
 import moepass
@@ -89,7 +90,10 @@ def measure_memory(
     deadline: Deadline,
     folder: Path | None = None,
 ) -> list[LongestSequence]:
-    """One table. On a GPU torch may allocate `limit_bytes`, weights and slots included."""
+    """One table. On a GPU torch may allocate `limit_bytes`, weights and slots included.
+
+    The first error is raised when all else is measured.
+    """
     limit = f"{limit_bytes / 2**30:.0f} GiB" if target.is_gpu else "NO LIMIT (a CPU)"
     table = ResultTable(
         "memory",
@@ -104,6 +108,7 @@ def measure_memory(
     store = moepass.offload_experts(model, slots=_SLOTS, device=target.device).store
     target.free_memory()
     results: list[LongestSequence] = []
+    failures = Failures()
     with limited_memory(target, limit_bytes):
         for chunk in (None, chunk_tokens):
             for keeps_kv in (False, True):
@@ -113,19 +118,12 @@ def measure_memory(
                 elif deadline.is_over:
                     result = dataclasses.replace(result, reason=f"the part's {deadline.seconds:.0f} s were over")
                 else:
-                    torch._dynamo.reset()
-                    options = {} if chunk is None else {"chunk_tokens": chunk}
-                    compiled = torch.compile(model, backend="asyncep", options=options)
-
-                    def run(tokens: int, compiled: object = compiled, keeps_kv: bool = keeps_kv) -> bool:
-                        ids = token_ids(config, 1, tokens, target.device)
-                        return fits(
-                            target,
-                            lambda: compiled(input_ids=ids, use_cache=keeps_kv, logits_to_keep=1),  # type: ignore[operator]
-                        )
-
-                    tokens, beyond = longest(run, start, most, lambda: deadline.is_over)
-                    result = dataclasses.replace(result, tokens=tokens, beyond=beyond)
+                    try:
+                        search = _search(target, config, model, chunk, keeps_kv)
+                        tokens, beyond = longest(search, start, most, lambda: deadline.is_over)
+                        result = dataclasses.replace(result, tokens=tokens, beyond=beyond)
+                    except Exception as error:
+                        result = dataclasses.replace(result, reason=failures.add(error))
                 results.append(result)
                 table.add(*_cells(result, results[0]))
     held = (held_bytes(model, target.device) + store.device_bytes) / 2**30
@@ -135,7 +133,23 @@ def measure_memory(
         f"{held:.2f} GiB of the memory are dense weights and slots"
         f"{'' if target.is_gpu else ' (on a CPU the experts as well)'}."
     )
+    failures.raise_first()
     return results
+
+
+def _search(
+    target: Target, config: PreTrainedConfig, model: Any, chunk_tokens: int | None, keeps_kv: bool
+) -> Callable[[int], bool]:
+    """Compiles `model`; says whether one sequence of so many tokens fits."""
+    torch._dynamo.reset()
+    options = {} if chunk_tokens is None else {"chunk_tokens": chunk_tokens}
+    compiled = torch.compile(model, backend="asyncep", options=options)
+
+    def is_enough(tokens: int) -> bool:
+        ids = token_ids(config, 1, tokens, target.device)
+        return fits(target, lambda: compiled(input_ids=ids, use_cache=keeps_kv, logits_to_keep=1))
+
+    return is_enough
 
 
 def _cells(result: LongestSequence, first: LongestSequence) -> list[str]:

@@ -21,10 +21,18 @@ from typing import Any
 
 import torch
 from on_gpu.expert_layers import relative_error
-from on_gpu.kernel_runs import WrongResultError, how_experts_run
+from on_gpu.kernel_runs import how_experts_run
 from on_gpu.models import build_model, held_bytes, sharing_copy, token_ids
 from on_gpu.tables import ResultTable
-from on_gpu.target import Deadline, Target, Timing, conditions, is_out_of_memory
+from on_gpu.target import (
+    Deadline,
+    Failures,
+    Target,
+    Timing,
+    WrongResultError,
+    conditions,
+    is_out_of_memory,
+)
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -142,7 +150,10 @@ def measure_streaming(
     deadline: Deadline,
     folder: Path | None = None,
 ) -> StreamingResult:
-    """One table for steps of `counts` tokens. Raises WrongResultError where a variant's logits are wrong."""
+    """One table for steps of `counts` tokens.
+
+    A variant that fails, or whose logits are wrong, is not timed. The first error is raised when all else is measured.
+    """
     table = ResultTable(
         "streaming",
         f"Whole model, {config.num_hidden_layers} layers, {SLOTS} slots, {str(target.dtype).removeprefix('torch.')}",
@@ -154,11 +165,9 @@ def measure_streaming(
     torch._dynamo.reset()
     target.free_memory()
     model = build_model(config, target)
-    made = _compiled_variants(model, target)
-    errors = _compare(model, made, token_ids(config, *sequences_of(counts[0], longest), target.device), target, result)
-    if result.missing:
-        table.finish(f"WRONG: {'; '.join(result.missing)}.")
-        raise WrongResultError("; ".join(result.missing))
+    failures = Failures()
+    ids = token_ids(config, *sequences_of(counts[0], longest), target.device)
+    made, errors = _right_ones(model, _compiled_variants(model, target), ids, target, result, failures)
     measure = functools.partial(_measure, result, table, target, config, longest)
     for tokens in counts:
         if deadline.is_over:
@@ -166,8 +175,12 @@ def measure_streaming(
             continue
         measure(made, tokens, rounds)
     result.observed = crossing(result.rate_ratios(STREAMED, RESIDENT), SATURATED)
-    _measure_accelerate(model, measure, target, counts, result, deadline)
+    try:
+        _measure_accelerate(model, measure, target, counts, result, deadline)
+    except Exception as error:
+        result.missing.append(f"accelerate: {failures.add(error)}")
     table.finish(_note(result, errors, rounds))
+    failures.raise_first()
     return result
 
 
@@ -191,21 +204,30 @@ def _logits_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return run
 
 
-def _compare(
-    model: PreTrainedModel, variants: Sequence[_Variant], ids: torch.Tensor, target: Target, result: StreamingResult
-) -> str:
-    """Each variant's distance from the uncompiled model, in words; what is too far comes to `result.missing`."""
+def _right_ones(
+    model: PreTrainedModel,
+    variants: Sequence[_Variant],
+    ids: torch.Tensor,
+    target: Target,
+    result: StreamingResult,
+    failures: Failures,
+) -> tuple[list[_Variant], str]:
+    """The variants whose logits are those of the uncompiled model, and how far each is from it, in words."""
     plain = _logits_of(model)(ids).double()
-    told = []
+    right, told = [], []
     for variant in variants:
-        with moepass.record_compilations() as compilations:
-            found = variant.run(ids)
-        error = relative_error(found.flatten(0, -2), plain.flatten(0, -2))
-        how = f", experts by {how_experts_run(compilations)}" if compilations else ""
-        told.append(f"{variant.name} {error:.1e}{how}")
-        if not error <= _DEPTH_FACTOR * target.most_error:
-            result.missing.append(f"logits of {variant.name} are off by {error:.2e}")
-    return "; ".join(told)
+        try:
+            with moepass.record_compilations() as compilations:
+                found = variant.run(ids)
+            off = relative_error(found.flatten(0, -2), plain.flatten(0, -2))
+            how = f", experts by {how_experts_run(compilations)}" if compilations else ""
+            told.append(f"{variant.name} {off:.1e}{how}")
+            if not off <= _DEPTH_FACTOR * target.most_error:
+                raise WrongResultError(f"logits are off by {off:.2e} of those of the uncompiled model")
+            right.append(variant)
+        except Exception as error:
+            result.missing.append(f"{variant.name}: {failures.add(error)}")
+    return right, "; ".join(told)
 
 
 def _measure(

@@ -9,6 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -125,6 +126,29 @@ class Deadline:
     @property
     def is_over(self) -> bool:
         return self._clock() >= self._end
+
+
+class WrongResultError(AssertionError):
+    """A result is not that of the reference."""
+
+
+class Failures:
+    """Errors that do not keep the rest of a part from being measured; the first one is raised when the part ends."""
+
+    def __init__(self) -> None:
+        self._found: list[Exception] = []
+
+    def add(self, error: Exception) -> str:
+        """Write down `error` with its traceback, and let go of what its frames hold; gives it in one line."""
+        traceback.print_exception(error)
+        lines = str(error).strip().splitlines() or [""]
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._found.append(error)
+        return f"{type(error).__name__}: {lines[0]}"
+
+    def raise_first(self) -> None:
+        if self._found:
+            raise self._found[0]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -106,11 +106,12 @@ def test_wrong_kernels_are_not_timed(
     run = gpu.kernels.GeneratedGemm.__call__
     monkeypatch.setattr(gpu.kernels.GeneratedGemm, "__call__", lambda *given: [one * 1.01 for one in run(*given)])
     config = tiny_model("qwen3_moe").config
-    with pytest.raises(gpu.kernels.WrongResultError, match="grouped GEMM, 5 tokens, skewed"):
+    with pytest.raises(gpu.target.WrongResultError, match="grouped GEMM, 5 tokens, skewed"):
         gpu.kernels.measure_kernels(cpu, {"tiny": config}, [(5, "skewed")], 1, gpu.target.Deadline(1e9), tmp_path)
-    written = (tmp_path / "kernels.md").read_text(encoding="utf-8")
-    assert "WRONG" in written
-    assert "not measured: wrong result" in written
+    wrong, right = (tmp_path / "kernels.md").read_text(encoding="utf-8").splitlines()[-4:-2]
+    assert "not measured: WrongResultError: tiny, grouped GEMM" in wrong
+    assert "expert layer" in right
+    assert "not measured" not in right
 
 
 def test_what_has_no_time_left_is_in_the_table(gpu: SimpleNamespace, cpu: object, tmp_path: Path) -> None:
@@ -243,6 +244,37 @@ def test_sequences_are_two_or_more_of_at_most_so_many_tokens(gpu: SimpleNamespac
     assert gpu.streaming.sequences_of(1024, 4096) == (2, 512)
     assert gpu.streaming.sequences_of(8192, 4096) == (2, 4096)
     assert gpu.streaming.sequences_of(131072, 4096) == (32, 4096)
+
+
+def test_layers_of_the_models_that_are_asked_for(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 << 30, 80 << 30))
+    monkeypatch.setattr(gpu.layers, "draw_weights", lambda module, seed: None)
+    sizes = gpu.main.full_sizes(["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b"], 2, 3)
+    assert (sizes.config.num_hidden_layers, sizes.memory_config.num_hidden_layers) == (2, 3)
+    found = {
+        name: gpu.layers.ExpertLayer.of(name, config, torch.device("meta"), torch.bfloat16)
+        for name, config in sizes.configs.items()
+    }
+    assert {name: tuple(layer.up.shape) for name, layer in found.items()} == {
+        "qwen3-30b-a3b": (128, 2048, 1536),
+        "mixtral-8x7b": (8, 4096, 28672),
+        "gpt-oss-120b": (128, 2880, 5760),
+    }
+    assert {layer.module.config._experts_implementation for layer in found.values()} == {"grouped_mm"}
+
+
+@pytest.mark.parametrize("routing", ["uniform", "skewed"])
+def test_tokens_are_routed_to_different_experts(gpu: SimpleNamespace, routing: str) -> None:
+    config = tiny_model("qwen3_moe").config
+    layer = gpu.layers.ExpertLayer.of("tiny", config, torch.device("cpu"), torch.float32)
+    routed = layer.routed(2000, routing)
+    counts = routed.index.flatten().bincount(minlength=8).tolist()
+    assert all(len(set(row)) == 2 for row in routed.index.tolist())
+    if routing == "uniform":
+        assert all(count == pytest.approx(500, rel=0.15) for count in counts)
+    else:
+        assert counts[6:] == [0, 0]
+        assert counts[:6] == sorted(counts[:6], reverse=True)
 
 
 def test_as_many_layers_as_memory_holds(gpu: SimpleNamespace) -> None:
