@@ -103,39 +103,35 @@ def run_parts(
 ) -> list[Any]:
     """Run `parts`, each in so many `seconds`, and print what comes of them; gives the points of the summary.
 
-    A part that fails is reported, and the next one runs all the same; the first failure is raised at the end.
+    What fails is reported, and the rest is measured all the same; the first error is raised at the end.
     """
-    import traceback
-
     from on_gpu.kernel_runs import measure_kernels
     from on_gpu.memory_runs import measure_memory
     from on_gpu.streaming_runs import measure_streaming
     from on_gpu.summary import summarise
-    from on_gpu.target import Deadline, conditions
+    from on_gpu.target import Deadline, Failures, conditions
 
-    one = sizes
+    one, failures = sizes, Failures()
     runs = {
-        "kernels": lambda until: measure_kernels(target, one.configs, one.cases, one.kernel_rounds, until, folder),
+        "kernels": lambda until: measure_kernels(
+            target, one.configs, one.cases, one.kernel_rounds, until, failures, folder
+        ),
         "streaming": lambda until: measure_streaming(
-            target, one.config, one.counts, one.longest, one.step_rounds, until, folder
+            target, one.config, one.counts, one.longest, one.step_rounds, until, failures, folder
         ),
         "memory": lambda until: measure_memory(
-            target, one.memory_config, one.start, one.most, one.limit_bytes, one.chunk_tokens, until, folder
+            target, one.memory_config, one.start, one.most, one.limit_bytes, one.chunk_tokens, until, failures, folder
         ),
     }
     results: dict[str, Any] = dict.fromkeys(PARTS)
-    failures: list[Exception] = []
     for part in parts:
         try:
             results[part] = runs[part](Deadline(seconds[part]))
-        except Exception as failure:
-            traceback.print_exc()
-            # Its frames hold the models of the part.
-            failures.append(failure.with_traceback(None))
+        except Exception as error:
+            failures.add(error)
         target.free_memory()
     points = summarise(*(results[part] for part in PARTS), conditions(target), folder)
-    if failures:
-        raise failures[0]
+    failures.raise_first()
     return points
 
 

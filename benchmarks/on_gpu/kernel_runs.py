@@ -85,11 +85,12 @@ def measure_kernels(
     cases: Sequence[tuple[int, str]],
     rounds: int,
     deadline: Deadline,
+    failures: Failures,
     folder: Path | None = None,
 ) -> list[KernelResult]:
     """One table of the layers of `configs`, by name, for `cases` of tokens and routing.
 
-    What fails, or gives a wrong result, is not timed. The first error is raised when all else is measured.
+    What fails, or gives a wrong result, is not timed, and comes to `failures`.
     """
     table = ResultTable(
         "kernels",
@@ -100,16 +101,19 @@ def measure_kernels(
         folder,
     )  # fmt: skip
     results: list[KernelResult] = []
-    failures = Failures()
     for name, config in configs.items():
         torch._dynamo.reset()
         target.free_memory()
-        layer = None if deadline.is_over else ExpertLayer.of(name, config, target.device, target.dtype)
-        runs = None if layer is None else _LayerRuns(layer, target)
+        runs, reason = None, f"the part's {deadline.seconds:.0f} s were over"
+        if not deadline.is_over:
+            try:
+                runs = _LayerRuns(name, config, target)
+            except Exception as error:
+                reason = failures.add(error)
         for (tokens, routing), what in itertools.product(cases, (GEMM, LAYER)):
             result = KernelResult(name, what, tokens, routing, 0)
             if runs is None or deadline.is_over:
-                result = dataclasses.replace(result, reason=f"the part's {deadline.seconds:.0f} s were over")
+                result = dataclasses.replace(result, reason=reason)
             else:
                 try:
                     result = runs.measure(what, tokens, routing, rounds)
@@ -124,7 +128,6 @@ def measure_kernels(
         f"{_CHECKED_TOKENS} tokens against float64, by norm. skewed: the n-th most popular expert has a share of "
         "1 / n, a quarter have none. by: how moepass lowered the experts."
     )
-    failures.raise_first()
     return results
 
 
@@ -153,10 +156,11 @@ def _percent(share: float | None) -> str:
 class _LayerRuns:
     """The runs of one layer, compiled once for all numbers of tokens."""
 
-    def __init__(self, layer: ExpertLayer, target: Target) -> None:
-        self.layer, self.target = layer, target
-        self._compiled = torch.compile(layer.module, backend="asyncep")
-        self._inductor = torch.compile(layer.module, backend="inductor")
+    def __init__(self, name: str, config: PreTrainedConfig, target: Target) -> None:
+        self.target = target
+        self.layer = ExpertLayer.of(name, config, target.device, target.dtype)
+        self._compiled = torch.compile(self.layer.module, backend="asyncep")
+        self._inductor = torch.compile(self.layer.module, backend="inductor")
         self._lowered = ""
 
     @torch.no_grad()
@@ -203,7 +207,7 @@ class _LayerRuns:
         kernel = generated_gemm(rows, layer.up, ends)
         (found,) = kernel([rows], [layer.up], ends, len(rows))
         checked = torch.linspace(0, len(rows) - 1, _CHECKED_TOKENS, device=rows.device).long()
-        expert = torch.bucketize(checked, ends, right=True)
+        expert = torch.bucketize(checked, ends.long(), right=True)
         exact = torch.cat([rows[at : at + 1].double() @ layer.up[by].double() for at, by in zip(
             checked.tolist(), expert.tolist(), strict=True)])  # fmt: skip
         dense = torch.empty_like(layer.up[0]).normal_()

@@ -88,11 +88,12 @@ def measure_memory(
     limit_bytes: int,
     chunk_tokens: int,
     deadline: Deadline,
+    failures: Failures,
     folder: Path | None = None,
 ) -> list[LongestSequence]:
     """One table. On a GPU torch may allocate `limit_bytes`, weights and slots included.
 
-    The first error is raised when all else is measured.
+    A search that fails comes to `failures`.
     """
     limit = f"{limit_bytes / 2**30:.0f} GiB" if target.is_gpu else "NO LIMIT (a CPU)"
     table = ResultTable(
@@ -108,7 +109,6 @@ def measure_memory(
     store = moepass.offload_experts(model, slots=_SLOTS, device=target.device).store
     target.free_memory()
     results: list[LongestSequence] = []
-    failures = Failures()
     with limited_memory(target, limit_bytes):
         for chunk in (None, chunk_tokens):
             for keeps_kv in (False, True):
@@ -133,7 +133,6 @@ def measure_memory(
         f"{held:.2f} GiB of the memory are dense weights and slots"
         f"{'' if target.is_gpu else ' (on a CPU the experts as well)'}."
     )
-    failures.raise_first()
     return results
 
 

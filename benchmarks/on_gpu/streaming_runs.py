@@ -148,15 +148,17 @@ def measure_streaming(
     longest: int,
     rounds: int,
     deadline: Deadline,
+    failures: Failures,
     folder: Path | None = None,
 ) -> StreamingResult:
     """One table for steps of `counts` tokens.
 
-    A variant that fails, or whose logits are wrong, is not timed. The first error is raised when all else is measured.
+    A variant that fails, or whose logits are wrong, is not timed, and comes to `failures`.
     """
     table = ResultTable(
         "streaming",
-        f"Whole model, {config.num_hidden_layers} layers, {SLOTS} slots, {str(target.dtype).removeprefix('torch.')}",
+        f"Whole model ({config.model_type}, hidden {config.hidden_size}), {config.num_hidden_layers} layers, "
+        f"{SLOTS} slots, {str(target.dtype).removeprefix('torch.')}",
         ["tokens", "sequences", "variant", "ms", "tokens/s", "of resident", "MFU", "exposed ms", "GiB"],
         conditions(target),
         folder,
@@ -165,7 +167,6 @@ def measure_streaming(
     torch._dynamo.reset()
     target.free_memory()
     model = build_model(config, target)
-    failures = Failures()
     ids = token_ids(config, *sequences_of(counts[0], longest), target.device)
     made, errors = _right_ones(model, _compiled_variants(model, target), ids, target, result, failures)
     measure = functools.partial(_measure, result, table, target, config, longest)
@@ -180,7 +181,6 @@ def measure_streaming(
     except Exception as error:
         result.missing.append(f"accelerate: {failures.add(error)}")
     table.finish(_note(result, errors, rounds))
-    failures.raise_first()
     return result
 
 

@@ -133,7 +133,7 @@ class WrongResultError(AssertionError):
 
 
 class Failures:
-    """Errors that do not keep the rest of a part from being measured; the first one is raised when the part ends."""
+    """Errors that do not keep the rest from being measured; the first one is raised when that is done."""
 
     def __init__(self) -> None:
         self._found: list[Exception] = []

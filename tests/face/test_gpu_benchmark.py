@@ -85,9 +85,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_checked_and_timed(
     gpu: SimpleNamespace, cpu: object, interpreted: None, tmp_path: Path, family: str
 ) -> None:
+    failures = gpu.target.Failures()
     results = gpu.kernels.measure_kernels(
-        cpu, {family: tiny_model(family).config}, [(17, "uniform")], 1, gpu.target.Deadline(1e9), tmp_path
+        cpu, {family: tiny_model(family).config}, [(17, "uniform")], 1, gpu.target.Deadline(1e9), failures, tmp_path
     )
+    failures.raise_first()
     assert [result.what for result in results] == ["grouped GEMM", "expert layer"]
     for result in results:
         assert result.lowered == "triton"
@@ -105,9 +107,10 @@ def test_wrong_kernels_are_not_timed(
 ) -> None:
     run = gpu.kernels.GeneratedGemm.__call__
     monkeypatch.setattr(gpu.kernels.GeneratedGemm, "__call__", lambda *given: [one * 1.01 for one in run(*given)])
-    config = tiny_model("qwen3_moe").config
+    config, failures = tiny_model("qwen3_moe").config, gpu.target.Failures()
+    gpu.kernels.measure_kernels(cpu, {"tiny": config}, [(5, "skewed")], 1, gpu.target.Deadline(1e9), failures, tmp_path)
     with pytest.raises(gpu.target.WrongResultError, match="grouped GEMM, 5 tokens, skewed"):
-        gpu.kernels.measure_kernels(cpu, {"tiny": config}, [(5, "skewed")], 1, gpu.target.Deadline(1e9), tmp_path)
+        failures.raise_first()
     wrong, right = (tmp_path / "kernels.md").read_text(encoding="utf-8").splitlines()[-4:-2]
     assert "not measured: WrongResultError: tiny, grouped GEMM" in wrong
     assert "expert layer" in right
@@ -115,8 +118,10 @@ def test_wrong_kernels_are_not_timed(
 
 
 def test_what_has_no_time_left_is_in_the_table(gpu: SimpleNamespace, cpu: object, tmp_path: Path) -> None:
-    config = tiny_model("qwen3_moe").config
-    results = gpu.kernels.measure_kernels(cpu, {"tiny": config}, [(5, "uniform")], 1, gpu.target.Deadline(0), tmp_path)
+    config, failures = tiny_model("qwen3_moe").config, gpu.target.Failures()
+    results = gpu.kernels.measure_kernels(
+        cpu, {"tiny": config}, [(5, "uniform")], 1, gpu.target.Deadline(0), failures, tmp_path
+    )
     assert [result.reason for result in results] == ["the part's 0 s were over"] * 2
     assert "not measured: the part's 0 s were over" in (tmp_path / "kernels.md").read_text(encoding="utf-8")
 
