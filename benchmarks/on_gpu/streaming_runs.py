@@ -174,7 +174,10 @@ def measure_streaming(
         if deadline.is_over:
             result.missing.append(f"{tokens} tokens: the part's {deadline.seconds:.0f} s were over")
             continue
-        measure(made, tokens, rounds)
+        try:
+            measure(made, tokens, rounds)
+        except Exception as error:
+            result.missing.append(f"{tokens} tokens: {failures.add(error)}")
     result.observed = crossing(result.rate_ratios(STREAMED, RESIDENT), SATURATED)
     try:
         _measure_accelerate(model, measure, target, counts, result, deadline)
