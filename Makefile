@@ -4,19 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TYPING := build/typing
+SOURCE_TREE := build/source-tree
 
 # Ranks and test workers share the cores; one thread each keeps timings and results steady.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test test-slow test-gpu bytecode lint types benchmarks clean
+.PHONY: help install demo test test-slow test-gpu benchmark-gpu source-tree bytecode lint types benchmarks clean
 
 help:
 	@echo "make demo        score real text with the embedded model, its experts streamed; then ask it over HTTP"
 	@echo "make install     a virtual environment in $(VENV) with pinned versions (the other targets do this first)"
 	@echo "make test        ruff, mypy and the fast tests (6 minutes on 2 cores)"
 	@echo "make test-slow   the tests that take longer (one hour on 2 cores)"
-	@echo "make test-gpu    the tests that need a CUDA device, and a torch that knows it"
+	@echo "make test-gpu    the tests that need a CUDA device, and a torch that knows it; benchmark-gpu measures there"
+	@echo "                 (with PYTHON_GPU=python3: by that Python and the packages that it has, nothing is installed)"
 	@echo "make lint        ruff alone"
 	@echo "make types       mypy alone"
 	@echo "make benchmarks  every measurement of docs/results"
@@ -45,9 +47,25 @@ test-slow: $(INSTALLED) bytecode
 bytecode: $(INSTALLED)
 	@$(BIN)/python -m compileall -q moepass models passes runtime tests
 
-test-gpu: $(INSTALLED)
-	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'this torch finds no GPU')"
-	$(BIN)/python -m pytest -m gpu tests/face/test_gpu.py
+# A Python that has torch for CUDA, and the packages, needs no environment and no network: make test-gpu PYTHON_GPU=python3
+# Its tests and benchmarks read the source tree, through links that show it as the package that it installs as.
+ifdef PYTHON_GPU
+GPU_NEEDS := source-tree
+GPU_PYTHON := PYTHONPATH=$(CURDIR)/$(SOURCE_TREE)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON_GPU)
+else
+GPU_NEEDS := $(INSTALLED)
+GPU_PYTHON := $(BIN)/python
+endif
+
+source-tree:
+	@$(PYTHON_GPU) benchmarks/on_gpu/source_tree.py $(SOURCE_TREE)
+
+test-gpu: $(GPU_NEEDS)
+	$(GPU_PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'this torch finds no GPU')"
+	$(GPU_PYTHON) -P -m pytest -m gpu tests/face/test_gpu.py tests/face/test_gpu_kernels.py
+
+benchmark-gpu: $(GPU_NEEDS)
+	$(GPU_PYTHON) benchmarks/gpu.py all --output build/gpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 import typer
 from common import interleaved_seconds, print_table, verdict
-from parts.prediction_runs import CAUSAL, causal_attention
+from parts.causal_attention import CAUSAL, causal_attention
 from prediction import SEQUENCE, Calibrations
 from torch import nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM

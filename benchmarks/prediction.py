@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import typer
 from common import print_table, reference_model, verdict
+from parts.causal_attention import causal_attention
 from parts.prediction_runs import (
     CROSSOVER_LAYERS,
     CROSSOVER_TOKENS,
@@ -30,7 +31,6 @@ from parts.prediction_runs import (
     Case,
     CrossoverModels,
     StreamedModels,
-    causal_attention,
     crossing_of,
     on_ranks,
 )

@@ -18,18 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import reference_model
+from parts.causal_attention import CAUSAL, causal_attention
 from parts.emulated_exchange import DelayedExperts
-from torch import nn
-from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedModel
 
 import moepass
 from moepass.models.formulas.expert_placement import ExpertPlacement
 from moepass.models.reference.expert_parallel import AllToAllExperts
 
 RANKS = 2
-CAUSAL = "causal"
 CROSSOVER_LAYERS = 2
 CROSSOVER_TOKENS = (256, 512, 768, 1024, 2048)
 _STEADY_STEPS = 3
@@ -63,18 +60,6 @@ class BothForms:
     tokens: int
     exchanged_seconds: float
     gathered_seconds: float
-
-
-def causal_attention() -> None:
-    """Attention by the kernel's own flag: under torch 2.13 transformers gives compiled models a mask instead."""
-
-    def attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **_: Any) -> Any:
-        grouped = key.shape[1] != query.shape[1]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-        return mixed.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register(CAUSAL, attend)
-    AttentionMaskInterface.register(CAUSAL, lambda *_, **__: None)
 
 
 class StreamedModels:

@@ -30,7 +30,13 @@ from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.source_lines import named
-from moepass.passes.segments.expert_program import ExpertProgram, GroupedGemm, NotByExpertError, RowWork
+from moepass.passes.segments.expert_program import (
+    ExpertProgram,
+    GroupedGemm,
+    NotByExpertError,
+    RowWork,
+    constant_number,
+)
 
 aten = torch.ops.aten
 
@@ -270,7 +276,8 @@ class _Tile:
         arguments: list[Any] = []
         for value in given[:1] if is_call(node, *_CASTS) else given:
             if isinstance(value, Node):
-                arguments.append(At(self.value(value, columns)))
+                number = constant_number(value)
+                arguments.append(At(self.value(value, columns)) if number is None else number)
             elif value is None or isinstance(value, (bool, int, float, str)):
                 arguments.append(value)
             else:

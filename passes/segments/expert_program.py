@@ -238,7 +238,13 @@ def _check_fixed(node: Node) -> None:
 
 def _is_scalar_work(node: Node) -> bool:
     """True for single numbers, such as the factor of an activation: they take no time."""
-    return fake_value(node).dim() == 0 and _is_pointwise(node)
+    return fake_value(node).dim() == 0 and (_is_pointwise(node) or constant_number(node) is not None)
+
+
+def constant_number(node: Node) -> float | bool | None:
+    """The number that `node` is a tensor of, as decompositions write what a mask fills in; None where it is none."""
+    value = node.args[0] if is_call(node, aten.scalar_tensor.default) else None
+    return value if isinstance(value, (bool, int, float)) else None
 
 
 def _is_pointwise(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,16 @@ class FixedValues:
     read as weights alone, through views that leave experts as they are: see `passes/segments/bank_parts.py`.
     """
 
-    def __init__(self, segment: GraphModule, program: ExpertProgram) -> None:
+    def __init__(self, segment: GraphModule, program: ExpertProgram, read: Collection[Node] | None = None) -> None:
+        """Of values `read`, `tables` gives those that are fixed; None: of all that row work reads."""
         places = {node: place for place, node in enumerate(graph_inputs(segment.graph))}
         self._weights = {
             step.weights: _weight_view(segment, step.weights, places)
             for step in program.steps
             if isinstance(step, GroupedGemm)
         }
-        read = [node for step in program.steps if isinstance(step, RowWork) for node in step.inputs]
+        if read is None:
+            read = [node for step in program.steps if isinstance(step, RowWork) for node in step.inputs]
         fixed = set(program.fixed)
         self._table_nodes = tuple(dict.fromkeys(node for node in read if node in fixed))
         self._table_graph = _graph_of(segment, self._table_nodes, list(places))

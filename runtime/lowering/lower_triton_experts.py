@@ -74,7 +74,9 @@ class TritonExperts:
         self.kernels = kernels
         self.generated = generated
         self._inputs = graph_inputs(segment.graph)
-        self._fixed = FixedValues(segment, program)
+        # Kernels have some of what row work reads as constants in them.
+        read = [node for kernel in kernels.kernels for node in kernel.operands]
+        self._fixed = FixedValues(segment, program, [*read, *(() if kernels.before is None else kernels.before.inputs)])
         self._before = before
         # What nothing reads any more, kernel by kernel.
         later = set(program.outputs)

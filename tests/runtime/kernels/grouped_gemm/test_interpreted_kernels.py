@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from moepass.models.testing.expert_segments import (
     ACTIVATIONS,
@@ -24,6 +25,7 @@ from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes
+from moepass.runtime.lowering.lower_segments import decompositions
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
 
 SIZES = ExpertSizes(tokens=40, pairs=75, experts=5, hidden=48, width=24)
@@ -107,6 +109,27 @@ def test_rows_of_no_expert_are_zero_where_a_gemm_gives_them() -> None:
     assert not result[-7:].any()
     last = int(inputs.ends[-1])
     assert torch.allclose(result[:last].double(), expected[:last], atol=1e-5)
+
+
+def test_a_mask_of_rows_as_it_is_decomposed() -> None:
+    """The number that a mask fills in is a tensor in the graph, and a constant of the kernel."""
+    inputs = expert_inputs(SIZES, SKEWED)
+    mask = torch.rand(SIZES.pairs, 1) < 0.3
+
+    def compute(x: torch.Tensor, up: torch.Tensor, ends: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+        both = torch.ops.transformers.grouped_mm_fallback(x, up.transpose(1, 2), ends)
+        return (both.masked_fill(mask, 0.5) * 2,)
+
+    rows = inputs.x[inputs.token]
+    given = [rows, inputs.up, inputs.ends, mask]
+    segment = make_fx(compute, decompositions("inductor"), tracing_mode="fake")(*given)
+    assert any(node.target is torch.ops.aten.scalar_tensor.default for node in segment.graph.nodes)
+    lowered = lower_to_triton(segment, _not_called)
+    assert isinstance(lowered, TritonExperts), lowered
+    assert [len(kernel.operands) for kernel in lowered.kernels.kernels] == [2]
+    (result,) = lowered(list(given))
+    (expected,) = compute(*given)
+    assert torch.allclose(result, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("cuts", [(2,), (1, 3), (0, 5), (1, 2, 3, 4)])

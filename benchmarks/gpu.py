@@ -1,0 +1,184 @@
+"""What moepass reaches on one GPU: kernels, streaming, memory. Each part prints one table.
+
+    python benchmarks/gpu.py kernels|streaming|memory|all --output FOLDER
+
+Weights are random and made here; results are compared with float64, or with the uncompiled model, before anything is
+timed. A part ends when its time is over, and says what it has left out. FOLDER gets each table as Markdown, row by row.
+
+Where moepass is not installed, it is taken from the source tree. `--device cpu --tiny` tries everything out without a
+GPU, on tiny sizes: then the numbers mean nothing, and the tables say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from on_gpu.target import Target
+
+PARTS = ("kernels", "streaming", "memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """`configs` by name are the layers of part `kernels`; `config` is the model of the others, in so many `layers`.
+
+    A sequence has up to `longest` tokens; the search for the longest one goes from `start` to `most`.
+    """
+
+    configs: dict[str, Any]
+    cases: tuple[tuple[int, str], ...]
+    config: Any
+    memory_config: Any
+    counts: tuple[int, ...]
+    longest: int
+    start: int
+    most: int
+    chunk_tokens: int
+    limit_bytes: int
+    kernel_rounds: int
+    step_rounds: int
+
+
+def full_sizes(models: Sequence[str], layers: int, memory_layers: int) -> Sizes:
+    """Those of the measurements, with fewer `layers` where memory asks for it. Raises ValueError where none fits."""
+    import psutil
+    import torch
+    from on_gpu.expert_layers import ROUTINGS
+    from on_gpu.models import fitting_layers
+    from on_gpu.streaming_runs import SLOTS
+
+    from moepass.models.sizes.presets import preset_config
+
+    config, counts = preset_config("qwen3-30b-a3b", layers=layers), (1024, 4096, 16384, 49152, 65536, 98304, 131072)
+    on_device, in_host = torch.cuda.mem_get_info()[0], psutil.virtual_memory().available
+    fitting = fitting_layers(config, counts[-1], SLOTS, on_device, in_host)
+    if not fitting:
+        raise ValueError(f"{on_device} free bytes of the device and {in_host} of the host hold not one layer")
+    # What is asked for comes first.
+    tokens = (32768, 4096, 131072)
+    return Sizes(
+        configs={name: preset_config(name, layers=1) for name in models},
+        cases=tuple((count, routing) for count in tokens for routing in ROUTINGS),
+        config=preset_config("qwen3-30b-a3b", layers=fitting),
+        memory_config=preset_config("qwen3-30b-a3b", layers=memory_layers),
+        counts=counts,
+        longest=4096,
+        start=8192,
+        most=1 << 20,
+        chunk_tokens=4096,
+        limit_bytes=8 << 30,
+        kernel_rounds=5,
+        step_rounds=3,
+    )
+
+
+def tiny_sizes() -> Sizes:
+    """For a machine without a GPU."""
+    from moepass.models.testing.tiny import tiny_model
+
+    config = tiny_model("qwen3_moe", num_hidden_layers=2).config
+    return Sizes(
+        configs={name: tiny_model(name).config for name in ("qwen3_moe", "gpt_oss")},
+        cases=((24, "uniform"), (40, "skewed")),
+        config=config,
+        memory_config=config,
+        counts=(24, 48),
+        longest=16,
+        start=16,
+        most=32,
+        chunk_tokens=8,
+        limit_bytes=1 << 30,
+        kernel_rounds=1,
+        step_rounds=1,
+    )
+
+
+def run_parts(
+    parts: Sequence[str], target: Target, sizes: Sizes, seconds: dict[str, float], folder: Path | None
+) -> list[Any]:
+    """Run `parts`, each in so many `seconds`, and print what comes of them; gives the points of the summary.
+
+    What fails is reported, and the rest is measured all the same; the first error is raised at the end.
+    """
+    from on_gpu.kernel_runs import measure_kernels
+    from on_gpu.memory_runs import measure_memory
+    from on_gpu.streaming_runs import measure_streaming
+    from on_gpu.summary import summarise
+    from on_gpu.target import Deadline, Failures, conditions
+
+    one, failures = sizes, Failures()
+    runs = {
+        "kernels": lambda until: measure_kernels(
+            target, one.configs, one.cases, one.kernel_rounds, until, failures, folder
+        ),
+        "streaming": lambda until: measure_streaming(
+            target, one.config, one.counts, one.longest, one.step_rounds, until, failures, folder
+        ),
+        "memory": lambda until: measure_memory(
+            target, one.memory_config, one.start, one.most, one.limit_bytes, one.chunk_tokens, until, failures, folder
+        ),
+    }
+    results: dict[str, Any] = dict.fromkeys(PARTS)
+    for part in parts:
+        try:
+            results[part] = runs[part](Deadline(seconds[part]))
+        except Exception as error:
+            failures.add(error)
+        target.free_memory()
+    points = summarise(*(results[part] for part in PARTS), conditions(target), folder)
+    failures.raise_first()
+    return points
+
+
+def main(
+    part: Literal["kernels", "streaming", "memory", "all"],
+    output: Path | None = None,
+    device: str = "cuda",
+    profile: str = "",
+    models: str = "qwen3-30b-a3b,qwen3-235b-a22b,mixtral-8x7b,gpt-oss-120b",
+    layers: int = 24,
+    memory_layers: int = 12,
+    kernel_seconds: float = 150,
+    streaming_seconds: float = 170,
+    memory_seconds: float = 110,
+    tiny: bool = False,
+) -> None:
+    """PROFILE: a preset or a file of `moepass calibrate`; by default the preset of the GPU's name. LAYERS: of the model
+    of part streaming, fewer where memory asks for it; 24 take 30 GB of the device and 82 GB of host memory."""
+    import torch
+    import typer
+    from on_gpu.profiles import profile_of_gpu
+    from on_gpu.target import Target
+
+    from moepass.runtime.profiles.hardware_profiles import load_hardware
+
+    if device != "cpu" and not torch.cuda.is_available():
+        typer.echo(f"device is {device!r}, but this torch finds no GPU; --device cpu --tiny tries it out", err=True)
+        raise typer.Exit(2)
+    if (device == "cpu") != tiny:
+        typer.echo("--device cpu and --tiny go together: tiny sizes tell nothing of a GPU, others take a GPU", err=True)
+        raise typer.Exit(2)
+    where = torch.device("cpu") if tiny else torch.device("cuda", torch.device(device).index or 0)
+    if not tiny:
+        torch.cuda.set_device(where)
+    hardware = load_hardware(profile) if profile else profile_of_gpu(where)
+    target = Target(where, *((torch.float32, 1e-4) if tiny else (torch.bfloat16, 2e-2)), hardware)
+    sizes = tiny_sizes() if tiny else full_sizes(models.split(","), layers, memory_layers)
+    seconds = {"kernels": kernel_seconds, "streaming": streaming_seconds, "memory": memory_seconds}
+    run_parts(PARTS if part == "all" else (part,), target, sizes, seconds, output)
+
+
+# transformers looks whether a package `kernels` is there, and finds and imports the file of that name beside this one.
+if __name__ == "__main__":
+    from on_gpu.source_tree import use_source_tree
+
+    use_source_tree()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import typer
+
+    typer.run(main)

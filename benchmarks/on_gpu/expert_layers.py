@@ -1,0 +1,135 @@
+"""Expert layers of models as transformers has them, tokens routed to them, and what they compute in float64."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from moepass.models.sizes.architecture import Experts
+from moepass.models.sizes.families import from_config
+from moepass.runtime.offload.offload import find_expert_modules
+
+ROUTINGS = ("uniform", "skewed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Tokens [n, H], and the experts [n, k] that they go to with which weights [n, k]."""
+
+    hidden: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.hidden, self.index, self.weights
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLayer:
+    """`module(hidden, index, weights)` is the experts of one layer of a model, with random weights."""
+
+    name: str
+    module: Any
+    hidden: int
+    experts: Experts
+
+    @staticmethod
+    def of(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> ExpertLayer:
+        """The first layer with experts that `config` describes."""
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # of the published checkpoint; the weights here are of `dtype`
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.set_experts_implementation("grouped_mm")
+        module = next(iter(find_expert_modules(model).values())).to_empty(device=device)
+        draw_weights(module, seed=0)
+        architecture = from_config(config)
+        experts = architecture.typical_moe_layer.experts
+        assert experts is not None
+        return ExpertLayer(name, module.eval(), architecture.hidden, experts)
+
+    @property
+    def up(self) -> torch.Tensor:
+        """The weights [E, H, 2h] of gate and up, as a view."""
+        weights: torch.Tensor = self.module.gate_up_proj.detach()
+        return weights if self.module.is_transposed else weights.transpose(1, 2)
+
+    def routed(self, tokens: int, routing: str) -> Routed:
+        """Random tokens. `skewed`: the n-th most popular expert has a share of 1 / n, the last quarter has none."""
+        device, dtype = self.up.device, self.up.dtype
+        generator = torch.Generator(device).manual_seed(tokens)
+        hidden = torch.randn(tokens, self.hidden, device=device, generator=generator).to(dtype)
+        count, top_k = self.experts.count, self.experts.top_k
+        shares = torch.ones(count, device=device)
+        if routing == "skewed":
+            shares = 1 / torch.arange(1, count + 1, device=device)
+            shares[max(top_k, count - count // 4) :] = 0
+        # By the Gumbel trick: experts of one token, different ones, drawn by their shares.
+        noise = torch.rand(tokens, count, device=device, generator=generator).clamp(1e-20).log().neg().log().neg()
+        index = (shares.log() + noise).topk(top_k, dim=-1).indices
+        weights = torch.rand(tokens, top_k, device=device, generator=generator).softmax(dim=-1)
+        return Routed(hidden, index, weights.to(dtype))
+
+    def exact(self, routed: Routed, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows [len(tokens), H] of the result in float64, by the model's own loop over a token's experts alone."""
+        rows = []
+        for token in tokens.tolist():
+            chosen = routed.index[token]
+            alone = copy.copy(self.module)
+            alone._parameters = {
+                name: nn.Parameter(value.detach()[chosen].double(), requires_grad=False)
+                for name, value in self.module.named_parameters()
+            }
+            alone.num_experts = len(chosen)
+            hidden, weights = (value[token : token + 1].double() for value in (routed.hidden, routed.weights))
+            index = torch.arange(len(chosen), device=hidden.device)[None]
+            rows.append(type(alone).forward.__wrapped__(alone, hidden, index, weights))
+        return torch.cat([row.reshape(1, -1) for row in rows])
+
+
+def draw_weights(module: nn.Module, seed: int, layers: str = "") -> None:
+    """Fill all parameters: matrices so that values keep their size, vectors with small numbers, never with zeros."""
+    for name, value in module.named_parameters():
+        if not name.startswith(layers):
+            continue
+        generator = torch.Generator(value.device).manual_seed(seed + sum(map(ord, name)))
+        fan_in = min(value.shape[-2:]) if value.dim() > 2 else value.shape[-1]
+        scale = 1 / math.sqrt(fan_in) if value.dim() > 1 else 0.1
+        with torch.no_grad():
+            # Matrix by matrix: in float32 beside it the whole of a bank would take twice its memory.
+            for part in value if value.dim() > 2 else (value,):
+                part.normal_(generator=generator).mul_(scale)
+
+
+def sorted_pairs(routed: Routed, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token of each pair of a token and an expert, sorted by expert; and where each expert's pairs end, int32."""
+    flat = routed.index.reshape(-1)
+    order = flat.argsort(stable=True)
+    ends = torch.bincount(flat, minlength=experts).cumsum(0).to(torch.int32)
+    return order // routed.index.shape[1], ends
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error of a row, as a part of the row's norm; NaN where there is one."""
+    off = (found.double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-30)
+    return float(off.max())
+
+
+def dense_layer(layer: ExpertLayer, pairs: int) -> Any:
+    """Two dense GEMMs of the layer's FLOPs, on random numbers: [pairs, H] x [H, 2h], [pairs, h] x [h, H]."""
+    up, width = layer.up, layer.experts.width
+    generator = torch.Generator(up.device).manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=up.device, dtype=up.dtype).normal_(generator=generator)
+
+    rows, inner = draw(pairs, layer.hidden), draw(pairs, width)
+    first, second = draw(layer.hidden, up.shape[2]), draw(width, layer.hidden)
+    return lambda: (F.linear(rows, first.T), F.linear(inner, second.T))

@@ -1,0 +1,77 @@
+"""Whole models of a known geometry with random weights, and what a variant of one holds on the device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from on_gpu.target import Target
+from parts.causal_attention import CAUSAL, causal_attention
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from moepass.models.formulas.layers import layer_parameters, model_parameters
+from moepass.models.formulas.memory import bank_bytes, element_bytes
+from moepass.models.sizes.families import from_config
+from moepass.passes.planner.strategies import peak_activation_bytes
+
+# Random attention makes all tokens of a sequence alike, and one expert everybody's; so it adds little here.
+_ATTENTION_SCALE = 0.1
+
+
+def fitting_layers(config: PreTrainedConfig, tokens: int, slots: int, device_bytes: float, host_bytes: float) -> int:
+    """How many layers of `config` there is memory for, with experts resident and streamed at the same time; 0: none.
+
+    On the device: all weights once, slots, and twice the activations of `tokens` that are predicted. In host memory:
+    experts in pinned memory, which torch rounds up to a power of two, and all weights once more for accelerate.
+    """
+    architecture = from_config(config)
+    layer, dtype = architecture.typical_moe_layer, architecture.dtype
+    assert layer.experts is not None
+    bank = bank_bytes(layer.experts, architecture.hidden, dtype)
+    of_layer = layer_parameters(layer, architecture.hidden) * element_bytes(dtype)
+    others = model_parameters(architecture) * element_bytes(dtype) - len(architecture.layers) * of_layer
+    beside = others + slots * bank + 2 * peak_activation_bytes(architecture, tokens, dtype)
+    on_device = (device_bytes - beside) / of_layer
+    in_host = (host_bytes - others) / (of_layer + (1 << (bank - 1).bit_length()))
+    return max(0, int(min(on_device, in_host, len(architecture.layers))))
+
+
+def build_model(config: PreTrainedConfig, target: Target) -> PreTrainedModel:
+    """The model of `config` on the device, random as transformers initialises it, with grouped GEMMs."""
+    causal_attention()
+    torch.manual_seed(0)
+    with target.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=target.dtype).eval().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(_ATTENTION_SCALE)
+    empty = [name for name, value in model.named_parameters() if value.dim() > 1 and not bool(value.any())]
+    assert not empty, f"transformers left {empty} without values"
+    model.set_experts_implementation("grouped_mm")
+    model.set_attn_implementation(CAUSAL)
+    found: PreTrainedModel = model
+    return found
+
+
+def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Another model with parameters and buffers of its own in the same memory."""
+    memo: dict[int, Any] = {id(value): nn.Parameter(value.detach(), False) for value in model.parameters()}
+    memo.update({id(value): value.detach() for value in model.buffers()})
+    return copy.deepcopy(model, memo)
+
+
+def held_bytes(model: nn.Module, device: torch.device) -> int:
+    """Bytes of the parameters and buffers of `model` on `device`, each memory once."""
+    tensors = [value for value in (*model.parameters(), *model.buffers()) if value.device.type == device.type]
+    return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}.values())
+
+
+def token_ids(config: PreTrainedConfig, count: int, length: int, device: torch.device) -> torch.Tensor:
+    """`count` sequences of `length` random tokens; both sizes stay open in a capture, but a count of 1."""
+    generator = torch.Generator(device).manual_seed(length)
+    ids = torch.randint(0, config.vocab_size, (count, length), generator=generator, device=device)
+    for dim, size in enumerate(ids.shape):
+        if size > 1:
+            torch._dynamo.mark_dynamic(ids, dim)
+    return ids

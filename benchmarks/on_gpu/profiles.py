@@ -1,0 +1,22 @@
+"""The hardware preset that goes with the GPU that is there."""
+
+from __future__ import annotations
+
+import torch
+
+from moepass.passes.machine.hardware import Hardware
+from moepass.runtime.profiles.hardware_profiles import load_hardware, preset_names
+
+
+def profile_of_gpu(device: torch.device) -> Hardware | None:
+    """By its name, as "NVIDIA H100 80GB HBM3"; None for a CPU, and where no preset has that name."""
+    if device.type != "cuda":
+        return None
+    return profile_of_name(torch.cuda.get_device_name(device))
+
+
+def profile_of_name(name: str) -> Hardware | None:
+    """The first preset whose model is a word of `name`."""
+    words = name.upper().replace("-", " ").split()
+    found = [preset for preset in preset_names() if preset.split("-")[0].upper() in words]
+    return load_hardware(f"1x{found[0]}") if found else None

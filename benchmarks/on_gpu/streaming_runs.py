@@ -1,0 +1,316 @@
+"""Part `streaming`: a whole model with its experts resident, streamed from pinned memory, and by other means.
+
+    resident    torch.compile(backend="asyncep"), all experts on the device
+    streamed    the same, experts in pinned host memory, through a ring of slots
+    inductor    torch.compile(backend="inductor"), all experts on the device
+    accelerate  accelerate.cpu_offload, uncompiled, all weights in host memory
+
+The variants share their weights on the device. Their logits are compared with those of the uncompiled model before
+anything is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from on_gpu.expert_layers import relative_error
+from on_gpu.kernel_runs import how_experts_run
+from on_gpu.models import build_model, held_bytes, sharing_copy, token_ids
+from on_gpu.tables import ResultTable
+from on_gpu.target import (
+    Deadline,
+    Failures,
+    Target,
+    Timing,
+    WrongResultError,
+    conditions,
+    is_out_of_memory,
+)
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import moepass
+from moepass.models.formulas.layers import model_flops
+from moepass.models.sizes.architecture import short_dtype
+from moepass.models.sizes.families import from_config
+from moepass.passes.machine.layer_times import Sequences
+from moepass.passes.planner.model_problem import bank_transfer, threshold
+from moepass.passes.planner.strategies import Setting
+from moepass.runtime.banks.banks import BankStore
+
+RESIDENT, STREAMED, INDUCTOR, ACCELERATE = "resident", "streamed", "inductor", "accelerate"
+SLOTS = 2
+# Streamed counts as saturated from this part of the resident rate on.
+SATURATED = 0.95
+# Errors of layers add up, and tokens between two experts go to the other one: so much more than of one product.
+_DEPTH_FACTOR = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingPoint:
+    """One variant at one number of tokens. `bytes` are those on the device: weights, slots and what the run takes."""
+
+    tokens: int
+    variant: str
+    timing: Timing
+    mfu: float | None
+    exposed_seconds: float | None
+    bytes: int | None
+
+
+@dataclasses.dataclass
+class StreamingResult:
+    """`predicted` and `observed` are the threshold in tokens; None: nothing to predict from, or never reached."""
+
+    points: list[StreamingPoint] = dataclasses.field(default_factory=list)
+    predicted: float | None = None
+    observed: float | None = None
+    missing: list[str] = dataclasses.field(default_factory=list)
+
+    def point(self, tokens: int, variant: str) -> StreamingPoint | None:
+        return next((one for one in self.points if (one.tokens, one.variant) == (tokens, variant)), None)
+
+    def rate_ratios(self, variant: str, other: str) -> dict[int, float]:
+        """How many times as fast as `other` a variant is, by tokens."""
+        pairs = {one.tokens: (one, self.point(one.tokens, other)) for one in self.points if one.variant == variant}
+        return {count: two.timing.seconds / one.timing.seconds for count, (one, two) in pairs.items() if two}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variant:
+    """`run(ids)` gives logits of the last tokens."""
+
+    name: str
+    run: Callable[[torch.Tensor], torch.Tensor]
+    model: nn.Module
+    store: BankStore | None = None
+
+    def waited(self, target: Target) -> float | None:
+        """Seconds in which computation has waited for experts so far; None: it never does."""
+        target.synchronize()
+        return None if self.store is None else self.store.ring().statistics.waited_seconds
+
+    def bytes(self, target: Target, ids: torch.Tensor) -> int | None:
+        """What weights and slots hold on the device, and what a run takes there."""
+        taken = target.memory_of(lambda: self.run(ids))
+        if taken is None:
+            return None
+        return taken + held_bytes(self.model, target.device) + (0 if self.store is None else self.store.device_bytes)
+
+
+def sequences_of(tokens: int, longest: int) -> tuple[int, int]:
+    """Number and length: two sequences or more, so that one capture serves all; `longest` tokens at most in each."""
+    count = max(2, -(-tokens // longest))
+    return count, tokens // count
+
+
+def crossing(ratios: Mapping[int, float], level: float) -> float | None:
+    """Tokens from which on `ratios` stay at `level`, between two of them by a line over the logarithm of tokens.
+
+    None: not even the last one is there. Where all are, the fewest tokens that there are.
+    """
+    counts = sorted(ratios)
+    below = [count for count in counts if ratios[count] < level]
+    if not counts or (below and below[-1] == counts[-1]):
+        return None
+    if not below:
+        return float(counts[0])
+    left = below[-1]
+    right = counts[counts.index(left) + 1]
+    part = (level - ratios[left]) / (ratios[right] - ratios[left])
+    return left * (right / left) ** part
+
+
+def predicted_threshold(target: Target, config: PreTrainedConfig, longest: int) -> float | None:
+    """Tokens from which the profile's rates hide the transfers, with the planner's margin; None without a profile."""
+    if target.hardware is None or target.hardware.host is None:
+        return None
+    architecture = from_config(config)
+    # How many sequences there are plays no part in the threshold, nor does the budget.
+    setting = Setting(architecture, target.hardware, Sequences(1, longest), short_dtype(target.dtype), math.inf)
+    layer = architecture.typical_moe_layer
+    _, transfer = bank_transfer(setting, layer, "host")
+    return float(threshold(setting, layer, transfer).tokens)
+
+
+@torch.no_grad()
+def measure_streaming(
+    target: Target,
+    config: PreTrainedConfig,
+    counts: Sequence[int],
+    longest: int,
+    rounds: int,
+    deadline: Deadline,
+    failures: Failures,
+    folder: Path | None = None,
+) -> StreamingResult:
+    """One table for steps of `counts` tokens.
+
+    A variant that fails, or whose logits are wrong, is not timed, and comes to `failures`.
+    """
+    table = ResultTable(
+        "streaming",
+        f"Whole model ({config.model_type}, hidden {config.hidden_size}), {config.num_hidden_layers} layers, "
+        f"{SLOTS} slots, {str(target.dtype).removeprefix('torch.')}",
+        ["tokens", "sequences", "variant", "ms", "tokens/s", "of resident", "MFU", "exposed ms", "GiB"],
+        conditions(target),
+        folder,
+    )
+    result = StreamingResult(predicted=predicted_threshold(target, config, longest))
+    torch._dynamo.reset()
+    target.free_memory()
+    model = build_model(config, target)
+    ids = token_ids(config, *sequences_of(counts[0], longest), target.device)
+    made, errors = _right_ones(model, _compiled_variants(model, target), ids, target, result, failures)
+    measure = functools.partial(_measure, result, table, target, config, longest)
+    for tokens in counts:
+        if deadline.is_over:
+            result.missing.append(f"{tokens} tokens: the part's {deadline.seconds:.0f} s were over")
+            continue
+        try:
+            measure(made, tokens, rounds)
+        except Exception as error:
+            result.missing.append(f"{tokens} tokens: {failures.add(error)}")
+    result.observed = crossing(result.rate_ratios(STREAMED, RESIDENT), SATURATED)
+    try:
+        _measure_accelerate(model, measure, target, counts, result, deadline)
+    except Exception as error:
+        result.missing.append(f"accelerate: {failures.add(error)}")
+    table.finish(_note(result, errors, rounds))
+    return result
+
+
+def _compiled_variants(model: PreTrainedModel, target: Target) -> list[_Variant]:
+    # Models of one class share their code, and Dynamo counts what it compiles of that.
+    torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+    streamed = sharing_copy(model)
+    store = moepass.offload_experts(streamed, slots=SLOTS, device=target.device).store
+    return [
+        _Variant(RESIDENT, _logits_of(torch.compile(model, backend="asyncep")), model),
+        _Variant(STREAMED, _logits_of(torch.compile(streamed, backend="asyncep")), streamed, store),
+        _Variant(INDUCTOR, _logits_of(torch.compile(sharing_copy(model), backend="inductor")), model),
+    ]
+
+
+def _logits_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        return logits
+
+    return run
+
+
+def _right_ones(
+    model: PreTrainedModel,
+    variants: Sequence[_Variant],
+    ids: torch.Tensor,
+    target: Target,
+    result: StreamingResult,
+    failures: Failures,
+) -> tuple[list[_Variant], str]:
+    """The variants whose logits are those of the uncompiled model, and how far each is from it, in words."""
+    plain = _logits_of(model)(ids).double()
+    right, told = [], []
+    for variant in variants:
+        try:
+            with moepass.record_compilations() as compilations:
+                found = variant.run(ids)
+            off = relative_error(found.flatten(0, -2), plain.flatten(0, -2))
+            how = f", experts by {how_experts_run(compilations)}" if compilations else ""
+            told.append(f"{variant.name} {off:.1e}{how}")
+            if not off <= _DEPTH_FACTOR * target.most_error:
+                raise WrongResultError(f"logits are off by {off:.2e} of those of the uncompiled model")
+            right.append(variant)
+        except Exception as error:
+            result.missing.append(f"{variant.name}: {failures.add(error)}")
+    return right, "; ".join(told)
+
+
+def _measure(
+    result: StreamingResult,
+    table: ResultTable,
+    target: Target,
+    config: PreTrainedConfig,
+    longest: int,
+    variants: Sequence[_Variant],
+    tokens: int,
+    rounds: int,
+) -> None:
+    count, length = sequences_of(tokens, longest)
+    ids = token_ids(config, count, length, target.device)
+    flops = float(model_flops(from_config(config), count, length))
+    fitting: dict[str, tuple[_Variant, int | None]] = {}
+    for variant in variants:
+        try:
+            fitting[variant.name] = variant, variant.bytes(target, ids)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            result.missing.append(f"{tokens} tokens, {variant.name}: out of memory")
+        target.free_memory()
+    waited = {name: one.waited(target) for name, (one, _) in fitting.items()}
+    runs = {name: functools.partial(one.run, ids) for name, (one, _) in fitting.items()}
+    timings = target.interleaved(runs, rounds, is_stream=True)
+    for name, (variant, nbytes) in fitting.items():
+        timing, peak = timings[name], target.peak_flops
+        mfu = None if peak is None else flops / timing.seconds / peak
+        before, after = waited[name], variant.waited(target)
+        exposed = None if before is None or after is None else (after - before) / (2 * rounds + 1)
+        point = StreamingPoint(tokens, name, timing, mfu, exposed, nbytes)
+        result.points.append(point)
+        resident = result.point(tokens, RESIDENT)
+        table.add(
+            *(tokens, f"{count} x {length}", name, timing, f"{tokens / timing.seconds:.0f}"),
+            "-" if resident is None else f"{resident.timing.seconds / timing.seconds:.3f}",
+            "-" if mfu is None else f"{mfu:.3f}",
+            "-" if point.exposed_seconds is None else f"{point.exposed_seconds * 1e3:.2f}",
+            "-" if nbytes is None else f"{nbytes / 2**30:.2f}",
+        )
+
+
+def _measure_accelerate(
+    model: PreTrainedModel,
+    measure: Callable[[Sequence[_Variant], int, int], None],
+    target: Target,
+    counts: Sequence[int],
+    result: StreamingResult,
+    deadline: Deadline,
+) -> None:
+    """At few numbers of tokens, once each: a step brings all weights."""
+    if importlib.util.find_spec("accelerate") is None:
+        result.missing.append("accelerate: not installed")
+        return
+    from accelerate import cpu_offload
+
+    above = [count for count in counts if result.predicted is not None and count >= result.predicted]
+    wanted = dict.fromkeys([above[0] if above else counts[-1], counts[len(counts) // 2], counts[0]])
+    offloaded = None
+    for tokens in wanted:
+        if deadline.is_over:
+            result.missing.append(f"{tokens} tokens, accelerate: the part's {deadline.seconds:.0f} s were over")
+            continue
+        if offloaded is None:
+            # Its hooks write into the model; parameters of its own keep those of the others as they are.
+            offloaded = sharing_copy(model)
+            cpu_offload(offloaded, execution_device=target.device)
+        measure([_Variant(ACCELERATE, _logits_of(offloaded), offloaded)], tokens, 1)
+
+
+def _note(result: StreamingResult, errors: str, rounds: int) -> str:
+    predicted = "none (no profile)" if result.predicted is None else f"{result.predicted:.0f} tokens"
+    observed = "not reached" if result.observed is None else f"{result.observed:.0f} tokens"
+    missing = f" Not measured: {'; '.join(result.missing)}." if result.missing else ""
+    return (
+        f"Saturation threshold: predicted {predicted}, observed {observed} (streamed at {SATURATED} of resident, "
+        f"interpolated).{missing} Medians of {rounds} steps in turns (accelerate: one), ± half of the range. MFU: "
+        "FLOPs of the model by models/formulas, against the stated bf16 peak. exposed: what computation waits for "
+        "experts in a step, in the mean. GiB: weights and slots on the device, and what a step takes beside them. "
+        f"Largest error of a row of logits against the uncompiled model, by norm: {errors}."
+    )

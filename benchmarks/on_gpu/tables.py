@@ -1,0 +1,49 @@
+"""Tables of results in Markdown: on the console when they are complete, and as a file that grows row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class ResultTable:
+    """One table. `folder` None: it is printed alone."""
+
+    def __init__(
+        self, name: str, title: str, header: Sequence[str], conditions: Mapping[str, str], folder: Path | None
+    ) -> None:
+        self.title, self.header = title, list(header)
+        self.rows: list[list[str]] = []
+        self.note = ""
+        self._conditions = conditions
+        self._path = None if folder is None else folder / f"{name}.md"
+
+    def add(self, *cells: object) -> None:
+        """One more row, written at once: what is measured is kept, whatever comes later."""
+        row = [str(cell) for cell in cells]
+        if len(row) != len(self.header):
+            raise ValueError(f"a row of {self.title!r} has {len(row)} cells, and {len(self.header)} columns")
+        self.rows.append(row)
+        self._write()
+
+    def finish(self, note: str) -> None:
+        """Print the table with `note`, which explains its columns."""
+        self.note = note
+        self._write()
+        print(self.text())
+
+    def _write(self) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(self.text(), encoding="utf-8")
+
+    def text(self) -> str:
+        """The table in Markdown, with what it was measured on."""
+        lines = [f"# {self.title}", "", *(f"* {name}: {value}" for name, value in self._conditions.items()), ""]
+        lines += [_line(self.header), _line(["---", *["---:"] * (len(self.header) - 1)]), *map(_line, self.rows)]
+        lines += ["", self.note] if self.note else ["", "Not complete yet."]
+        return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

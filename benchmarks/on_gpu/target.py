@@ -1,0 +1,216 @@
+"""The device that is measured: its clock, its memory, what a report says of it. Works on a CPU too, to try it out."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import platform
+import statistics
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from moepass.passes.machine.hardware import Hardware
+
+# About 1 ms: the host issues a run meanwhile, so that the device does not wait for it.
+_AHEAD_CYCLES = 2_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one run: the median, the shortest and the longest."""
+
+    seconds: float
+    shortest: float
+    longest: float
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Timing:
+        return Timing(statistics.median(seconds), min(seconds), max(seconds))
+
+    def __str__(self) -> str:
+        spread = (self.longest - self.shortest) / self.seconds / 2 if self.seconds else 0.0
+        return f"{self.seconds * 1e3:.3f} ±{spread:.0%}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """`dtype` is that of weights and activations; a matrix product in it may be off by `most_error` of its norm.
+
+    `hardware` is the profile of the machine; None: none is known, and nothing that needs one is predicted.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    most_error: float
+    hardware: Hardware | None = None
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def peak_flops(self) -> float | None:
+        """The stated peak rate of bf16, where the profile is of this kind of device."""
+        if self.hardware is None or not self.is_gpu or "bf16" not in self.hardware.flops:
+            return None
+        return self.hardware.flops["bf16"].value
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Seconds of one run: on a GPU by events on the compute stream, on a CPU by the clock."""
+        if not self.is_gpu:
+            started = time.perf_counter()
+            run()
+            return time.perf_counter() - started
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_AHEAD_CYCLES)
+        began.record()
+        run()
+        ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+    def interleaved(
+        self, runs: Mapping[str, Callable[[], object]], rounds: int, is_stream: bool = False
+    ) -> dict[str, Timing]:
+        """Each run `rounds` times in turns, after one that is not counted.
+
+        `is_stream`: each is one of a steady stream, and follows another one of its own kind that is not counted. Then
+        it finds the slots of a ring as its own kind leaves them, and not filled while others ran.
+        """
+        for run in runs.values():
+            run()
+        self.synchronize()
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(rounds):
+            for name, run in runs.items():
+                if is_stream:
+                    run()
+                found[name].append(self.seconds(run))
+        return {name: Timing.of(seconds) for name, seconds in found.items()}
+
+    def memory_of(self, run: Callable[[], object]) -> int | None:
+        """Bytes that a run takes on the device at most beside what is there before; None: nothing counts them."""
+        if not self.is_gpu:
+            run()
+            return None
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def free_memory(self) -> None:
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+
+class Deadline:
+    """The seconds that a part may take; what does not fit any more is left out, and the report says so."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._end, self.seconds = clock, clock() + seconds, seconds
+
+    @property
+    def is_over(self) -> bool:
+        return self._clock() >= self._end
+
+
+class WrongResultError(AssertionError):
+    """A result is not that of the reference."""
+
+
+class Failures:
+    """Errors that do not keep the rest from being measured; the first one is raised when that is done."""
+
+    def __init__(self) -> None:
+        self._found: list[Exception] = []
+
+    def add(self, error: Exception) -> str:
+        """Write down `error` with its traceback, and let go of what its frames hold; gives it in one line."""
+        traceback.print_exception(error)
+        lines = str(error).strip().splitlines() or [""]
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._found.append(error)
+        return f"{type(error).__name__}: {lines[0]}"
+
+    def raise_first(self) -> None:
+        if self._found:
+            raise self._found[0]
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True for an error that means, or was caused by, a lack of device memory."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def fits(target: Target, run: Callable[[], object]) -> bool:
+    """Whether the memory is enough for `run`. What a failed one has allocated is free again. Raises other errors."""
+    try:
+        run()
+        target.synchronize()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        # Its frames hold the activations.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        is_enough = False
+    else:
+        is_enough = True
+    target.free_memory()
+    return is_enough
+
+
+def conditions(target: Target) -> dict[str, str]:
+    """What a table was measured on and with."""
+    import triton
+
+    device = f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s): TRIED OUT, NO GPU"
+    memory = "not counted"
+    if target.is_gpu:
+        properties = torch.cuda.get_device_properties(target.device)
+        device = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        memory = f"{properties.total_memory / 2**30:.1f} GiB, driver {driver}"
+    commit = _output("git", "rev-parse", "--short", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
+    return {
+        "device": device,
+        "memory": memory,
+        "profile": "none" if target.hardware is None else target.hardware.name,
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "Python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit if changed in ("", _UNKNOWN) else f"{commit}, with changes",
+    }
+
+
+_UNKNOWN = "unknown"
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent
+        )
+    except (OSError, subprocess.SubprocessError):
+        return _UNKNOWN
+    return done.stdout.strip()
