@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks import hoist_token_return as hoisting
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.blocks.hoist_token_return import block_ends, hoist_token_return, token_return
+from moepass.passes.blocks.hoist_token_return import block_ends, token_return
 from moepass.passes.graph.nodes import is_call, positions
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.ir.slot_operations import release
@@ -147,7 +147,3 @@ def test_an_inverse_that_others_read_stays_and_is_made_once_more(kernels: None) 
     module, moved = _hoisted(captured)
     assert len(moved) == 2
     assert _equal(captured, module)
-
-
-def test_the_pass_is_for_blocks_alone(kernels: None) -> None:
-    assert hoist_token_return.contract.requires == {"blocks"}
