@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from moepass.passes.blocks.detect import detect
+from moepass.passes.blocks.hoist_token_return import hoist_token_return
 from moepass.passes.blocks.lower_complete_experts import lower_complete_experts
 from moepass.passes.blocks.rewrite import rewrite
 from moepass.passes.blocks.sink_token_gather import sink_token_gather
@@ -26,7 +27,8 @@ PASSES: tuple[Pass, ...] = (
     detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
     sink_token_gather,  # before anything refers to a place in the graph
-    hybrid_prefill,  # before the cut, and before anything is scheduled: it says where banks are needed, and how long
+    hoist_token_return,  # likewise, and it puts what a return needs before the lookup
+    hybrid_prefill,  # behind both, whose order it keeps; before anything is scheduled, since it says how long banks stay
     cost,  # the nodes are those that will run, and every decision after it may look at what they cost
     plan,  # needs the gathers in their final number and order
     schedule,  # carries out the plan

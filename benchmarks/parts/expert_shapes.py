@@ -30,7 +30,7 @@ class ExpertShape:
     def segment(self, tokens: int) -> GraphModule:
         """The expert segment in bf16, with shapes alone."""
         inputs = expert_inputs(self.sizes(tokens), device="meta", turned=self.interleaved)
-        what = ("clamped, interleaved", "biases") if self.interleaved else ("swiglu", "plain")
+        what = ("clamped, interleaved", "biases, returned") if self.interleaved else ("swiglu", "returned")
         return expert_segment(*what, inputs)
 
     def flops(self, tokens: int) -> int:

@@ -30,13 +30,15 @@ class ExpertSizes:
 class ExpertInputs:
     """Tensors of one call.
 
-    x [tokens, hidden]; token and expert [pairs] of each pair, sorted by expert; ends [experts] int32;
+    x [tokens, hidden]; token and expert [pairs] of each pair, sorted by expert; order [pairs], the pair's number in
+    the order of tokens; ends [experts] int32;
     weight [pairs, 1]; matrices [experts, out, in]; where they are `turned`, `in` is the outer dimension in memory
     """
 
     x: torch.Tensor
     token: torch.Tensor
     expert: torch.Tensor
+    order: torch.Tensor
     ends: torch.Tensor
     weight: torch.Tensor
     up: torch.Tensor
@@ -77,6 +79,7 @@ def expert_inputs(
         x=draw(sizes.tokens, h) * h**0.5,
         token=token.to(device),
         expert=expert.to(device),
+        order=torch.randperm(sizes.pairs, generator=generator).to(device),
         ends=ends.to(device),
         weight=torch.rand(sizes.pairs, 1, generator=generator).to(device, sizes.dtype),
         up=weights(2 * w, h),
@@ -123,7 +126,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "squared relu": _squared_relu,
 }
 # What stands around them.
-FORMS = ("plain", "biases", "weights first", "weights last", "low rank")
+FORMS = ("plain", "biases", "weights first", "weights last", "returned", "biases, returned", "low rank")
 
 
 def expert_segment(activation: str, form: str, inputs: ExpertInputs) -> GraphModule:
@@ -145,13 +148,17 @@ def expert_segment(activation: str, form: str, inputs: ExpertInputs) -> GraphMod
         if form == "low rank":
             inner = product(rows, given.up_in, given.ends)
             both = both + 0.5 * product(inner, given.up_out, given.ends)
-        if form == "biases":
+        if form.startswith("biases"):
             both = both + _rows(given.up_bias, given.expert)
         result = product(act(both), given.down, given.ends)
-        if form == "biases":
+        if form.startswith("biases"):
             result = result + _rows(given.down_bias, given.expert)
-        if form == "weights last":
+        if form == "weights last" or form.endswith("returned"):
             result = result * given.weight
+        if form.endswith("returned"):
+            inverse = torch.empty_like(given.order)
+            places = torch.arange(given.order.shape[0], device=given.order.device)
+            result = _rows(result, torch.ops.aten.index_put.default(inverse, [given.order], places))
         return (result,)
 
     # What is fake already, as a tensor on a GPU that is not there, stays what it is.

@@ -9,7 +9,7 @@ Pseudo-code
     for each planned stay and its gather:
         acquire right before the first reader of the bank and its lookup; the views of the bank that stand in front of
         that follow it
-        release right after the last reader
+        release right after the last reader, and the return of rows that a kernel does with it
         prefetch right after the release of the slot's previous content; at the start of the graph for a fresh slot
         decode right after the prefetch, where the bank's format has a decoder
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from moepass.passes.blocks.hoist_token_return import block_ends
 from moepass.passes.blocks.sink_token_gather import with_lookup
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
 from moepass.passes.ir.plan import Plan
@@ -38,6 +39,7 @@ def schedule(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
         )
     releases: list[Node] = []
     start = _start_of_graph(scheduled)
+    ends = block_ends(scheduled.graph)
     for stay, planned in zip(stays, plan.slot_stays, strict=True):
         after = None if planned.after is None else releases[planned.after]
         position = start if after is None else after
@@ -48,7 +50,8 @@ def schedule(module: GraphModule, plan: Plan, context: PassContext) -> PassResul
             # Fresh slots fill in the order in which their banks are needed.
             start = filled
         tensors = _insert_acquire(scheduled, stay, planned.slot, filled)
-        releases.append(_insert_release(scheduled, stay, planned.slot, tensors))
+        last = ends.get(stay.last_reader, stay.last_reader)
+        releases.append(_insert_release(scheduled, stay, planned.slot, tensors, last))
     for stay in stays:
         scheduled.graph.erase_node(stay.gather)
     scheduled.recompile()
@@ -89,9 +92,9 @@ def _insert_acquire(module: GraphModule, stay: Lifetime, slot: int, filled: Node
     return node
 
 
-def _insert_release(module: GraphModule, stay: Lifetime, slot: int, tensors: Node) -> Node:
+def _insert_release(module: GraphModule, stay: Lifetime, slot: int, tensors: Node, last: Node) -> Node:
     graph = module.graph
-    with graph.inserting_after(stay.last_reader):
+    with graph.inserting_after(last):
         node = graph.call_function(release, (tensors,), {"bank": stay.bank, "slot": slot})
     node.meta["moepass_block"] = stay.block
     return node

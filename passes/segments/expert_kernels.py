@@ -111,6 +111,7 @@ class GemmKernel:
     values        what is computed for a tile, in order
     outputs       what is stored, `places` where among `values` it stands, and `width` its columns, the tiles' columns;
                   an output with one column is stored by the tiles of the first columns
+    orders        for each output the number of the operand that says which of its rows each row becomes; None: its own
     """
 
     gemm: GroupedGemm
@@ -120,6 +121,7 @@ class GemmKernel:
     values: tuple[TileValue, ...]
     outputs: tuple[Node, ...]
     places: tuple[int, ...]
+    orders: tuple[int | None, ...]
     width: int
 
 
@@ -144,6 +146,12 @@ class _Reader:
         self.inputs = {*program.row_inputs, *program.fixed}
         self.last_gemm = self._last_gemms()
         self.in_memory: dict[Node, None] = dict.fromkeys(program.outputs)  # a set that keeps its order
+        self.orders = {
+            node: order for node, order in zip(program.outputs, program.orders, strict=True) if order is not None
+        }
+        for node in self.orders:
+            if self.last_gemm[node] is None:
+                raise NotByExpertError(node, f"no GEMM comes before {named(node)}, whose rows are brought back")
 
     def _last_gemms(self) -> dict[Node, Node | None]:
         """For each value the last GEMM that it depends on."""
@@ -188,6 +196,7 @@ class _Reader:
             reason = f"what is stored of {named(gemm.node)} has {' and '.join(map(str, sorted(widths)))} columns"
             raise NotByExpertError(gemm.node, reason)
         places = [tile.value(node, Columns()) for node in outputs]
+        orders = [None if node not in self.orders else tile.operand(self.orders[node]) for node in outputs]
         return GemmKernel(
             gemm,
             tuple(tile.operands),
@@ -196,6 +205,7 @@ class _Reader:
             tuple(tile.values),
             tuple(outputs),
             tuple(places),
+            tuple(orders),
             max(widths, default=1),
         )
 

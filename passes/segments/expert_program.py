@@ -6,6 +6,8 @@ GEMMs never leaves the cache. They can where every value has one row for each pa
 row depends on another one.
 
     rows       values with one row per pair, sorted by expert; all outputs of the segment are such
+    returns    outputs whose rows are brought back to the order of tokens: the program ends with the rows before that,
+               and says where each of them belongs
     fixed      values that are the same for all rows: weights and their views, tables, where each expert's rows end
     GEMMs      the grouped GEMMs; one expert's rows times one expert's weights
     row work   everything else: operations on single rows, grouped between the GEMMs
@@ -15,13 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.blocks.hoist_token_return import TokenReturn, token_return
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.plan import dtype_name
@@ -72,7 +75,8 @@ class RowWork:
 class ExpertProgram:
     """`steps` for the rows of one expert; `ends` [E] says where each expert's rows end.
 
-    `row_inputs` are the segment's inputs that have rows, `fixed` the values that the steps read whole.
+    `row_inputs` are the segment's inputs that have rows, `fixed` the values that the steps read whole. `orders` has for
+    each of `outputs` the value [n] that says which row of the result each row becomes; None: the same one.
     """
 
     ends: Node
@@ -80,6 +84,7 @@ class ExpertProgram:
     fixed: tuple[Node, ...]
     steps: tuple[GroupedGemm | RowWork, ...]
     outputs: tuple[Node, ...]
+    orders: tuple[Node | None, ...]
 
 
 def expert_gemms_in(segment: GraphModule) -> list[Node]:
@@ -107,19 +112,32 @@ def read_program(segment: GraphModule) -> ExpertProgram:
     if ends.op != "placeholder":
         # Whatever computes it would have to be told from row work.
         raise NotByExpertError(ends, f"it computes where each expert's rows end ({named(ends)})")
-    rows = _values_with_rows(graph, [gemm for gemm, _ in gemms], ends)
+    results = cast("Sequence[Node]", graph.output_node().args[0])
+    returns = {node: found for node in results if (found := _return_by_output(node)) is not None}
+    rows = _values_with_rows(graph, [gemm for gemm, _ in gemms], ends, returns)
     outputs: list[Node] = []
-    for node in cast("Sequence[Node]", graph.output_node().args[0]):
-        if node not in rows or not _is_dense(node):
+    orders: list[Node | None] = []
+    for node in results:
+        back = returns.get(node)
+        if (node if back is None else back.rows) not in rows or not _is_dense(node):
             raise NotByExpertError(node, f"its output {named(node)} is not one dense row for each pair")
-        outputs.append(node)
+        outputs.append(node if back is None else back.rows)
+        orders.append(None if back is None else back.order)
     steps = tuple(_steps(graph, rows, {gemm.node: gemm for gemm, _ in gemms}))
     read = [used for step in steps if isinstance(step, RowWork) for used in step.inputs if used not in rows]
     fixed = dict.fromkeys([*(gemm.weights for gemm, _ in gemms), *read])
     for node in fixed:
         _check_fixed(node)
     row_inputs = tuple(node for node in graph_inputs(graph) if node in rows)
-    return ExpertProgram(ends, row_inputs, tuple(fixed), steps, tuple(outputs))
+    return ExpertProgram(ends, row_inputs, tuple(fixed), steps, tuple(outputs), tuple(orders))
+
+
+def _return_by_output(node: Node) -> TokenReturn | None:
+    """The return that `node`, an output, is, if nothing else reads its rows, or what makes their inverse order."""
+    found = token_return(node)
+    if found is None or found.order.op != "placeholder" or len(node.users) != 1:
+        return None
+    return found if all(len(used.users) == 1 for used in (found.rows, *found.making_inverse)) else None
 
 
 def _gemm(node: Node) -> tuple[GroupedGemm, Node]:
@@ -138,12 +156,17 @@ def _gemm(node: Node) -> tuple[GroupedGemm, Node]:
     return GroupedGemm(node, rows, weights), ends
 
 
-def _values_with_rows(graph: Graph, gemms: list[GroupedGemm], ends: Node) -> set[Node]:
+def _values_with_rows(
+    graph: Graph, gemms: list[GroupedGemm], ends: Node, returns: Mapping[Node, TokenReturn]
+) -> set[Node]:
     """All values with one row for each pair. Raises NotByExpertError where one of them depends on other rows."""
     count = fake_value(gemms[0].rows).shape[0]
     by_node = {gemm.node: gemm for gemm in gemms}
     rows: set[Node] = set()
+    returning = set(returns).union(*(found.making_inverse for found in returns.values()))
     for node in graph.nodes:
+        if node in returning:
+            continue
         if node.op == "placeholder":
             if node is not ends and _has_rows(node, count) and not _is_only_looked_up(node):
                 rows.add(node)
@@ -190,8 +213,8 @@ def _is_row_work(node: Node, rows: set[Node]) -> bool:
     if node.target in _ALONG_A_DIMENSION:
         place = _ALONG_A_DIMENSION[node.target]
         dim = node.args[place] if len(node.args) > place else 0
-        whole = fake_value(node.all_input_nodes[0])
-        return isinstance(dim, int) and dim % whole.dim() > 0 and not _reads_sizes(node)
+        dims = fake_value(node.all_input_nodes[0]).dim() + is_call(node, aten.unsqueeze.default)
+        return isinstance(dim, int) and dim % dims > 0 and not _reads_sizes(node)
     has_one_result = isinstance(fake_value(node), torch.Tensor)
     return _is_pointwise(node) and has_one_result and not _reads_sizes(node) and _is_aligned(node, rows)
 

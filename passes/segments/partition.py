@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.errors import one_of
 from moepass.passes.blocks.detect import find_blocks
+from moepass.passes.blocks.hoist_token_return import block_ends
 from moepass.passes.blocks.sink_token_gather import is_lookup
 from moepass.passes.cost.graph_cost import total_cost
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant_here, describe_value
@@ -146,10 +147,12 @@ def _resident_block_edges(graph: Graph) -> set[Node]:
     """Where blocks of resident experts begin and end: with cuts there, deep resident models compile as fast too."""
     place = positions(graph)
     order = list(graph.nodes)
+    ends = block_ends(graph)
     edges: set[Node] = set()
     for match in find_blocks(graph).matches:
         edges.add(_first_of_block(match.gemms[0].node))
-        edges.add(order[place[match.gemms[-1].node] + 1])
+        last = match.gemms[-1].node
+        edges.add(order[place[ends.get(last, last)] + 1])
     return edges
 
 

@@ -56,6 +56,9 @@ def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | N
 
 
 def _check_cpu(program: ExpertProgram) -> None:
+    for node, order in zip(program.outputs, program.orders, strict=True):
+        if order is not None:
+            raise NotByExpertError(node, f"the rows of {named(node)} come back in another order, and the loop keeps it")
     for step in program.steps:
         if isinstance(step, GroupedGemm) and fake_value(step.rows).device.type != "cpu":
             device = fake_value(step.rows).device.type
@@ -74,7 +77,7 @@ def grouped_gemm_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
     gemm.meta["val"] = torch.empty(len(rows), weights.shape[1], dtype=rows.dtype, device="meta")
     graph.output((gemm,))
     step = GroupedGemm(gemm, inputs[0], turned)
-    program = ExpertProgram(inputs[2], (inputs[0],), (turned,), (step,), (gemm,))
+    program = ExpertProgram(inputs[2], (inputs[0],), (turned,), (step,), (gemm,), (None,))
     return ExpertLoop(GraphModule({}, graph), program, {})
 
 

@@ -173,9 +173,10 @@ def _read_loop(record: ExpertLoopRecord) -> ExpertLoop:
             row_work = RowWork(of(step.nodes), of(step.inputs), of(step.outputs))
             work[row_work] = RowsInAnyNumber(read_graph(step.graph, {}), load_inductor_source(step.source))
             steps.append(row_work)
-    program = ExpertProgram(
-        nodes[record.ends], of(record.row_inputs), of(record.fixed), tuple(steps), of(record.outputs)
-    )
+    outputs = of(record.outputs)
+    # A loop gives rows in their own order.
+    orders = (None,) * len(outputs)
+    program = ExpertProgram(nodes[record.ends], of(record.row_inputs), of(record.fixed), tuple(steps), outputs, orders)
     return ExpertLoop(segment, program, work)
 
 

@@ -126,8 +126,9 @@ def _with_strides(name: str, dimensions: int) -> list[str]:
 
 
 def row_number_operands(kernel: GemmKernel) -> list[int]:
+    """Operands that name a row, of a table or of an output, for each row of a tile."""
     named = [value.rows for value in kernel.values if isinstance(value, Loaded) and isinstance(value.rows, int)]
-    return sorted({*named, *([] if kernel.row_numbers is None else [kernel.row_numbers])})
+    return sorted({*named, *(number for number in (kernel.row_numbers, *kernel.orders) if number is not None)})
 
 
 def table_operands(kernel: GemmKernel) -> list[int]:
@@ -143,8 +144,11 @@ def _row_numbers(kernel: GemmKernel) -> Iterator[str]:
 
 def _row_of_table(table: int, numbers: int) -> str:
     """The chosen rows. A negative number counts from the end."""
-    chosen = f"number_{numbers}"
-    return f"tl.where({chosen} < 0, {chosen} + operand_{table}_rows, {chosen})"
+    return _from_start(numbers, f"operand_{table}_rows")
+
+
+def _from_start(numbers: int, rows: str) -> str:
+    return f"tl.where(number_{numbers} < 0, number_{numbers} + {rows}, number_{numbers})"
 
 
 def _products(kernel: GemmKernel) -> Iterator[str]:
@@ -274,12 +278,14 @@ def _is_cast(value: Computed) -> bool:
 
 
 def _stores(kernel: GemmKernel) -> Iterator[str]:
-    for number, (node, place) in enumerate(zip(kernel.outputs, kernel.places, strict=True)):
+    stored = zip(kernel.outputs, kernel.places, kernel.orders, strict=True)
+    for number, (node, place, order) in enumerate(stored):
+        row = "tile_rows.to(tl.int64)" if order is None else f"({_from_start(order, 'count')})"
         name, result = f"output_{number}", fake_value(node)
         is_wide = result.dim() == 2 and result.shape[1] != 1
         columns = f" + column[None, :] * {name}_stride_1" if is_wide else " + column[None, :] * 0"
         mask = "is_column[None, :]" if is_wide else "(column == 0)[None, :]"
         yield (
-            f"tl.store({name} + tile_rows.to(tl.int64)[:, None] * {name}_stride_0{columns}, "
+            f"tl.store({name} + {row}[:, None] * {name}_stride_0{columns}, "
             f"value_{place}.to({triton_type(result.dtype)}), mask=is_row[:, None] & {mask})"
         )

@@ -109,6 +109,7 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
         "eliminate_expert_parallelism",
         "lower_complete_experts",
         "sink_token_gather",
+        "hoist_token_return",
         "cost",
         "bank_parts",
         "predict",

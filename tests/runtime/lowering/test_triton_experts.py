@@ -14,6 +14,8 @@ import moepass
 from moepass.models.testing.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
 from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.models.testing.tiny_families import TINY_FAMILIES
+from moepass.passes.blocks import hoist_token_return
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.ir.segment import EAGER, INDUCTOR, TRITON, Lowering
 from moepass.runtime.lowering import lower_segments
 from moepass.runtime.lowering.lower_experts import ExpertLoop
@@ -42,6 +44,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[TritonExperts]:
 
         return lower_with_kernels
 
+    monkeypatch.setattr(hoist_token_return, "stores_rows_in_any_order", is_grouped_gemm)
     for how, lower in list(lower_segments.LOWERINGS.items()):
         monkeypatch.setitem(lower_segments.LOWERINGS, how, lowered_by(lower))
     return made
@@ -59,6 +62,7 @@ def _assert_equal_to_the_model(family: str, lower: str, kernels: list[TritonExpe
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
     ways = {segment.lowering.how for item in compilations for segment in item.plan.segments if segment.lowering}
     assert kernels
+    assert all(experts.program.orders != (None,) for experts in kernels)
     assert TRITON in ways
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from moepass.models.testing.expert_segments import (
     expert_inputs,
     expert_segment,
 )
+from moepass.passes.graph.nodes import is_call
+from moepass.passes.ir.segment import NotLowered
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
@@ -66,7 +69,7 @@ def test_row_work_of_every_kind(activation: str, form: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_types_and_layouts_of_weights(dtype: torch.dtype, turned: bool) -> None:
     sizes = dataclasses.replace(SIZES, dtype=dtype)
-    for activation, form in (("swiglu", "plain"), ("clamped, interleaved", "biases")):
+    for activation, form in (("swiglu", "returned"), ("clamped, interleaved", "biases")):
         _assert_right(activation, form, expert_inputs(sizes, SKEWED, turned=turned))
 
 
@@ -77,7 +80,7 @@ def test_types_and_layouts_of_weights(dtype: torch.dtype, turned: bool) -> None:
     shares=st.lists(st.sampled_from([0.0, 0.1, 1.0, 20.0]), min_size=1, max_size=9).filter(any),
     hidden=st.integers(1, 70),
     width=st.integers(1, 70),
-    what=st.sampled_from([("swiglu", "plain"), ("clamped, interleaved", "biases"), ("geglu", "low rank")]),
+    what=st.sampled_from([("swiglu", "returned"), ("clamped, interleaved", "biases"), ("geglu", "low rank")]),
 )
 def test_any_sizes(
     tokens: int, pairs: int, shares: list[float], hidden: int, width: int, what: tuple[str, str]
@@ -183,6 +186,37 @@ def test_rows_counted_from_the_end() -> None:
     inputs = expert_inputs(SIZES, SKEWED)
     negative = dataclasses.replace(inputs, token=inputs.token - SIZES.tokens)
     assert torch.equal(_run("swiglu", "plain", negative), _run("swiglu", "plain", inputs))
+
+
+def test_rows_return_to_the_order_of_tokens() -> None:
+    inputs = expert_inputs(SIZES, SKEWED)
+    sorted_rows, returned = _run("swiglu", "weights last", inputs), _run("swiglu", "returned", inputs)
+    assert torch.equal(returned[inputs.order], sorted_rows)
+    negative = dataclasses.replace(inputs, order=inputs.order - SIZES.pairs)
+    assert torch.equal(_run("swiglu", "returned", negative), returned)
+    # Rows of no expert have a place too.
+    inputs.ends = (inputs.ends - 7).clamp(min=0)
+    assert not _run("swiglu", "returned", inputs)[inputs.order[-7:]].any()
+
+
+def test_only_a_return_of_all_rows_by_their_order_is_one() -> None:
+    inputs = expert_inputs(SIZES)
+
+    def changed(old: Any, new: Any, place: int, value: Any) -> GraphModule:
+        segment = expert_segment("swiglu", "returned", inputs)
+        (node,) = (node for node in segment.graph.nodes if is_call(node, old))
+        node.target, node.args = new, (*node.args[:place], value, *node.args[place + 1 :])
+        return segment
+
+    put, aten = torch.ops.aten.index_put.default, torch.ops.aten
+    (whole,) = (n for n in expert_segment("swiglu", "returned", inputs).graph.nodes if is_call(n, put))
+    assert len(whole.args) == 3
+    for segment in (
+        changed(aten.empty_like.default, aten.zeros_like.default, 1, torch.preserve_format),
+        changed(put, put, 3, True),
+        changed(aten.arange.default, aten.arange.start, 1, SIZES.pairs + 1),
+    ):
+        assert isinstance(lower_to_triton(segment, _not_called), NotLowered)
 
 
 def _kernels_of(activation: str, form: str) -> Sequence[tuple[int, int]]:

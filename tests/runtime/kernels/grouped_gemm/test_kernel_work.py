@@ -91,7 +91,7 @@ def _kernels(activation: str, form: str, sizes: ExpertSizes) -> tuple[GemmKernel
 
 @pytest.mark.parametrize(
     ("activation", "form"),
-    [("swiglu", "plain"), ("clamped, interleaved", "biases"), ("geglu", "weights last"), ("squared relu", "low rank")],
+    [("swiglu", "plain"), ("clamped, interleaved", "biases"), ("geglu", "returned"), ("squared relu", "low rank")],
 )
 def test_tiles_flops_and_bytes_are_those_of_the_kernels_loops(
     activation: str, form: str, monkeypatch: pytest.MonkeyPatch
