@@ -28,7 +28,7 @@ PASSES: tuple[Pass, ...] = (
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
     sink_token_gather,  # before anything refers to a place in the graph
     hoist_token_return,  # likewise, and it puts what a return needs before the lookup
-    hybrid_prefill,  # behind both, whose order it keeps; before anything is scheduled, since it says how long banks stay
+    hybrid_prefill,  # keeps the order of both; before the schedule, since it says how long banks stay
     cost,  # the nodes are those that will run, and every decision after it may look at what they cost
     plan,  # needs the gathers in their final number and order
     schedule,  # carries out the plan
