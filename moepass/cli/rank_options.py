@@ -10,6 +10,7 @@ class RankOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     home          where experts rest; `device` keeps them where the model computes
     cache_bytes   for prefix blocks; 0: no cache, None: a part of the memory that is free
+    chunk_tokens  what treats every token alone runs at most so many tokens at a time; None: all of a step
     key           of the hashes of blocks, in hexadecimal digits
     meeting       a folder in which ranks of a home that is spread over them meet
     """
@@ -30,3 +31,4 @@ class RankOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hardware: str | None = None
     cache_bytes: int | None = None
     step_tokens: int | None = None
+    chunk_tokens: int | None = None

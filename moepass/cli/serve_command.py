@@ -118,6 +118,15 @@ def serve(
             min=0, max=MOST_WAIT_SECONDS, metavar="SECONDS", help="After SIGTERM, open requests have so long."
         ),
     ] = 30.0,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Between attentions, run at most so many tokens of a step at a time: longer inputs fit into memory.",
+            show_default="all at once",
+        ),
+    ] = None,
     lower: Annotated[LoweringName, typer.Option(help="How segments are compiled.")] = LoweringName.inductor,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
     link: Annotated[
@@ -156,6 +165,7 @@ def serve(
         hardware=hardware,
         kv_cache=kv_cache,
         step_tokens=step_tokens,
+        chunk_tokens=chunk_tokens,
         lower=lower,
         eager=eager,
         link=link,
@@ -196,6 +206,7 @@ def rank_options_of(
     hardware: str | None,
     kv_cache: str | None,
     step_tokens: int | None,
+    chunk_tokens: int | None,
     lower: LoweringName,
     eager: bool,
     link: str,
@@ -225,6 +236,7 @@ def rank_options_of(
         hardware=hardware,
         cache_bytes=None if cache_bytes is None else int(cache_bytes),
         step_tokens=step_tokens,
+        chunk_tokens=chunk_tokens,
     )
 
 

@@ -116,7 +116,7 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
         home = Host(link=options.link) if options.home == Host.home else options_of(options.home)
 
     def compile_module(module: nn.Module) -> StoredModule:
-        return StoredModule(module, {"lower": options.lower}, options.model)
+        return StoredModule(module, {"lower": options.lower, "chunk_tokens": options.chunk_tokens}, options.model)
 
     dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
     asked = EngineOptions(

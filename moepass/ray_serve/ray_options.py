@@ -44,6 +44,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hardware: str | None = None
     kv_cache: str | None = None
     step_tokens: int | None = None
+    chunk_tokens: int | None = None
     lower: Literal["inductor", "eager"] = "inductor"
     eager: bool = False
     link: str = "real"
@@ -85,6 +86,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             hardware=self.hardware,
             cache_bytes=None if cache_bytes is None else int(cache_bytes),
             step_tokens=self.step_tokens,
+            chunk_tokens=self.chunk_tokens,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import moepass
 from moepass.models.testing.tiny import TINY_FAMILIES, tiny_model
 from moepass.runtime.serving.engine import load_engine
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
@@ -21,8 +23,13 @@ LENGTHS = (5, 64, 130)
 ALWAYS_ROWS = NOT_COMPILED = ("jamba", "qwen3_next")
 
 
-def _compiled(module: nn.Module) -> Callable[..., torch.Tensor]:
-    compiled: Callable[..., torch.Tensor] = torch.compile(module, backend="asyncep", options={"lower": "eager"})
+# Fewer tokens than in a step of the longer lengths.
+CHUNK_TOKENS = 24
+
+
+def _compiled(chunk_tokens: int | None, module: nn.Module) -> Callable[..., torch.Tensor]:
+    options = {"lower": "eager", "chunk_tokens": chunk_tokens}
+    compiled: Callable[..., torch.Tensor] = torch.compile(module, backend="asyncep", options=options)
     return compiled
 
 
@@ -33,21 +40,31 @@ def _request(length: int) -> Request:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(TINY_FAMILIES))
+@pytest.mark.parametrize("chunk_tokens", [None, CHUNK_TOKENS])
 @pytest.mark.parametrize("form", ["trie", "rows"])
-def test_answers_are_those_of_the_uncompiled_engine(family: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_those_of_the_uncompiled_engine(
+    family: str, form: str, chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if form == "trie" and family in ALWAYS_ROWS:
         pytest.skip(f"{family} takes no trie")
     if form == "rows":
         monkeypatch.setattr(load_engine, "probe_trie", lambda model, survey: "rows are asked for")
-    plain, compiled = (make_engine(tiny_model(family), OPTIONS, how, bytes(32)) for how in (None, _compiled))
+    how = functools.partial(_compiled, chunk_tokens)
+    plain = make_engine(tiny_model(family), OPTIONS, None, bytes(32))
+    with moepass.record_compilations() as recorded:
+        compiled = make_engine(tiny_model(family), OPTIONS, how, bytes(32))
     assert compiled.facts.form == form
     assert ("compiled" in compiled.facts.notes) == (family in NOT_COMPILED)
     compilations = None
-    for length in LENGTHS:
-        found, expected = (
-            engine.step([_request(length)]).answers[0].pieces[0].reads[0].top_log_probabilities
-            for engine in (compiled, plain)
-        )
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-        compilations = compilations or compiled.compilations()
+    with moepass.record_compilations() as later:
+        for length in LENGTHS:
+            found, expected = (
+                engine.step([_request(length)]).answers[0].pieces[0].reads[0].top_log_probabilities
+                for engine in (compiled, plain)
+            )
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+            compilations = compilations or compiled.compilations()
+    lowerings = [segment.lowering for one in [*recorded, *later] for segment in one.plan.segments]
+    runs_in_chunks = any(lowering is not None and lowering.chunk_tokens is not None for lowering in lowerings)
+    assert runs_in_chunks == (chunk_tokens is not None and family not in NOT_COMPILED)
     assert compiled.compilations() == compilations  # only steps of the first length compile anything
