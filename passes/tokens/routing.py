@@ -121,7 +121,10 @@ class RoutingRules(RowRules):
             self._note(node, Fact(ROWS, fact.ids, fact.sort))
             return Routed((None, layout) if is_tuple else layout)
         layout = self._layout(ids)
-        if fact is not None or not _are_pairs(layout.dimensions[0]) or value.dtype.is_floating_point:
+        # Groups of a grouped GEMM follow each other from the first expert on.
+        is_ascending = given.get("descending", False) is False
+        are_ids = _are_pairs(layout.dimensions[0]) and not value.dtype.is_floating_point
+        if fact is not None or not are_ids or not is_ascending:
             return None
         if ids in self._never:
             self._refuse(node, "brings rows into an order that leaves what treats every token alone")
@@ -247,6 +250,8 @@ class RoutingRules(RowRules):
                 self._refuse(node, "does more than multiply rows by the weights of their experts")
         assert isinstance(weights, Node)
         assert isinstance(ends, Node)
+        if fake_value(weights).dim() != 3:
+            self._refuse(node, "has no matrix for each expert")
         if size_expression(fake_value(weights).shape[0]) != size_expression(fake_value(ends).shape[0]):
             self._refuse(node, "has other groups than experts")
         return Layout((layout.dimensions[0], features(fake_value(node).shape[-1])))
@@ -276,7 +281,7 @@ def _is_empty(node: Any, size: Any) -> bool:
     if not is_call(node, torch.ops.aten.empty.memory_format) or len(node.users) != 1:
         return False
     value = fake_value(node)
-    return value.dim() == 1 and size_expression(value.shape[0]) == size
+    return bool(value.dim() == 1 and size_expression(value.shape[0]) == size)
 
 
 def _counts_up(node: Any, size: Any) -> bool:
@@ -287,4 +292,4 @@ def _counts_up(node: Any, size: Any) -> bool:
     value = fake_value(node)
     if given.get("start", 0) not in (0, None) or given.get("step", 1) not in (1, None):
         return False
-    return str(size_expression(value.shape[0])) == str(size)
+    return bool(size_expression(value.shape[0]) == size)
