@@ -58,7 +58,7 @@ class RoutingRules(RowRules):
         super().__init__((), {})
         self._never = never
         self.facts: dict[Node, Fact] = {}
-        # Ids that were sorted, by the sort; and the node of ids in order.
+        # Ids that were sorted, by the sort; and ids by the nodes that give them in order.
         self._ids: dict[Node, Node] = {}
         self._sorted: dict[Node, Node] = {}
         # Numbers 0, 1, ... of pairs, which are made again for the pairs of some tokens.
@@ -174,6 +174,8 @@ class RoutingRules(RowRules):
         wanted = {TOKENS: (_token_part(ids),), PAIRS: ids, ROWS: rows}.get(fact.kind)
         if wanted is None or layout.dimensions[0] != wanted or len(layout.shares) != 1:
             return None
+        if fact.kind == PAIRS and table is fact.ids:
+            self._sorted[node] = fact.ids
         return Routed(Layout((ids if fact.kind == ROWS else rows, *layout.dimensions[1:])))
 
     def _empty(self, node: Node, given: dict[str, Any]) -> Routed | None:
