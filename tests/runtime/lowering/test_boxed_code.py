@@ -120,5 +120,5 @@ def test_nodes_run_in_the_graphs_order() -> None:
 def test_a_list_of_another_length_is_an_error() -> None:
     graph = Graph()
     graph.output(graph.placeholder("value"))
-    with pytest.raises(ValueError, match="shorter|longer"):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         run_by_list(GraphModule(nn.Module(), graph))([1, 2])
