@@ -177,6 +177,10 @@ def ratio(total: sympy.Expr, unit: sympy.Expr) -> sympy.Expr | None:
         return sympy.Integer(1)
     if total.is_Integer and unit.is_Integer:
         return sympy.Integer(total // unit) if unit != 0 and total % unit == 0 else None
+    if total.is_Mul and unit.free_symbols < total.free_symbols and (unit.is_Mul or unit.is_Symbol):
+        # Products alone, such as sequences times tokens of each.
+        quotient = total / unit
+        return quotient if quotient.as_numer_denom()[1] == 1 else None
     if not total.free_symbols or (unit.free_symbols and total.free_symbols != unit.free_symbols):
         return None
     # A sum of hundreds of symbols takes long to factor: one of its terms tells the factor, and a product verifies it.

@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call
 from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import named
@@ -115,6 +116,8 @@ class _Writer:
             self.values[node] = copied
         for node in self.segment.graph.nodes:
             if node.op == "get_attr":
+                if (layout := node.meta.get(TOKENS_KEY)) is not None and layout.has_rows:
+                    raise NotByTokenError(node, f"{named(node)} is written into the graph for each token")
                 self.values[node] = self.graph.node_copy(node)
             elif node.op == "call_function" and not isinstance(fake_value(node), (torch.SymInt, int, torch.SymFloat)):
                 self._add(node)
@@ -129,7 +132,11 @@ class _Writer:
                 raise NotByTokenError(node, f"{named(node)} shows one number in several places")
         self.graph.output(tuple(self.values[node] for node in outputs))
         body = GraphModule(self.segment, self.graph)
+        _check_one_cut(self.segment.graph)
         sequences, length = _sequence_sizes([*given, *outputs])
+        for node, dims in zip(outputs, places, strict=True):
+            if dims.sequences is None and not dims.is_flat and sequences != 1:
+                raise NotByTokenError(node, f"{named(node)} has one value for all sequences together")
         return TokenProgram(
             body, tuple(tensors), tuple(inputs), tuple(shapes), tuple(places), self.expected, sequences, length
         )
@@ -141,7 +148,7 @@ class _Writer:
             return
         base = base_operation(node)
         value = fake_value(node)
-        args = list(node.args)
+        target, args = node.target, list(node.args)
         if is_call(node, *_MADE_AGAIN):
             assert isinstance(layout, Layout)
             size = self._size(self._body_size(node, layout.dimensions[0], value.shape[0]))
@@ -149,9 +156,11 @@ class _Writer:
         elif base in _SHAPED:
             shape = self._body_shape(node, layout if isinstance(layout, Layout) else None, value.shape)
             args[_SHAPED[base]] = [self._size(size) for size in shape]
+        elif is_call(node, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
+            target, args = aten.squeeze.dims, [node.args[0], _squeezed(node)]
         elif is_call(node, aten.slice.Tensor):
             args[2:4] = [bound if isinstance(bound, int) else None for bound in args[2:4]]
-        made = self.graph.create_node("call_function", node.target, *self._mapped(node, tuple(args)), name=node.name)
+        made = self.graph.create_node("call_function", target, *self._mapped(node, tuple(args)), name=node.name)
         made.meta = {key: kept for key, kept in node.meta.items() if key not in ("val", REGION_KEY)}
         self.values[node] = made
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
@@ -189,6 +198,8 @@ class _Writer:
             return BodySize(_constant(node, size), False)
         factor, by_token = 1, False
         for part in dimension:
+            if len(part.share or ()) > 1:
+                raise NotByTokenError(node, f"{named(node)} takes the tokens of a sequence apart")
             if not part.is_rows:
                 factor *= _constant(node, part.size)
             elif part.share == () or _is_second_share(part.share):
@@ -212,6 +223,14 @@ def _constant(node: Node, size: Any) -> int:
     if not isinstance(size, int):
         raise NotByTokenError(node, f"{named(node)} has a size that only a run tells, {size}, beside tokens")
     return size
+
+
+def _squeezed(node: Node) -> list[int]:
+    """The dimensions that `node` leaves out, here where one token is not yet one element."""
+    shape = fake_value(node.all_input_nodes[0]).shape
+    given = all_arguments(node).get("dim", range(len(shape)))
+    wanted = [dim % len(shape) for dim in (given if isinstance(given, (list, tuple, range)) else [given])]
+    return [dim for dim in wanted if isinstance(shape[dim], int) and shape[dim] == 1]
 
 
 def _is_sequences(share: Any) -> bool:
@@ -245,8 +264,25 @@ def _token_dims(node: Node, layout: Layout) -> TokenDims:
     return TokenDims(tokens, per_token, sequences, is_flat)
 
 
+def _check_one_cut(graph: Graph) -> None:
+    """All tokens are taken apart into the same sequences, wherever they are."""
+    first: str | None = None
+    for node in graph.nodes:
+        layouts = node.meta.get(TOKENS_KEY)
+        for layout in layouts if isinstance(layouts, tuple) else (layouts,):
+            for share in layout.shares if layout is not None else ():
+                if not (_is_sequences(share) or _is_second_share(share)):
+                    continue
+                first = first or share[0][0]
+                if share[0][0] != first:
+                    reason = f"{named(node)} takes all tokens apart into {share[0][0]}, and other values into {first}"
+                    raise NotByTokenError(node, reason)
+
+
 def _sequence_sizes(nodes: Sequence[Node]) -> tuple[sympy.Expr, sympy.Expr]:
-    """The number of sequences, and the tokens of each. Where tokens of all lie in one dimension, one sequence."""
+    """The number of sequences, and the tokens of each. Where tokens of all lie in one dimension, one sequence.
+
+    Raises NotByTokenError where neither can be told."""
     shares: dict[Any, sympy.Expr] = {}
     flat: sympy.Expr | None = None
     for node in nodes:
@@ -262,5 +298,7 @@ def _sequence_sizes(nodes: Sequence[Node]) -> tuple[sympy.Expr, sympy.Expr]:
         return shares[0], shares[1]
     if 1 in shares and flat is not None:
         return sympy.simplify(flat / shares[1]), shares[1]
-    assert flat is not None, "a region has tokens"
+    if flat is None:
+        node = next(node for node in nodes if TOKENS_KEY in node.meta)
+        raise NotByTokenError(node, f"{named(node)} has tokens of which no sequence is known")
     return sympy.Integer(1), flat

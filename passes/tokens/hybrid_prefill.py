@@ -123,14 +123,13 @@ def _give_numbers_to_each(graph: Graph) -> None:
 def _compute_sizes_from_inputs(graph: Graph) -> None:
     """A size that is read from a tensor inside the graph would end a region."""
     known: dict[sympy.Expr, Node] = {}
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         value = fake_value(node)
         if isinstance(value, torch.SymInt) and not any(
             isinstance(fake_value(used), torch.Tensor) and used.op != "placeholder" for used in node.all_input_nodes
         ):
             known.setdefault(size_expression(value), node)
-    for node in list(graph.nodes):
-        if is_call(node, aten.sym_size.int) and node.args[0].op != "placeholder":
+        elif is_call(node, aten.sym_size.int) and node.args[0].op != "placeholder":
             with graph.inserting_before(node):
                 made = _size_node(graph, size_expression(fake_value(node)), known)
             if isinstance(made, Node) and made is not node:

@@ -58,7 +58,7 @@ class RoutingRules(RowRules):
         super().__init__((), {})
         self._never = never
         self.facts: dict[Node, Fact] = {}
-        # Ids that were sorted, by the sort; and the node of ids in order.
+        # Ids that were sorted, by the sort; and ids by the nodes that give them in order.
         self._ids: dict[Node, Node] = {}
         self._sorted: dict[Node, Node] = {}
         # Numbers 0, 1, ... of pairs, which are made again for the pairs of some tokens.
@@ -121,7 +121,10 @@ class RoutingRules(RowRules):
             self._note(node, Fact(ROWS, fact.ids, fact.sort))
             return Routed((None, layout) if is_tuple else layout)
         layout = self._layout(ids)
-        if fact is not None or not _are_pairs(layout.dimensions[0]) or value.dtype.is_floating_point:
+        # Groups of a grouped GEMM follow each other from the first expert on.
+        is_ascending = given.get("descending", False) is False
+        are_ids = _are_pairs(layout.dimensions[0]) and not value.dtype.is_floating_point
+        if fact is not None or not are_ids or not is_ascending:
             return None
         if ids in self._never:
             self._refuse(node, "brings rows into an order that leaves what treats every token alone")
@@ -171,6 +174,8 @@ class RoutingRules(RowRules):
         wanted = {TOKENS: (_token_part(ids),), PAIRS: ids, ROWS: rows}.get(fact.kind)
         if wanted is None or layout.dimensions[0] != wanted or len(layout.shares) != 1:
             return None
+        if fact.kind == PAIRS and table is fact.ids:
+            self._sorted[node] = fact.ids
         return Routed(Layout((ids if fact.kind == ROWS else rows, *layout.dimensions[1:])))
 
     def _empty(self, node: Node, given: dict[str, Any]) -> Routed | None:
@@ -247,6 +252,8 @@ class RoutingRules(RowRules):
                 self._refuse(node, "does more than multiply rows by the weights of their experts")
         assert isinstance(weights, Node)
         assert isinstance(ends, Node)
+        if fake_value(weights).dim() != 3:
+            self._refuse(node, "has no matrix for each expert")
         if size_expression(fake_value(weights).shape[0]) != size_expression(fake_value(ends).shape[0]):
             self._refuse(node, "has other groups than experts")
         return Layout((layout.dimensions[0], features(fake_value(node).shape[-1])))
@@ -287,4 +294,4 @@ def _counts_up(node: Any, size: Any) -> bool:
     value = fake_value(node)
     if given.get("start", 0) not in (0, None) or given.get("step", 1) not in (1, None):
         return False
-    return str(size_expression(value.shape[0])) == str(size)
+    return bool(size_expression(value.shape[0]) == size)

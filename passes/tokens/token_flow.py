@@ -129,7 +129,7 @@ def token_flow(graph: Graph, inputs: Mapping[Node, Layout], never: frozenset[Nod
     """Follow the tokens from `inputs`. Rows sorted by ids of `never` are not followed."""
     read_whole: frozenset[Node] = frozenset()
     while True:
-        walk = _Walk(inputs, never, read_whole)
+        walk = _TokenWalk(inputs, never, read_whole)
         flow = walk.follow(graph)
         # A constant is cut for all that treat tokens alone, or for none.
         also_whole = walk.aligned_and_whole() - read_whole
@@ -138,7 +138,7 @@ def token_flow(graph: Graph, inputs: Mapping[Node, Layout], never: frozenset[Nod
         read_whole |= also_whole
 
 
-class _Walk(RoutingRules):
+class _TokenWalk(RoutingRules):
     def __init__(self, inputs: Mapping[Node, Layout], never: frozenset[Node], read_whole: frozenset[Node]) -> None:
         super().__init__(never)
         self._layouts.update(inputs)
@@ -279,6 +279,9 @@ class _Walk(RoutingRules):
 
     def _gemm(self, node: Node, base: str, arguments: dict[str, Any]) -> Layout:
         found = super()._gemm(node, base, arguments)
+        added = arguments["self"] if base == "addmm" else None
+        if added in self._aligned and added in (arguments["mat1"], arguments["mat2"]):
+            self._refuse(node, f"reads {named(added)} for each token, and as a matrix for all of them")
         operands = [used for used in node.all_input_nodes if fake_value(used).dim() == 3]
         if base == "bmm" and any(self._layout(used).has_rows_along(0) for used in operands):
             others = [used for used in operands if not self._layout(used).has_rows_along(0)]

@@ -2,17 +2,23 @@
 
 A call in Python keeps its arguments until it returns: the frames below it hold them. A segment that is called so keeps
 all of its inputs, although most are read at its beginning. Here it is given a list, which it empties as it goes.
+
+    step        what one node does, on the values of all nodes so far: each has a place in a list
+    last reader the step behind which a value's place is emptied; before it, where the reader empties its own list
 """
 
 from __future__ import annotations
 
-import keyword
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+
+# Reads what a node is given from the values so far.
+Read = Callable[[list[Any]], Any]
+Step = Callable[[list[Any]], None]
 
 
 class TakesList(torch.nn.Module):
@@ -23,80 +29,93 @@ class TakesList(torch.nn.Module):
 
 
 def run_by_list(module: GraphModule) -> Callable[[list[Any]], Any]:
-    """`module` as a function of a list of its inputs, which it empties: straight-line code, in the graph's order."""
-    code = _Code(module)
-    source = code.source()
-    exec(compile(source, f"<graph {id(module)}>", "exec"), code.names)
-    run: Callable[[list[Any]], Any] = code.names["run"]
-    run.__doc__ = source
+    """`module` as a function of a list of its inputs, which it empties. It runs the nodes in the graph's order.
+
+    The function raises ValueError where the list is not as long as the graph has inputs."""
+    nodes = list(module.graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+    last = {used: node for node in nodes for used in node.all_input_nodes}
+    dead: dict[Node, list[int]] = {node: [] for node in nodes}
+    for node in nodes:
+        # A value that nobody reads goes at once.
+        dead[last.get(node, node)].append(place[node])
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    steps = [_step(module, node, place, dead[node]) for node in nodes if node.op != "output"]
+    result = _read(module.graph.output_node().args[0], place)
+
+    def run(given: list[Any]) -> Any:
+        values: list[Any] = [None] * len(nodes)
+        for node, value in zip(inputs, given, strict=True):
+            values[place[node]] = value
+        # The loop's own names would keep the last input.
+        node = value = None
+        given.clear()
+        for step in steps:
+            step(values)
+        return result(values)
+
     return run
 
 
-class _Code:
-    def __init__(self, module: GraphModule) -> None:
-        self.module = module
-        self.names: dict[str, Any] = {"torch": torch}
-        self.values: dict[Node, str] = {}
+def _step(module: GraphModule, node: Node, place: Mapping[Node, int], dead: Sequence[int]) -> Step:
+    def let_go(values: list[Any]) -> None:
+        for index in dead:
+            values[index] = None
 
-    def source(self) -> str:
-        nodes = list(self.module.graph.nodes)
-        last = {used: node for node in nodes for used in node.all_input_nodes}
-        dead: dict[Node, list[Node]] = {}
-        for used, node in last.items():
-            dead.setdefault(node, []).append(used)
-        inputs = [node for node in nodes if node.op == "placeholder"]
-        lines = [f"[{', '.join(map(self._value, inputs))}] = inputs", "inputs.clear()"]
-        unread = [node for node in inputs if node not in last]
-        lines += [f"del {self._value(node)}" for node in unread]
-        for node in nodes:
-            done = [self._value(used) for used in dead.get(node, ())]
-            delete = [f"del {', '.join(done)}"] if done else []
-            if node.op == "output":
-                lines.append(f"return {self._text(node.args[0])}")
-            elif node.op == "call_module" and isinstance(self._module(node), TakesList):
-                run = self._constant(self._module(node).run_list, str(node.target))
-                lines += [f"box = {self._text(list(node.args))}", *delete, f"{self._value(node)} = {run}(box)"]
-            elif node.op != "placeholder":
-                lines += [f"{self._value(node)} = {self._call(node)}", *delete]
-                if node not in last:
-                    lines.append(f"del {self._value(node)}")
-        return "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
+    if node.op == "placeholder":
+        return let_go
+    here = place[node]
+    arguments, keywords = _read(list(node.args), place), _read(dict(node.kwargs), place)
+    called = _called(module, node)
 
-    def _call(self, node: Node) -> str:
-        if node.op == "get_attr":
-            return self._constant(operator.attrgetter(str(node.target))(self.module), node.name)
-        function = self._module(node) if node.op == "call_module" else node.target
-        given = [self._text(value) for value in node.args]
-        given += [f"{name}={self._text(value)}" for name, value in node.kwargs.items()]
-        name = self._constant(function, node.name)
-        if node.op == "call_method":
-            return f"{given[0]}.{node.target}({', '.join(given[1:])})"
-        return f"{name}({', '.join(given)})"
+    def run_taker(values: list[Any]) -> None:
+        given = arguments(values)
+        let_go(values)
+        result = called(given)
+        if here not in dead:
+            values[here] = result
 
-    def _module(self, node: Node) -> torch.nn.Module:
-        return self.module.get_submodule(str(node.target))
+    def run(values: list[Any]) -> None:
+        values[here] = called(*arguments(values), **keywords(values))
+        let_go(values)
 
-    def _value(self, node: Node) -> str:
-        name = f"{node.name}_" if keyword.iskeyword(node.name) or node.name in ("inputs", "box") else node.name
-        return self.values.setdefault(node, name)
+    return run_taker if _takes_list(module, node) else run
 
-    def _text(self, value: Any) -> str:
-        if isinstance(value, Node):
-            return self._value(value)
+
+def _takes_list(module: GraphModule, node: Node) -> bool:
+    return node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), TakesList)
+
+
+def _called(module: GraphModule, node: Node) -> Callable[..., Any]:
+    if node.op == "call_module":
+        found = module.get_submodule(str(node.target))
+        return found.run_list if isinstance(found, TakesList) else found
+    if node.op == "get_attr":
+        constant = operator.attrgetter(str(node.target))(module)
+        return lambda: constant
+    if node.op == "call_method":
+        return _method(str(node.target))
+    assert callable(node.target)
+    return node.target
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda value, *arguments, **keywords: getattr(value, name)(*arguments, **keywords)
+
+
+def _read(value: Any, place: Mapping[Node, int]) -> Read:
+    """A function that gives `value` with the nodes in it replaced by their values."""
+    if isinstance(value, Node):
+        return operator.itemgetter(place[value])
+    if isinstance(value, (list, tuple)):
+        parts = [_read(part, place) for part in value]
         if isinstance(value, tuple):
-            return f"({''.join(f'{self._text(part)}, ' for part in value)})"
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._text, value))}]"
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{key!r}: {self._text(part)}' for key, part in value.items())}}}"
-        if value is None or isinstance(value, (bool, int, str)):
-            return repr(value)
-        if isinstance(value, slice):
-            return f"slice({self._text(value.start)}, {self._text(value.stop)}, {self._text(value.step)})"
-        return self._constant(value, "constant")
-
-    def _constant(self, value: Any, name: str) -> str:
-        """A name in the code's globals, which no value has."""
-        found = f"_{len(self.names)}_{name}".replace(".", "_")
-        self.names[found] = value
-        return found
+            return lambda values: tuple(part(values) for part in parts)
+        return lambda values: [part(values) for part in parts]
+    if isinstance(value, dict):
+        named = {key: _read(part, place) for key, part in value.items()}
+        return lambda values: {key: part(values) for key, part in named.items()}
+    if isinstance(value, slice):
+        bounds = [_read(bound, place) for bound in (value.start, value.stop, value.step)]
+        return lambda values: slice(*(bound(values) for bound in bounds))
+    return lambda values: value

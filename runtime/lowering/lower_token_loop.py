@@ -87,8 +87,8 @@ def take(whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
         shape = list(found.shape)
         found = found.unsqueeze(dims.tokens).expand(*shape[: dims.tokens], chunk.sequences, *shape[dims.tokens :])
         return found.flatten(dims.tokens, dims.tokens + 1)
-    moved = found.movedim(dims.sequences, dims.tokens - 1) if dims.sequences != dims.tokens - 1 else found
-    return moved.flatten(dims.tokens - 1, dims.tokens).unsqueeze(dims.sequences)
+    joined = _tokens_alone(dims)
+    return found.movedim(dims.sequences, joined).flatten(joined, joined + 1).unsqueeze(dims.sequences)
 
 
 def put(part: torch.Tensor, whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> None:
@@ -96,9 +96,16 @@ def put(part: torch.Tensor, whole: torch.Tensor, dims: TokenDims, chunk: Chunk) 
     target = _view_of(whole, dims, chunk)
     if not dims.is_flat and chunk.sequences > 1:
         assert dims.sequences is not None
-        apart = part.squeeze(dims.sequences).unflatten(dims.tokens - 1, (chunk.sequences, chunk.tokens))
-        part = apart.movedim(dims.tokens - 1, dims.sequences)
+        joined = _tokens_alone(dims)
+        apart = part.squeeze(dims.sequences).unflatten(joined, (chunk.sequences, chunk.tokens))
+        part = apart.movedim(joined, dims.sequences)
     target.copy_(part)
+
+
+def _tokens_alone(dims: TokenDims) -> int:
+    """The dimension of tokens where that of sequences is left out."""
+    assert dims.sequences is not None
+    return dims.tokens - (dims.sequences < dims.tokens)
 
 
 class TokenLoop:
@@ -240,6 +247,8 @@ def _fake_input(mode: FakeTensorMode, node: Node, dims: TokenDims | None, shape:
     value = fake_value(node)
     with mode:
         if dims is None:
+            if not all(size_expression(stride).is_Integer for stride in value.stride()):
+                raise NotByTokenError(node, f"{named(node)} lies in memory as only a run tells")
             return torch.empty_strided(
                 shape, [int(stride) for stride in value.stride()], dtype=value.dtype, device=value.device
             )

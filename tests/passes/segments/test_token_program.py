@@ -1,0 +1,120 @@
+"""Segments of tokens run some tokens at a time and give what they gave; or they say why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from token_models import Forward, TokenModel, chunked, compiled, reasons, token_model
+
+
+def _time_major(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    return model.mlp(model.embed(ids)).transpose(0, 1)
+
+
+def _squeezed(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    return model.mlp(model.embed(ids)[:, :, None].squeeze()).softmax(1)
+
+
+def _learned_positions(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    return model.mlp(model.embed(ids) + model.of_position)
+
+
+def _mean_over_tokens(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    return model.up(model.mlp(model.embed(ids)).mean(1))
+
+
+def _token_shift(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    x = model.embed(ids)
+    return model.mlp(x + torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0)) + x.roll(1, 1) + x.flip(1))
+
+
+def _convolution(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    x = model.embed(ids)
+    return model.mlp(x + model.convolution(x.transpose(1, 2)).transpose(1, 2))
+
+
+def _features_for_tokens(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    x = model.mlp(model.embed(ids))
+    return model.mlp(x + x.transpose(1, 2).reshape(x.shape))
+
+
+def _attention(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    x = model.embed(ids)
+    heads = model.up(x).unflatten(-1, (2, -1)).transpose(1, 2)
+    mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    return model.mlp(mixed.transpose(1, 2).flatten(2))
+
+
+def _repeated(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    x = model.embed(ids).flatten(0, 1)
+    return model.mlp(x.repeat(2, 1)).view(2, -1, x.shape[-1]).sum(0)
+
+
+SIZES = [
+    (3, 6, 8, 1),  # one token at a time
+    (3, 6, 8, 4),  # parts of a sequence
+    (3, 6, 8, 13),  # several sequences
+    (8, 8, 8, 16),  # sequences, tokens and features are as many
+    (1, 8, 8, 3),  # one sequence of as many tokens as features
+]
+
+
+@pytest.mark.parametrize(("batch", "length", "width", "chunk"), SIZES)
+@pytest.mark.parametrize(
+    "forward",
+    [
+        *(_time_major, _squeezed, _learned_positions, _mean_over_tokens, _token_shift, _convolution),
+        *(_features_for_tokens, _attention, _repeated),
+    ],
+)
+@pytest.mark.sampled(every=2)
+def test_some_tokens_at_a_time_give_the_same(forward: Forward, batch: int, length: int, width: int, chunk: int) -> None:
+    model, ids = token_model(forward, batch, length, width)
+    expected = model(ids)
+    found, compilation = compiled(model, ids, chunk)
+    torch.testing.assert_close(found, expected)
+    assert chunked(compilation) > 0
+
+
+@pytest.mark.parametrize("forward", [_time_major, _mean_over_tokens, _attention])
+def test_sizes_may_be_symbols(forward: Forward) -> None:
+    model, ids = token_model(forward)
+    expected = model(ids)
+    found, compilation = compiled(model, ids, 4, dynamic=True)
+    torch.testing.assert_close(found, expected)
+    assert chunked(compilation) > 0
+
+
+def _value_of_each_sequence(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    return model.mlp(model.embed(ids) + model.of_sequence).softmax(1)
+
+
+def _windows(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    return model.mlp(model.embed(ids).view(ids.shape[0], 2, -1, model.width)).softmax(2)
+
+
+def _other_sequences(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    return model.mlp(model.embed(ids).view(2, -1, model.width)).softmax(1)
+
+
+def _one_value_for_all_sequences(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    x = model.embed(ids)
+    return model.mlp(torch.bmm(x.permute(1, 2, 0), x.transpose(0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (_value_of_each_sequence, "has one value for each sequence"),
+        (_windows, "takes the tokens of a sequence apart"),
+        (_other_sequences, "takes"),
+        (_one_value_for_all_sequences, "has tokens of which no sequence is known"),
+    ],
+)
+def test_what_a_chunk_cannot_tell_is_refused(forward: Forward, reason: str) -> None:
+    model, ids = token_model(forward, batch=4)
+    expected = model(ids)
+    found, compilation = compiled(model, ids, 4)
+    torch.testing.assert_close(found, expected)
+    assert chunked(compilation) == 0
+    assert reason in reasons(compilation)

@@ -1,0 +1,104 @@
+"""Chunks hold every token once; what is taken and put lies where slicing by hand finds it; loops give the same."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moepass.passes.segments.token_program import TokenDims
+from moepass.runtime.lowering.lower_token_loop import chunks_of, put, take
+
+SIZES = st.integers(0, 9)
+
+
+@given(SIZES, SIZES, st.integers(1, 12))
+def test_chunks_hold_every_token_once_and_no_more_than_fit(sequences: int, length: int, most: int) -> None:
+    chunks = list(chunks_of(sequences, length, most))
+    tokens = [
+        (sequence, token)
+        for chunk in chunks
+        for sequence in range(chunk.sequence, chunk.sequence + chunk.sequences)
+        for token in range(chunk.first, chunk.first + chunk.tokens)
+    ]
+    assert tokens == list(itertools.product(range(sequences), range(length)))
+    assert all(1 <= chunk.count <= most for chunk in chunks)
+    assert all(chunk.sequences == 1 or (chunk.first, chunk.tokens) == (0, length) for chunk in chunks)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 12))
+def test_chunks_are_as_few_and_as_equal_as_they_can_be(sequences: int, length: int, most: int) -> None:
+    chunks = list(chunks_of(sequences, length, most))
+    parts = [chunk.tokens if length > most else chunk.sequences for chunk in chunks]
+    assert max(parts) - min(parts) <= 1
+    whole = most // length
+    assert len(chunks) == (sequences * -(-length // most) if whole == 0 else -(-sequences // whole))
+
+
+@st.composite
+def _places(draw: st.DrawFn) -> tuple[TokenDims, tuple[int, int], torch.Tensor]:
+    """Where tokens lie, [sequences, length], and a tensor whose numbers all differ."""
+    sequences, length = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    others = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(0, 2)))]
+    kind = draw(st.sampled_from(("flat", "apart", "same for all sequences")))
+    if kind == "flat":
+        per_token = draw(st.integers(1, 3))
+        place = draw(st.integers(0, len(others)))
+        shape = [*others[:place], sequences * length * per_token, *others[place:]]
+        dims = TokenDims(place, per_token)
+    else:
+        order = draw(st.permutations(range(len(others) + 2)))
+        sizes = [sequences if kind == "apart" else 1, length, *others]
+        shape = [sizes[dim] for dim in order]
+        dims = TokenDims(order.index(1), 1, order.index(0) if kind == "apart" else None, is_flat=False)
+    return dims, (sequences, length), torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+
+def _by_token(whole: torch.Tensor, dims: TokenDims, sequences: int, length: int) -> torch.Tensor:
+    """[tokens of all sequences, numbers of each]."""
+    if dims.is_flat:
+        return whole.movedim(dims.tokens, 0).reshape(sequences * length, -1)
+    if dims.sequences is None:
+        return whole.movedim(dims.tokens, 0).reshape(length, -1).repeat(sequences, 1)
+    return whole.movedim((dims.sequences, dims.tokens), (0, 1)).reshape(sequences * length, -1)
+
+
+@given(_places(), st.integers(1, 8))
+def test_what_is_taken_is_what_slicing_by_hand_finds(
+    places: tuple[TokenDims, tuple[int, int], torch.Tensor], most: int
+) -> None:
+    dims, (sequences, length), whole = places
+    rows = _by_token(whole, dims, sequences, length)
+    for chunk in chunks_of(sequences, length, most):
+        taken = take(whole, dims, chunk)
+        assert taken.dim() == whole.dim()
+        assert taken.shape[dims.tokens] == chunk.count * dims.per_token
+        start = chunk.sequence * length + chunk.first
+        assert torch.equal(_by_token(taken, dims, 1, chunk.count), rows[start : start + chunk.count])
+
+
+@given(_places(), st.integers(1, 8))
+def test_what_was_taken_is_put_back_in_its_place(
+    places: tuple[TokenDims, tuple[int, int], torch.Tensor], most: int
+) -> None:
+    dims, (sequences, length), whole = places
+    if not dims.is_flat and dims.sequences is None and sequences > 1:
+        return  # no output is the same for all sequences: test_token_program.py
+    found = torch.full_like(whole, -1)
+    for chunk in chunks_of(sequences, length, most):
+        put(take(whole, dims, chunk), found, dims, chunk)
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_several_sequences_come_one_behind_another(order: tuple[int, ...]) -> None:
+    """Sequences may lie before or behind the tokens in memory, or with other numbers between them."""
+    numbers = torch.arange(24).reshape(2, 4, 3)  # sequences, tokens, features
+    whole = numbers.permute(order)
+    dims = TokenDims(order.index(1), 1, order.index(0), is_flat=False)
+    (chunk,) = chunks_of(2, 4, 8)
+    taken = take(whole, dims, chunk)
+    assert torch.equal(taken.permute([order.index(dim) for dim in range(3)]), numbers.reshape(1, 8, 3))
