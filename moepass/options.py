@@ -31,13 +31,13 @@ class Options:
     lower      how segments are compiled: "inductor" (default); "eager": operator by operator, bit-identical; or
                "tensorrt": dense segments by Torch-TensorRT, the others by Inductor
     disable    names of passes to leave out
-    chunk_tokens
-               what treats every token alone runs at most so many tokens at a time, so that its temporary values take
-               the memory of these alone; attention runs whole. None (default): all at once
     debug      fill released slots with NaN, so that a read after a release shows in the output;
                where ranks add up results, compare what tokens are computed from in every run
     dump       a folder: the graph before and after every pass, and the plan as JSON, are written there
     cudagraphs whether segments are recorded as CUDA graphs when shapes repeat, and replayed from then on
+    chunk_tokens
+               what treats every token alone runs at most so many tokens at a time, so that its temporary values take
+               the memory of these alone; attention runs whole. None (default): all at once
 
     For models that run with expert parallelism; where `offload_experts` was called, these are arguments of it:
 
@@ -57,10 +57,10 @@ class Options:
 
     lower: str = "inductor"
     disable: tuple[str, ...] = ()
-    chunk_tokens: int | None = None
     debug: bool = False
     dump: str | None = None
     cudagraphs: bool = False
+    chunk_tokens: int | None = None
     slots: int | None = None
     link: str | None = None
     timeout_s: float | None = None

@@ -47,7 +47,7 @@ from moepass.passes.tokens.token_flow import TokenFlow, token_count, token_flow,
 aten = torch.ops.aten
 
 
-@graph_pass(requires={"canonical"}, provides={"regions"}, conflicts={"planned", "scheduled"})
+@graph_pass(provides={"regions"}, conflicts={"planned", "scheduled"})
 def hybrid_prefill(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Order the graph by regions, where tokens are to run some at a time."""
     if context.chunk_tokens is None:

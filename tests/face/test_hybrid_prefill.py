@@ -67,6 +67,7 @@ def test_inductor_is_close(family: str) -> None:
     _check_chunks(family, compilations)
 
 
+@pytest.mark.slow
 def test_sizes_may_change() -> None:
     """Sequences shorter than a chunk, as long as one, and longer; one and several of them."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)

@@ -181,7 +181,8 @@ class FakeCuda:
         return [stream for stream in self._streams if stream.queue and stream.queue[0].is_ready]
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[FakeCuda]:
+    def installed(self, issues_operators: bool = True) -> Iterator[FakeCuda]:
+        """`issues_operators` False: whoever emulates more of CUDA gives operators to the streams."""
         replaced = {
             "Stream": self.stream,
             # A class, because the ring asks what is an event.
@@ -190,7 +191,8 @@ class FakeCuda:
             "current_stream": lambda device=None: self._current,
             "stream": self.on,
         }
-        with mock.patch.multiple(torch.cuda, **replaced), _Issuing(self):
+        issuing = _Issuing(self) if issues_operators else contextlib.nullcontext()
+        with mock.patch.multiple(torch.cuda, **replaced), issuing:
             yield self
 
     @contextlib.contextmanager
