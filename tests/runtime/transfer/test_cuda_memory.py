@@ -197,22 +197,22 @@ def test_a_model_computes_the_same_on_whatever_stream(no_grad: None, model_on_st
     assert all(model_on_streams.stays_exact(seed) for seed in range(5))
 
 
-def _call_on_another_stream(call: SegmentCall, *inputs: Any) -> Any:
+def _call_on_another_stream(call: SegmentCall, inputs: list[Any]) -> Any:
     with torch.cuda.stream(torch.cuda.Stream(CPU)):
-        return _segment_call(call, *inputs)
+        return _segment_call(call, inputs)
 
 
 def _wait_for_nothing(copier: StreamCopier, filled: object, statistics: object) -> Callable[[], float]:
     return lambda: 0.0
 
 
-_segment_call = SegmentCall.forward
+_segment_call = SegmentCall._run
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "broken"),
     [
-        (SegmentCall, "forward", _call_on_another_stream),
+        (SegmentCall, "_run", _call_on_another_stream),
         (StreamCopier, "wait", _wait_for_nothing),
         (StreamCopier, "event", lambda copier: None),
     ],
