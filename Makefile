@@ -88,6 +88,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/two_ranks.py
 	$(BIN)/python benchmarks/idle_rank.py
 	$(BIN)/python benchmarks/load_memory.py
+	$(BIN)/python benchmarks/memory/hybrid_prefill.py
 	$(BIN)/python benchmarks/disk_home.py
 	$(BIN)/python benchmarks/hybrid.py
 	$(BIN)/python benchmarks/prediction.py

@@ -9,10 +9,14 @@ many bytes as the whole one, from the bytes of two lengths, between which they g
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import typer
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # what benchmarks share
 from common import interleaved_seconds, median_and_spread, print_table, verdict
 from parts.causal_attention import CAUSAL, causal_attention
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
