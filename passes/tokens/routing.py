@@ -171,7 +171,7 @@ class RoutingRules(RowRules):
         ids = self._layout(fact.ids).dimensions[0]
         assert fact.sort is not None
         rows = _rows_of(fact.sort, ids)
-        wanted = {TOKENS: (_token_part(ids),), PAIRS: ids, ROWS: rows}.get(fact.kind)
+        wanted = {TOKENS: (ids[0],), PAIRS: ids, ROWS: rows}.get(fact.kind)
         if wanted is None or layout.dimensions[0] != wanted or len(layout.shares) != 1:
             return None
         if fact.kind == PAIRS and table is fact.ids:
@@ -265,10 +265,6 @@ class RoutingRules(RowRules):
 def _are_pairs(dimension: Dimension) -> bool:
     """All tokens, and for each of them its experts side by side."""
     return bool(dimension) and dimension[0].share == () and features_per_row(dimension) is not None
-
-
-def _token_part(dimension: Dimension) -> Part:
-    return dimension[0]
 
 
 def _rows_of(sort: Node, pairs: Dimension) -> Dimension:
