@@ -64,7 +64,7 @@ def _compile(
 
 
 # 7 of 8 combinations apart, every family and every combination is in the sample.
-@pytest.mark.sampled(every=35)
+@pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "dtype", "streaming"), COMBINATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_lowering_is_bit_identical(family: str, implementation: str, dtype: torch.dtype, streaming: bool) -> None:
@@ -103,6 +103,7 @@ def _check_numbers(family: str, model: PreTrainedModel, compilation: moepass.Com
         assert ring.device_bytes == 2 * max(bank.format.slot_bytes for bank in compilation.plan.banks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("family", _slow_unless(FAST_INDUCTOR, FAMILIES))
 def test_inductor_is_within_1e_5_in_fp32(family: str, streaming: bool) -> None:
@@ -139,7 +140,7 @@ def _rewritten_or_refused(record: ExpertFamily, implementation: str) -> None:
     assert all(refused.values())
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("batched_mm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", _slow_unless(FAST_DISCOVERED, sorted(DISCOVERED)))
 def test_every_discovered_family_is_rewritten_or_refused_and_right(family: str, implementation: str) -> None:
@@ -151,6 +152,7 @@ def test_discovery_covers_what_the_installed_transformers_has() -> None:
     assert set(FAST_DISCOVERED) <= set(DISCOVERED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_changing_shapes_are_captured_twice_at_most(streaming: bool) -> None:
     model = tiny_model("qwen3_moe")

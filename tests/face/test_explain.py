@@ -259,6 +259,7 @@ def test_tensorrt_is_explained_without_its_package(monkeypatch: pytest.MonkeyPat
     assert "TensorRT" not in moepass.explain("olmoe-1b-7b").text()
 
 
+@pytest.mark.slow
 def test_any_number_of_reports_in_one_process() -> None:
     """Dynamo gives up on code that was compiled too often; that of a family is the same for all of its models."""
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
@@ -293,7 +294,7 @@ def _meta_demo() -> torch.nn.Module:
     return meta_model(resolve_model("demo", config_alone=True))
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("dtype", "short"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
 def test_a_model_is_explained_in_the_dtype_of_its_weights(

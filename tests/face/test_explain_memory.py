@@ -6,6 +6,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
+
 import moepass
 from moepass.models.formulas.stored_weights import dense_bytes
 from moepass.models.sizes.presets import preset, preset_config
@@ -33,6 +35,7 @@ def test_an_fp8_checkpoint_is_shown_as_stored_and_as_run() -> None:
     assert "In fp8, a forecast alone" in text
 
 
+@pytest.mark.slow
 def test_an_mxfp4_bank_grows_on_its_way_into_a_slot() -> None:
     stored = moepass.explain("gpt-oss-120b").stored
     assert stored is not None
@@ -42,6 +45,7 @@ def test_an_mxfp4_bank_grows_on_its_way_into_a_slot() -> None:
     assert stored.asyncep_step_seconds is not None
 
 
+@pytest.mark.slow
 def test_the_stored_format_that_is_asked_for_is_what_all_numbers_are_of() -> None:
     default, asked = moepass.explain("deepseek-v3").stored, moepass.explain("deepseek-v3", dtype="fp8")
     assert default is not None
@@ -87,6 +91,7 @@ def test_host_memory_is_that_of_all_ranks() -> None:
     assert "(the profile does not say how much it has)" in words(unknown.text())
 
 
+@pytest.mark.slow
 def test_a_home_that_host_memory_is_too_small_for_is_not_chosen() -> None:
     report = moepass.explain("qwen3-235b-a22b", hardware=machine(1e12))
     notes = {one.home: one.note for one in report.strategy.homes_tried}

@@ -102,7 +102,7 @@ def _essence(plan: Plan) -> object:
     return plan.strategy, plan.refusals, plan.slot_stays, blocks, steps, flops
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize(
     "family", [name if name in FAST_FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in TINY_FAMILIES]

@@ -22,6 +22,7 @@ def _strategy(chosen: str) -> StrategyPart:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_call_names_home_slots_and_layers_of_the_schedule() -> None:
     report = explain("qwen3-235b-a22b", hardware="8xh100-80g")
     assert report.schedule is not None
@@ -42,6 +43,7 @@ def test_the_call_names_home_slots_and_layers_of_the_schedule() -> None:
     assert row.background_bytes_per_layer == report.saturation.gather_bytes
 
 
+@pytest.mark.slow
 def test_each_rank_loads_its_part_of_a_checkpoint() -> None:
     report = explain("qwen3-235b-a22b", hardware="8xh100-80g")
     assert report.schedule is not None
@@ -50,6 +52,7 @@ def test_each_rank_loads_its_part_of_a_checkpoint() -> None:
     ast.parse(call)
 
 
+@pytest.mark.slow
 def test_a_call_that_cannot_run_yet_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HOMES, "hybrid", dataclasses.replace(HOMES["hybrid"], devices=("cpu",)))
     report = explain("qwen3-235b-a22b", hardware="8xh100-80g", home="hybrid", lower="eager")
@@ -61,6 +64,7 @@ def test_a_call_that_cannot_run_yet_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert "#" not in how_to_run(report.strategy, report.schedule, None, "", "bf16", "cpu")
 
 
+@pytest.mark.slow
 def test_a_quantised_checkpoint_is_loaded_dequantised() -> None:
     report, stored = explain("qwen3-235b-a22b", hardware="8xh100-80g"), preset("gpt-oss-120b").stored
     call, offload, _ = how_to_run(report.strategy, report.schedule, "./c", "", "bf16", "cuda", stored).split("; ")

@@ -40,6 +40,7 @@ def _check_chunks(family: str, compilations: list[moepass.Compilation]) -> None:
             assert any(lowering.chunk_tokens == 7 for lowering in lowered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [None, 1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_lowering_is_bit_identical(family: str, slots: int | None) -> None:

@@ -72,7 +72,7 @@ def compiled(model: PreTrainedModel, batch: int = BATCH, sequence: int = SEQUENC
     return compilation
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("banks", [3.5, 4.5])
 def test_the_report_and_the_compiled_plan_agree(banks: float) -> None:
     machine = made_up_machine()
@@ -114,6 +114,7 @@ class Wrapped(torch.nn.Module):
         return hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sequences_are_counted_by_the_arguments_that_have_all_of_them(batch: int) -> None:
     torch._dynamo.reset()
@@ -124,6 +125,7 @@ def test_sequences_are_counted_by_the_arguments_that_have_all_of_them(batch: int
     assert compilation.plan.sequences == (str(batch), "8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_model_whose_experts_all_fit_is_predicted_too(loads: bool, tmp_path: Path) -> None:
     machine = made_up_machine()
@@ -147,6 +149,7 @@ def test_a_model_whose_experts_all_fit_is_predicted_too(loads: bool, tmp_path: P
         moepass.offload_report(tiny_model())
 
 
+@pytest.mark.slow
 def test_a_plan_with_decisions_is_read_back_as_it_was_written() -> None:
     model = tiny_model()
     machine = made_up_machine()
@@ -168,6 +171,7 @@ def test_what_is_predicted_follows_the_size_of_the_graph() -> None:
     assert more.compute_seconds == report.schedule.compute_seconds
 
 
+@pytest.mark.slow
 def test_without_a_profile_the_plan_says_so() -> None:
     model = tiny_model()
     moepass.offload_experts(model)

@@ -100,6 +100,7 @@ def test_a_mode_is_refused() -> None:
         torch.compile(Stack(depth=1), backend="asyncep", mode="max-autotune")(tokens())
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("disable", "strategy"),
     [
@@ -177,6 +178,7 @@ def _python(program: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_backend_is_found_without_importing_moepass() -> None:
     program = """
 import sys, torch

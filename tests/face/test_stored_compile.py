@@ -165,6 +165,7 @@ def test_a_stored_capture_gives_the_same_bits_for_all_sizes_without_dynamo(fille
     assert ring.statistics.copied_bytes > 0
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_the_model_at_hand(filled: Filled) -> None:
     store, _ = filled
     other = _stack(dataclasses.replace(SMALL, seed=7))
@@ -224,6 +225,7 @@ def test_a_stride_that_no_dimension_shows_is_named(store: CaptureStore, caplog: 
     assert re.search(r"the size s\d+, which no argument has as a dimension", caplog.text)
 
 
+@pytest.mark.slow
 def test_sizes_that_a_capture_is_not_right_for_are_compiled_and_stored_too(store: CaptureStore) -> None:
     model = _stack()
     StoredModule(model, EAGER, "stack", store)(_tokens(6, dynamic=False))
@@ -444,6 +446,7 @@ def test_an_argument_that_is_given_twice_has_no_stored_capture(store: CaptureSto
     assert torch.equal(loaded(rows, rows), model(rows, rows))
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -508,7 +511,7 @@ ABSURD: list[Callable[[dict[str, Any]], Any]] = [
 ]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     [

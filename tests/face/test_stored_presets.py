@@ -34,6 +34,7 @@ def test_a_preset_of_fewer_layers_is_read_from_its_configuration() -> None:
         preset("deepseek")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == SEVERAL_SLOTS else pytest.mark.slow) for name in preset_names()]
 )
@@ -63,6 +64,7 @@ def test_other_versions_and_lowerings_are_captured(monkeypatch: pytest.MonkeyPat
     assert asked == ["eager", STORED_LOWERING]
 
 
+@pytest.mark.slow
 def test_a_preset_is_explained_without_dynamo_and_transformers() -> None:
     """They take longer to import than everything else takes together."""
     check = (

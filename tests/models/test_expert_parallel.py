@@ -158,7 +158,7 @@ def assert_close(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
         torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=63)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("form", FORMS)
@@ -177,7 +177,7 @@ def check_compiled(form: str, case: Case, dtype: torch.dtype) -> None:
         assert [graphs for _, _, graphs in outcomes] == [1, 1, 2]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_as_one_graph_equals_eager(form: str) -> None:
     check_compiled(form, CASES["even"], torch.float32)
@@ -191,7 +191,7 @@ def test_compiled_as_one_graph_equals_eager_in_every_case(form: str, case: Case,
     check_compiled(form, case, dtype)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_of_several_layers(form: str) -> None:
     # What the test above leaves out: bfloat16 and uneven shards. With top-1 no form rounds a sum.
@@ -306,6 +306,7 @@ def fail_on_rank(rank: int, how: str) -> int:
     return dist.get_rank()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("how", "message"),
     [

@@ -69,6 +69,7 @@ def _assert_one_line(result: Any, message: str, status: int = 1) -> None:
 # ---- score -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_score_writes_one_answer_per_line(checkpoint: Path) -> None:
     result = _run("score", checkpoint, "--lower", "eager", "--labels", "yes,no,maybe good", text=_lines(RECORDS))
     assert result.exit_code == 0, result.output
@@ -140,6 +141,7 @@ BAD_INPUT = {
 }
 
 
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_lines_name_their_number_and_nothing_is_written(case: str, checkpoint: Path, tmp_path: Path) -> None:
     text, message = BAD_INPUT[case]
@@ -167,6 +169,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], str, int]] = {
 }
 
 
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("case", BAD_OPTIONS)
 def test_bad_values_end_in_one_line(case: str, checkpoint: Path) -> None:
     options, message, status = BAD_OPTIONS[case]
@@ -227,6 +230,7 @@ def test_usage_errors_have_status_2(checkpoint: Path) -> None:
 # ---- explain ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_explain_tells_the_verdict_first(checkpoint: Path) -> None:
     result = _run("explain", checkpoint, "--all")
     assert result.exit_code == 0, result.output
@@ -238,6 +242,7 @@ def test_explain_tells_the_verdict_first(checkpoint: Path) -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.slow
 def test_explain_as_json_from_a_config_alone(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_bytes((checkpoint / "config.json").read_bytes())
@@ -253,6 +258,7 @@ def test_explain_as_json_from_a_config_alone(checkpoint: Path, tmp_path: Path) -
     assert explained["schedule"]["slots"] <= 3
 
 
+@pytest.mark.slow
 def test_explain_of_a_dense_model_says_that_there_is_nothing_to_do(dense: Path) -> None:
     result = _run("explain", dense, "--seq", "16")
     assert result.exit_code == 0, result.output
@@ -261,6 +267,7 @@ def test_explain_of_a_dense_model_says_that_there_is_nothing_to_do(dense: Path) 
     assert "resident: the graph has no MoE block, so there is nothing to move" in result.stdout
 
 
+@pytest.mark.slow
 def test_explain_shows_the_plan_that_runs(checkpoint: Path) -> None:
     import moepass
     from moepass.models.checkpoint.checkpoint_folders import load_model
@@ -345,6 +352,7 @@ def test_bytes_with_and_without_units() -> None:
     assert [parse_bytes(text) for text in ("60e9", "60GB", "60 GB", "1GiB", "512B")] == [60e9, 60e9, 60e9, 2**30, 512]
 
 
+@pytest.mark.slow
 def test_explain_writes_files(checkpoint: Path, tmp_path: Path) -> None:
     for form, begin in (("html", "<!doctype html>"), ("trace", '{"traceEvents"')):
         file = tmp_path / form
@@ -392,6 +400,7 @@ def test_demo_refuses_more_texts_than_there_are() -> None:
     _assert_one_line(_run("demo", "--texts", "999999"), "texts is 999999, but only")
 
 
+@pytest.mark.slow
 def test_demo_compares_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_demo(40, "eager")
     shown = capsys.readouterr().out

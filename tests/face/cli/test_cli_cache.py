@@ -41,6 +41,7 @@ def _score(checkpoint: Path) -> Any:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_tests")
 def test_a_second_score_compiles_nothing_and_a_damaged_file_is_reported(
     checkpoint: Path, folder: Path, caplog: pytest.LogCaptureFixture

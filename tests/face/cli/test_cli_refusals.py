@@ -101,7 +101,7 @@ def _in_the_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["score", "explain"])
 def test_a_checkpoint_that_brings_code_is_refused_and_nobody_is_asked(
     command: str, checkpoint: Path, tmp_path: Path
@@ -177,6 +177,7 @@ def _typed(folder: Path) -> None:
     edit_config(dtype="float8_e4m3fn")(folder)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("edit", [_quantised, _typed])
 def test_an_fp8_checkpoint_is_refused_with_the_way_out(
     edit: Callable[[Path], None], checkpoint: Path, tmp_path: Path
@@ -272,7 +273,7 @@ def test_a_folder_as_output_is_named_once(command: str, checkpoint: Path, tmp_pa
     assert result.stderr == f"moepass: error: output {str(tmp_path)!r} is a folder; give the name of a file\n"
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["score", "explain", "demo"])
 def test_a_compiler_cache_that_cannot_be_written_is_named(command: str, checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"

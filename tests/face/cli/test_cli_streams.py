@@ -44,6 +44,7 @@ def _assert_one_line(finished: subprocess.CompletedProcess[str], message: str) -
     assert message in finished.stderr
 
 
+@pytest.mark.sampled(every=4)
 @FULL
 @pytest.mark.parametrize("command", ["score", "explain", "--version", "--help"])
 def test_a_full_disk_under_standard_output(command: str, checkpoint: Path) -> None:
@@ -133,6 +134,7 @@ def _half_written(folder: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_request_to_terminate_leaves_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(TEXTS * 10_000)  # far more than is scored until the signal comes

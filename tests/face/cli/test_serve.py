@@ -73,6 +73,7 @@ def expected(text: str, labels: list[str]) -> list[float]:
     return probabilities
 
 
+@pytest.mark.slow
 def test_decisions_of_the_demo(tmp_path: Path) -> None:
     text, labels = "Bitte geben Sie eine gültige Adresse ein", ["<de>", "<en>", "<fr>"]
     choices = [{"value": label} for label in labels]

@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.sampled(every=54)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
@@ -237,6 +237,7 @@ class Branches(nn.Module):
         return x
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("first", "strategy"), [(True, "asyncep"), (False, "synchronous")])
 def test_a_bank_that_is_read_in_a_branch_is_in_the_plan(first: bool, strategy: str) -> None:
     model = Branches(first)

@@ -132,6 +132,7 @@ def test_memory_traffic_is_at_least_that_of_the_formula() -> None:
     assert least + head < graph_cost(graph).memory_bytes < 1.5 * (least + head)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", ["grouped_mm", "batched_mm", "dense_bmm"])
 def test_the_plan_holds_totals_of_graph_blocks_and_segments(form: str) -> None:
     plan = up_to("partition", streamed(Stack(form, depth=3), tokens()).module).plan

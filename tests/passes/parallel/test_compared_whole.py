@@ -167,6 +167,7 @@ SAME = {
 }
 
 
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("what", SAME)
 @pytest.mark.parametrize("static", [True, False])
 def test_what_follows_from_equal_inputs_is_taken(what: str, static: bool) -> None:
@@ -284,6 +285,7 @@ def _digests_of_experts(factor_of: Callable[[int], int], monkeypatch: pytest.Mon
     return found
 
 
+@pytest.mark.slow
 def test_numbers_that_are_read_off_constants_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = _digests_of_experts(lambda rank: 4 + rank, monkeypatch)
     assert first != second or not first, "what differs must show, or be refused"

@@ -83,7 +83,7 @@ def _eliminated(captured: Captured) -> PassResult:
 _QUICK = {("all_gather", "padded by a remainder"), ("all_gather", "a quotient"), ("all_reduce", "padded by a quotient")}
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "kind"),
     [
@@ -156,7 +156,7 @@ class _SentElsewhere(AllToAllExperts):
         return send[::-1], receive
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=15)
 @pytest.mark.parametrize(("form", "experts"), [("all_gather", _LastRows), ("all_to_all", _SentElsewhere)])
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -187,6 +187,7 @@ def _padded_and_cut(layer: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
     return _padded_by(layer, hidden, -hidden.shape[0] % 8)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_block_that_also_knows_the_other_size_is_refused(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_reduce", _Forgetful)

@@ -83,7 +83,7 @@ def _capture_modes(case: str) -> list[Any]:
     return [pytest.param(case, *mode, marks=() if mode in quick else pytest.mark.slow) for mode in modes]
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype", "dynamic", "lower"), [mode for case in CONFIGS for mode in _capture_modes(case)]
 )
@@ -130,6 +130,7 @@ class OwnSizesExperts(AllToAllExperts):
         return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
 
 
+@pytest.mark.slow
 def test_ranks_that_read_their_own_sizes_before_the_exchange_become_local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", OwnSizesExperts)
     config = StackConfig(layers=2, experts=6)
@@ -159,6 +160,7 @@ class CountsUnsortedIds(AllReduceExperts):
         return sum_over_ranks(weighted_sum(rows, order, top_k_weights), self.group_name)
 
 
+@pytest.mark.slow
 def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the offsets come from no sort, the next one behind them is that of the layer before."""
     monkeypatch.setitem(EP_FORMS, "all_reduce", CountsUnsortedIds)
@@ -174,7 +176,7 @@ def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.Mo
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype: torch.dtype) -> None:
@@ -188,7 +190,7 @@ def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype:
             assert torch.equal(output, build_stack(config)(hidden))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.4, 1.0])
 def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
     config = StackConfig(layers=1, experts=6, top_k=2, skew=2.0, max_tokens=12, capacity_factor=factor)
@@ -205,7 +207,7 @@ def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
     """Whether a row is for that expert is a place and a truth in one."""
@@ -216,7 +218,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
         assert len(result.plan.banks) == 1
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(("experts", "ranks", "top_k"), [(32, 2, 1), (128, 8, 8)])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int, ranks: int, top_k: int) -> None:
@@ -227,7 +229,7 @@ def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int,
     assert len(result.plan.banks) == 1
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -> None:
     config = StackConfig(layers=1, experts=3, top_k=1, max_tokens=12)
@@ -239,6 +241,7 @@ def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -
             assert "rank 0 holds none of its 3 experts" in refusal.reason
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_an_unknown_group_is_a_reason_to_refuse(form: str) -> None:
     one = capture(StackConfig(layers=1, max_tokens=12), form, 0, 2, 12)
@@ -374,7 +377,7 @@ ACTS_LATER = {
 }
 
 
-@pytest.mark.sampled(every=25)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("experts", ACTS_LATER, ids=lambda experts: experts.__name__)
 def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
@@ -390,6 +393,7 @@ def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
         assert ACTS_LATER[experts] in refusal.reason
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_single_token_is_taken(rank: int) -> None:
     """In a graph of one token torch writes what holds for no other number; a larger copy of it may pass by chance."""
@@ -398,6 +402,7 @@ def test_a_single_token_is_taken(rank: int) -> None:
     assert [block.form for block in _eliminated(captured).plan.local_blocks] == ["all_reduce"]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", ["all_reduce", "all_gather"])
 def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
     """The hidden states of a layer captured by itself are an input with as many rows as the expert weights."""
@@ -422,7 +427,7 @@ class _InARow(torch.nn.Module):
         return hidden
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_block_may_begin_with_what_another_gave(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing between them, the node that a block starts from is replaced with the block before it."""
@@ -487,6 +492,7 @@ def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
     return "right"
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     form=st.sampled_from(list(EP_FORMS)),
@@ -538,6 +544,7 @@ def test_a_cut_along_a_dimension_that_is_not_there_is_no_form() -> None:
     assert "cuts dimension 7 of" in refusal.reason
 
 
+@pytest.mark.slow
 def test_what_a_local_form_cannot_repeat_is_named() -> None:
     one = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
     changed = copy_graph_module(one.module)

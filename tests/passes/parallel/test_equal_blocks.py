@@ -80,7 +80,7 @@ def _mutants(form: str, dynamic: bool, step: int) -> int:
     return tried
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_layer_that_was_changed_does_not_pass_for_another(form: str) -> None:
     assert _mutants(form, dynamic=True, step=37) > 5

@@ -89,7 +89,7 @@ HIDDEN = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("places", HIDDEN, ids=lambda places: places.__name__.strip("_"))
 def test_a_constant_that_is_put_together_is_not_taken(places: Places) -> None:
     assert refusal("all_reduce", _variant(places), config=WIDE)

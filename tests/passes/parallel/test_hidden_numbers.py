@@ -210,13 +210,13 @@ CHANGES: tuple[Rows, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_a_number_that_ids_give_hides_no_threshold(change: Rows) -> None:
     assert refusal("all_to_all", _arrived(change), config=WIDE)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("few", _FEW)
 def test_no_way_to_a_small_number_hides_a_threshold(few: str) -> None:
     assert refusal("all_to_all", _arrived(_as_a_shift(_FEW[few])), config=WIDE)
@@ -258,13 +258,14 @@ SLOTS: dict[str, Slots] = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("slots", SLOTS)
 def test_the_slot_of_an_expert_hides_no_threshold(slots: str, moves: bool) -> None:
     assert refusal("all_reduce", _by_slot(AllReduceExperts, SLOTS[slots], moves), config=WIDE)
 
 
+@pytest.mark.slow
 def test_the_slot_of_an_expert_hides_no_threshold_among_gathered_tokens() -> None:
     assert refusal("all_gather", _by_slot(AllGatherExperts, torch.arange, False), config=WIDE)
 

@@ -94,7 +94,7 @@ def refusal(
     return result.refusals[0].reason if result.refusals else ""
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce", "all_gather"])
 def test_what_keeps_everything_is_taken(form: str, subject: str) -> None:
@@ -144,7 +144,7 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.sampled(every=27)
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_a_threshold_is_not_taken(name: str) -> None:
     keeps, reason = THRESHOLDS[name]
@@ -154,6 +154,7 @@ def test_a_threshold_is_not_taken(name: str) -> None:
     assert reason in found
 
 
+@pytest.mark.slow
 def test_the_number_of_rows_as_a_symbol_hides_no_threshold() -> None:
     class Scaled(AllToAllExperts):
         def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
@@ -197,6 +198,7 @@ class PairsOfRows(AllToAllExperts):
         return torch.where(pairs <= total, super()._run_arrived(rows, arriving), 0.0)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("experts", "reason"),
     [
@@ -209,6 +211,7 @@ def test_what_no_single_comparison_shows_is_not_taken(experts: type[ShardedExper
     assert reason in refusal("all_to_all", experts)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_every_expert_is_tried_however_few_tokens_a_graph_is_for(tokens: int) -> None:
     """What a layer does with one of 64 experts is seen in a graph for one token, too."""

@@ -64,7 +64,7 @@ def _forms(*quick: tuple[str, str]) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "order"), _forms(("all_to_all", "InTurns"), ("all_reduce", "AfterAnother")))
 def test_a_layer_of_expert_parallelism_has_one_bank(
     form: str, order: type[InTurns], monkeypatch: pytest.MonkeyPatch
@@ -157,6 +157,7 @@ class StackInTurns(Stack):
         return torch.cat(halves)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("order", "form", "slots"),
     [(StackInTurns, "grouped_mm", 1), (Overlapped, "grouped_mm", 2), (Overlapped, "batched_mm", 1)],

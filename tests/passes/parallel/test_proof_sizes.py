@@ -170,7 +170,7 @@ def _form_of(experts: type[ShardedExperts]) -> str:
     return "all_to_all" if issubclass(experts, AllToAllExperts) else "all_reduce"
 
 
-@pytest.mark.sampled(every=20)
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [12, 8, 2])
 @pytest.mark.parametrize("experts", [*TAKEN, *ACTS_LATER, MixesRows], ids=lambda experts: experts.__name__)
 def test_static_and_dynamic_captures_come_to_the_same_decision(
@@ -229,7 +229,7 @@ COINCIDENCES = {
 }
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=42)
 @pytest.mark.parametrize("case", COINCIDENCES)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_sizes_that_are_equal_by_chance_are_told_apart(form: str, case: str) -> None:
@@ -253,6 +253,7 @@ class RowsOfAllRanks(FewRows):
         return places < self.most
 
 
+@pytest.mark.slow
 def test_a_multiple_of_the_tokens_that_no_run_reaches_is_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", RowsOfAllRanks)
     config = StackConfig(layers=1, experts=16)
@@ -292,7 +293,7 @@ class MaskedInside(AllToAllExperts):
         return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize(
     "experts", [_ByFeature, RolledFeatures, CutFeatures, MaskedInside], ids=lambda experts: experts.__name__

@@ -100,6 +100,7 @@ class GatheredOnly(AllGatherExperts):
         return hidden_states * rows.mm(rows.new_ones(rows.shape[1], 1)).sum()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("form", "experts"), [("all_to_all", NoWayBack), ("all_gather", GatheredOnly)])
 def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, form, experts)
@@ -116,7 +117,7 @@ def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monk
     )
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
 @pytest.mark.parametrize("rank", range(3))
 def test_a_rank_without_experts_refuses_what_the_others_refuse(form: str, rank: int) -> None:
@@ -165,6 +166,7 @@ class Converted(AllToAllExperts):
         return result
 
 
+@pytest.mark.slow
 def test_a_refused_gemm_speaks_for_its_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way there, the way back and the counts: none of them is told of as one without experts."""
     monkeypatch.setitem(EP_FORMS, "all_to_all", Converted)
@@ -210,7 +212,7 @@ def _foreign_operators() -> dict[str, tuple[Any, Callable[..., tuple[Any, ...]]]
 FOREIGN = _foreign_operators()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_results_that_go_into_an_unknown_collective_are_refused(kind: str) -> None:
     captured = _with_other_way_back(*FOREIGN[kind])
@@ -257,6 +259,7 @@ class BrokenAllToAll(AllToAllExperts):
         return super()._run_arrived(rows, arriving)
 
 
+@pytest.mark.slow
 def test_the_halves_that_a_graph_break_leaves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", BrokenAllToAll)
     with pretend_rank(0, 2):
@@ -274,6 +277,7 @@ def test_the_halves_that_a_graph_break_leaves_are_refused(monkeypatch: pytest.Mo
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather"])
 def test_the_switch_that_broke_the_graph_is_named(form: str) -> None:
     with pretend_rank(0, 2):
@@ -332,6 +336,7 @@ class TensorParallel(nn.Module):
         return hidden
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("form", ["sums", "sharded widths", "sequence", "gathered outputs"])
 def test_other_parallelism_around_local_experts_is_not_refused(form: str) -> None:
     with pretend_rank(0, 2) as name:

@@ -77,7 +77,7 @@ IN_THE_GRAPH = {
 IN_THE_VALUES = ("buffer", "router", "inputs")
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=pytest.mark.slow if what[0] == "w" else ()) for what in IN_THE_GRAPH]
@@ -102,6 +102,7 @@ def test_tokens_of_other_parameters_or_inputs_keep_their_all_reduce_in_the_same_
     assert all("the graph runs as it was captured" in refusal for refusal in first[0])
 
 
+@pytest.mark.slow
 @on_ranks
 def test_equal_tokens_are_taken_whatever_else_is_special() -> None:
     for refusals, banks in run_ranks(2, _tokens_differ, "nothing"):
@@ -159,7 +160,7 @@ def _writes_its_bias(what: str) -> tuple[list[str], int]:
     return [f"{refusal.where}: {refusal.reason}" for refusal in compilation.plan.refusals], len(compilation.plan.banks)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize("what", ["own", "own, one run later"])
 def test_a_bias_that_each_rank_writes_for_itself_keeps_its_all_reduce(what: str) -> None:
@@ -172,6 +173,7 @@ def test_a_bias_that_each_rank_writes_for_itself_keeps_its_all_reduce(what: str)
     assert "in forward: self." in refusal, "the line of the write"
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_bias_that_all_ranks_write_alike_is_taken() -> None:
     for refusals, banks in run_ranks(2, _writes_its_bias, "alike, one run later"):
@@ -179,7 +181,7 @@ def test_a_bias_that_all_ranks_write_alike_is_taken() -> None:
         assert banks == 2
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("what", ["own", "own, one run later", "alike", "alike, one run later", "summed"])
 def test_what_a_graph_writes_to_its_buffers_is_part_of_how_tokens_are_computed(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +228,7 @@ def _inputs_differ_later(debug: bool) -> list[str]:
     return [refusal.reason for refusal in compilations[0].plan.refusals]
 
 
+@pytest.mark.slow
 @on_ranks
 def test_under_debug_every_run_is_compared() -> None:
     first, second = run_ranks(2, _inputs_differ_later, True)
@@ -269,6 +272,7 @@ def _counted_checksums() -> Iterator[list[Any]]:
         replicas.describe = real
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_rank_that_compiles_again_alone_compares_nothing_again() -> None:
     assert run_ranks(2, _compiles_again_alone) == [1, 2]
@@ -292,6 +296,7 @@ def _one_bank_and_three_routers(is_odd: bool) -> tuple[bool, list[str]]:
     return is_right, [refusal.reason for one in compilations for refusal in one.plan.refusals]
 
 
+@pytest.mark.sampled(every=2)
 @on_ranks
 @pytest.mark.parametrize("is_odd", [True, False])
 def test_the_routers_of_layers_that_share_experts_are_all_compared(is_odd: bool) -> None:
@@ -350,7 +355,7 @@ EQUAL = ["all write", "one loads and sends", "one copies what it has", "one move
 DIFFERENT = ["one writes", "one receives", "one writes into its data"]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize("what", EQUAL)
 def test_what_happens_on_one_rank_alone_lets_all_compare_again(what: str) -> None:
@@ -362,7 +367,7 @@ def test_what_happens_on_one_rank_alone_lets_all_compare_again(what: str) -> Non
     assert (checksums[3] > 0, checksums[4] > 0) == ((what == "one debugs"), (what == "one debugs"))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_router_that_differs_later_keeps_the_all_reduce_from_that_run_on(what: str) -> None:
@@ -374,6 +379,7 @@ def test_a_router_that_differs_later_keeps_the_all_reduce_from_that_run_on(what:
     assert checksums[3:] == [0, 0]
 
 
+@pytest.mark.slow
 @on_ranks
 def test_parameters_that_count_no_writes_are_compared_again_too() -> None:
     (refusals, _), _ = run_ranks(2, _change_later, "one writes into its data", True)
@@ -393,6 +399,7 @@ def _one_goes_back_to_what_was_compared() -> None:
             torch.testing.assert_close(compiled(hidden), model(hidden), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_ranks_rely_on_the_same_comparison() -> None:
     run_ranks(2, _one_goes_back_to_what_was_compared)
@@ -413,6 +420,7 @@ def _one_stays_away() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_rank_that_stays_away_from_a_run_is_named() -> None:
     _, text = run_ranks(2, _one_stays_away)
@@ -438,6 +446,7 @@ class _AfterAnExchange(nn.Module):
         return output
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("kind", "is_taken"), [("summed", True), ("gathered", True), ("scattered", False)])
 def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import simulated_ranks

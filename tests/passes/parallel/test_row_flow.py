@@ -142,7 +142,7 @@ MIXING: dict[str, tuple[Activation, str]] = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=18)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("mixes", MIXING)
 def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool) -> None:
@@ -153,13 +153,14 @@ def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool
     assert "_at_" not in reason  # no name of a node
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_rows_that_meet_only_for_large_numbers_are_refused_in_every_form(form: str) -> None:
     """The numbers of the mock runs are bounded by 1; so is what `clamp(min=1)` acts on."""
     assert _largest_difference(form, _by_norm_of_all, times=10.0) is None
 
 
+@pytest.mark.slow
 def test_a_wide_activation_is_not_judged_by_a_narrow_one() -> None:
     config = dataclasses.replace(CONFIG, width=256)
     plan = _eliminate(_captured("all_to_all", _turned_far_out, 1, config=config), {}).plan
@@ -201,7 +202,7 @@ def _unpadded(form: str) -> type[torch.nn.Module]:
     return Experts
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [3, 5, 8])
 def test_a_number_that_is_the_number_of_the_blocks_rows_is_no_number_of_features(
     tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -214,6 +215,7 @@ def test_a_number_that_is_the_number_of_the_blocks_rows_is_no_number_of_features
     assert f"[16, {4 * tokens}]" in reason
 
 
+@pytest.mark.slow
 def test_rows_behind_features_are_taken_where_no_number_of_them_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def turned(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return (F.silu(gate) * up).t().contiguous().softmax(0).t()
@@ -259,7 +261,7 @@ def _low_rank(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up + gate @ torch.ones(16, 2) @ torch.ones(2, 16)
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_summed_places, _own_number])
 def test_ranks_with_other_constants_tell_them_apart(form: str, activation: Activation) -> None:
@@ -301,7 +303,7 @@ ALONE = (_by_feature, _every_second, _half, _largest_four, _normed, _low_rank)
 SIZED = (_in_fours, _with_ones, _stretched, _by_einsum, _by_groups)
 
 
-@pytest.mark.sampled(every=20)
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [*ALONE, *SIZED])
 @pytest.mark.parametrize("form", ["all_to_all", "all_to_all_capacity", "all_reduce"])
 def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: str, activation: Activation) -> None:
@@ -312,7 +314,7 @@ def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: s
     assert len(digests) == 1
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_of_two_results, _log_sigmoid])
 def test_an_operation_on_elements_may_have_several_results(form: str, activation: Activation) -> None:
@@ -321,7 +323,7 @@ def test_an_operation_on_elements_may_have_several_results(form: str, activation
     assert difference < 1e-4
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", SIZED)
 def test_the_number_of_rows_may_say_how_long_something_is(form: str, activation: Activation) -> None:
@@ -338,7 +340,7 @@ def _chosen_features(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.T
     return torch.where((torch.arange(16) < 12).unsqueeze(0), F.silu(gate) * up, torch.zeros(()))
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_masked_features, _chosen_features])
 def test_a_constant_mask_of_features_is_repeated(form: str, activation: Activation) -> None:
@@ -347,7 +349,7 @@ def test_a_constant_mask_of_features_is_repeated(form: str, activation: Activati
     assert difference < 1e-4
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_constant_mask_of_rows_is_refused(form: str, dynamic: bool) -> None:
@@ -359,7 +361,7 @@ def test_a_constant_mask_of_rows_is_refused(form: str, dynamic: bool) -> None:
     assert not plan.local_blocks
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
 def test_the_number_of_rows_may_say_nothing_else(form: str) -> None:
     assert "`aten.div.Tensor` computes with the number of rows" in _refusal(form, lambda _, g, u: g * u / g.shape[0])
@@ -369,6 +371,7 @@ def test_the_number_of_rows_may_say_nothing_else(form: str) -> None:
     assert "`aten.arange.default` computes with the number of rows" in places
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
     class Experts(EP_FORMS["all_gather"]):  # type: ignore[misc]
@@ -384,6 +387,7 @@ def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
     assert "reads what ranks exchange at `_c10d_functional.all_gather" in refusal.reason
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", ["all_gather", "all_reduce"])
 def test_another_size_is_named(form: str) -> None:
     reason = _refusal(form, lambda _, g, u: g * u * torch.ones(g.shape[0] // 2 + 1).sum())
@@ -391,7 +395,7 @@ def test_another_size_is_named(form: str) -> None:
     assert "no multiple of how many rows of its experts there are" in reason
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_by_feature, _normed])
 def test_features_may_differ_from_each_other(form: str, activation: Activation) -> None:
@@ -462,6 +466,7 @@ def _check_rows_meet(form: str, before: list[str], across: str, after: list[str]
     assert "between its GEMMs" in _refusal(form, _program(steps))
 
 
+@pytest.mark.slow
 @FEW
 @ROWS_ALONE
 def test_programs_that_treat_every_row_alone_are_taken_and_right(form: str, names: list[str]) -> None:
@@ -476,6 +481,7 @@ def test_many_programs_that_treat_every_row_alone_are_taken_and_right(form: str,
     _check_rows_alone(form, names)
 
 
+@pytest.mark.slow
 @FEW
 @ROWS_MEET
 def test_programs_with_one_step_across_rows_are_refused(

@@ -212,6 +212,7 @@ def test_the_curve_passes_through_the_plan_and_bends_at_the_threshold() -> None:
     assert curve_point(planned, 5000).tokens == 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 64])
 def test_the_threshold_holds_whatever_number_of_tokens_is_planned(batch: int) -> None:
     """Few tokens reach a low rate: at that rate a threshold would promise far too much."""
@@ -234,6 +235,7 @@ def test_the_crossover_is_where_asyncep_and_all_to_all_meet() -> None:
     assert crossover_tokens(alone) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset(name: str) -> None:
     architecture = preset(name)

@@ -137,6 +137,7 @@ def test_instances_are_solved(
     check(phases, budget, most_slots, most_tried, machine)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(model(most=7), st.integers(1, 4), MACHINES)
 def test_the_recurrence_is_the_simulator(phases: list[LayerPhase], slots: int, machine: Machine) -> None:
@@ -159,6 +160,7 @@ def _real(layers: int) -> list[LayerPhase]:
     return phases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
 def test_deep_models_are_planned_after_few_trials(share: float) -> None:
     phases = _real(94)

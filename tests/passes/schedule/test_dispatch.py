@@ -186,6 +186,7 @@ def _plans(form: str, disable: tuple[str, ...], **crossover: Any) -> Plan:
     return compilations[0].plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", ["all_to_all", *(pytest.param(form, marks=pytest.mark.slow) for form in EP_FORMS if form != "all_to_all")]
 )

@@ -29,7 +29,7 @@ from moepass.passes.pipeline import PASSES
 schedule = next(function for function in PASSES if function.__name__ == "schedule")
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", BLOCKS)
 def test_two_slots_take_turns(form: str) -> None:
     result = up_to("schedule", streamed(Stack(form, depth=4), tokens()).module)
@@ -57,6 +57,7 @@ def test_no_more_slots_than_banks_are_used() -> None:
     assert [stay.after for stay in result.plan.slot_stays] == [None, None]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_the_plan_says_what_the_graph_does(slots: int) -> None:
     result = up_to("schedule", streamed(Stack(depth=4), tokens()).module, slots=slots)
@@ -75,6 +76,7 @@ def test_the_plan_says_what_the_graph_does(slots: int) -> None:
         assert stay.shards == tuple(node.name for node in filled.args[0])  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_refill_stands_right_behind_the_release_that_it_waits_for() -> None:
     graph = up_to("schedule", streamed(Stack(depth=4), tokens()).module).module.graph
     for node in graph.nodes:
@@ -133,6 +135,7 @@ class CarriedBias(nn.Module):
         return self.b(self.a(x, ids), ids) + late.sum()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("model", [TwoAtOnce, CarriedBias])
 def test_too_few_slots_name_the_number_that_would_do(model: type[nn.Module]) -> None:
     inputs = tokens(), torch.tensor([[0, 1]] * 6)
@@ -144,6 +147,7 @@ def test_too_few_slots_name_the_number_that_would_do(model: type[nn.Module]) -> 
     assert up_to("verify", captured.module, slots=2).plan.slots == 2
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_graph_is_an_error() -> None:
     three = up_to("plan", streamed(Stack(depth=3), tokens()).module)
     two = up_to("plan", streamed(Stack(depth=2), tokens()).module)
@@ -166,6 +170,7 @@ class UpFront(nn.Module):
         return x
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_weights_taken_up_front_are_acquired_where_they_are_first_read(order: tuple[int, ...], slots: int) -> None:

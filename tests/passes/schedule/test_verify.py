@@ -123,6 +123,7 @@ BROKEN: dict[str, Breaker] = {
 }
 
 
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_catches_its_broken_schedule_by_name(rule: str) -> None:
     good = up_to("schedule", streamed(Stack("dense_bmm", depth=4), tokens()).module)
@@ -196,7 +197,7 @@ def test_a_bank_copied_from_another_banks_shard_is_caught() -> None:
         _verify(module, scheduled().plan)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("form", ["dense_bmm", "batched_mm", "grouped_mm"])
 def test_correct_schedules_are_accepted_and_left_alone(form: str, slots: int) -> None:

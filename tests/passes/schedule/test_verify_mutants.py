@@ -75,10 +75,12 @@ def _sample() -> Verdicts:
     return Verdicts(count=600, seed=0)
 
 
+@pytest.mark.slow
 def test_no_wrong_mutant_is_accepted_and_no_timing_is_blamed_in_vain() -> None:
     _sample().check()
 
 
+@pytest.mark.slow
 def test_the_mutants_are_of_every_kind_both_right_and_wrong() -> None:
     found = _sample()
     assert set(found.kinds) == set(KINDS)
@@ -169,6 +171,7 @@ def _compare_with_real_runs(count: int, seed: int) -> Mapping[bool, int]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*NoneType:SyntaxWarning")  # of generated code that is wrong
 def test_what_goes_wrong_on_a_real_ring_is_wrong_for_the_judge() -> None:
     wrong = _compare_with_real_runs(count=60, seed=0)

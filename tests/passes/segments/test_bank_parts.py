@@ -54,6 +54,7 @@ def test_weights_of_grouped_gemms_come_in_parts_and_tables_whole() -> None:
     assert plan.slot_bytes >= max(map(_least_slot_bytes, plan.banks))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", [form for form in BLOCKS if form != "grouped_mm"])
 def test_other_forms_need_the_bank_in_one_piece(form: str) -> None:
     cut = _cut(form)
@@ -61,6 +62,7 @@ def test_other_forms_need_the_bank_in_one_piece(form: str) -> None:
     assert with_bank_parts(cut.module, plan) == plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["host", "hybrid", "disk"])
 def test_what_does_not_rest_on_the_device_comes_whole(home: str) -> None:
     cut = _cut()
@@ -76,6 +78,7 @@ def test_an_encoded_bank_comes_whole() -> None:
     assert with_bank_parts(cut.module, plan) == plan
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("how", "takes"), [(EXPERT_LOOP, True), (TRITON, True), (INDUCTOR, False)])
 def test_what_was_lowered_otherwise_takes_whole_banks(how: str, takes: bool) -> None:
     cut = _cut()

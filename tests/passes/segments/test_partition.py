@@ -50,7 +50,7 @@ def _equal(got: tuple[object, ...], want: tuple[object, ...]) -> bool:
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("form", BLOCKS)
@@ -64,7 +64,7 @@ def test_results_are_equal_to_the_bit(form: str, offloaded: bool, dynamic: bool)
     assert dynamic == any(isinstance(value, int) for value in captured.inputs)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_distinct_segments_do_not_grow_with_depth(offloaded: bool, dynamic: bool) -> None:
@@ -80,6 +80,7 @@ def test_distinct_segments_do_not_grow_with_depth(offloaded: bool, dynamic: bool
     assert calls[0] < calls[1] < calls[2]
 
 
+@pytest.mark.slow
 def test_layers_that_differ_do_not_share_a_segment() -> None:
     class Scaled(nn.Module):
         def __init__(self, factors: tuple[float, ...]) -> None:
@@ -102,6 +103,7 @@ def test_layers_that_differ_do_not_share_a_segment() -> None:
     assert distinct[2.0, 2.0, 3.0, 2.0] > distinct[(2.0,) * 4]
 
 
+@pytest.mark.slow
 def test_the_order_of_slot_operations_stays_and_the_plan_tells_it() -> None:
     captured = streamed(Stack("grouped_mm", depth=4), tokens())
     scheduled, cut = up_to("verify", captured.module), up_to("partition", captured.module)
@@ -186,6 +188,7 @@ class Counting(nn.Module):
         return y + self.mean
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_updates_of_buffers_survive(offloaded: bool, lower: str) -> None:
@@ -210,6 +213,7 @@ def test_no_segment_writes_into_its_inputs(offloaded: bool) -> None:
     assert not any(mutates(node) for segment in _segments(top).values() for node in segment.graph.nodes)
 
 
+@pytest.mark.slow
 def test_new_sizes_run_through_a_dynamic_partition() -> None:
     model = Stack("grouped_mm", depth=2)
     captured = capture(model, tokens(), dynamic=True)
@@ -237,6 +241,7 @@ class Selecting(nn.Module):
         return self.b(y, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_a_size_that_comes_out_of_a_tensor(lower: str, offloaded: bool) -> None:
@@ -273,6 +278,7 @@ def _slice(weight: torch.Tensor) -> torch.Tensor:
     return weight[0:EXPERTS].contiguous().clone()
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("copy", [_noop, _cast, _slice])
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_a_copy_of_weights_is_no_view_even_for_a_compiler_that_removes_copies(

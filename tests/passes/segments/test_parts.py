@@ -69,7 +69,7 @@ def _captured(model: nn.Module, lower: str, *args: Any, **inputs: Any) -> GraphM
     return module
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "lower", "experts"),
     [

@@ -67,7 +67,7 @@ SIZES = [
         *(_features_for_tokens, _attention, _repeated),
     ],
 )
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=44)
 def test_some_tokens_at_a_time_give_the_same(forward: Forward, batch: int, length: int, width: int, chunk: int) -> None:
     model, ids = token_model(forward, batch, length, width)
     expected = model(ids)

@@ -247,6 +247,7 @@ def test_a_profile_is_written_and_read_and_shown(tmp_path: Path) -> None:
 # ---- The processes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_calibrate_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "CPU_SIZES", TINY)
     monkeypatch.setattr(calibration, "quick", lambda sizes: sizes)

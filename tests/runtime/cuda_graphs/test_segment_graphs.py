@@ -110,6 +110,7 @@ def _wrong_runs(
     return wrong, executor, graphs
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
@@ -269,6 +270,7 @@ _is_like, _replay, _run = ExpectedTensor.is_like, RecordedCall.replay, SegmentGr
 _record_call, _addresses = recorded_call.record_call, segment_graphs._addresses
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     "broken",
     [

@@ -85,6 +85,7 @@ def _one_runs_alone() -> int:
     return ring.statistics.copies
 
 
+@pytest.mark.slow
 def test_a_rank_runs_ten_steps_while_another_runs_none() -> None:
     busy, idle = run_ranks(2, _one_runs_alone)
     assert busy >= 30
@@ -167,6 +168,7 @@ def _weights_change_too_late() -> None:
         assert torch.equal(compiled(hidden), build_stack(OTHER)(hidden))
 
 
+@pytest.mark.slow
 def test_weights_that_change_after_the_first_run_are_an_error_not_a_wrong_result() -> None:
     run_ranks(2, _weights_change_too_late)
 
@@ -199,10 +201,12 @@ def _writes_that_torch_does_not_count() -> None:
             compiled(hidden)
 
 
+@pytest.mark.slow
 def test_without_debug_torchs_count_of_writes_alone_tells() -> None:
     run_ranks(2, _writes_that_torch_does_not_count)
 
 
+@pytest.mark.slow
 def test_where_ranks_gather_weights_that_one_of_them_changes_are_an_error_on_all() -> None:
     for message in run_ranks(2, _other_ranks_send_old_weights):
         assert "the expert weights of moe.1.experts were changed after their first run" in message
@@ -260,6 +264,7 @@ def _one_rank_does_not_come() -> None:
             compile_whole(build_stack(SMALL, "all_to_all"), timeout_s=1.0)(hidden_rows(SMALL, 8, 0))
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_runs_is_named() -> None:
     with pytest.raises(RankError, match=r"rank 1 did not publish a list of blocks within 1 s; every rank of the group"):
         run_ranks(2, _one_rank_does_not_come)
@@ -274,6 +279,7 @@ def _ranks_bring_other_models() -> list[str]:
     return [refusal.reason for refusal in compilations[0].plan.refusals]
 
 
+@pytest.mark.slow
 def test_ranks_with_other_shapes_keep_their_exchanges() -> None:
     for reasons in run_ranks(2, _ranks_bring_other_models):
         assert len(reasons) == 2
@@ -299,7 +305,7 @@ def _refused_blocks_still_run(form: str) -> None:
         assert len(compilation.plan.refusals) == config.layers
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce"])
 def test_what_is_refused_runs_as_it_came(form: str) -> None:
     run_ranks(3, _refused_blocks_still_run, form)

@@ -61,7 +61,7 @@ def _forms_stay_exact(form: str) -> None:
         assert len(made) == SMALL.layers
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
 def test_ranks_stay_exact(form: str) -> None:
     run_ranks(2, _forms_stay_exact, form)
@@ -177,6 +177,7 @@ def _is_written_to() -> None:
         assert torch.equal(compiled(hidden), expected)
 
 
+@pytest.mark.slow
 def test_what_is_written_into_the_parameters_later_is_an_error() -> None:
     run_ranks(2, _is_written_to)
 
@@ -196,6 +197,7 @@ def _is_written_past_the_count() -> None:
                     compiled(hidden)
 
 
+@pytest.mark.slow
 def test_what_is_written_past_torchs_count_is_an_error() -> None:
     run_ranks(2, _is_written_past_the_count)
 
@@ -220,6 +222,7 @@ def _other_rank_fails() -> None:
         assert all(map(torch.equal, model.moe.parameters(), before))
 
 
+@pytest.mark.slow
 def test_a_meeting_that_fails_leaves_the_parameters_whole() -> None:
     run_ranks(2, _other_rank_fails)
 
@@ -240,6 +243,7 @@ def _is_replaced_in_part() -> None:
         assert all(map(torch.equal, downs, before))
 
 
+@pytest.mark.slow
 def test_replacing_some_of_the_experts_leaves_the_others_whole() -> None:
     run_ranks(2, _is_replaced_in_part)
 
@@ -258,5 +262,6 @@ def _is_kept_elsewhere() -> None:
             compiled(hidden)
 
 
+@pytest.mark.slow
 def test_what_cannot_move_is_watched_by_its_numbers() -> None:
     run_ranks(2, _is_kept_elsewhere)

@@ -48,7 +48,7 @@ def _banked(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "store")]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.usefixtures("no_grad")
@@ -73,6 +73,7 @@ def _live_bytes() -> int:
     return sum(seen.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ring_bytes_are_slots_times_the_largest_bank_whatever_the_depth(depth: int) -> None:
     before = _live_bytes()
@@ -105,6 +106,7 @@ def test_banks_of_different_sizes_share_slots_of_the_largest() -> None:
         assert torch.equal(compiled(tokens()), expected)
 
 
+@pytest.mark.slow
 def test_all_shapes_of_a_model_share_one_ring() -> None:
     model = Stack("batched_mm", depth=2)
     moepass.offload_experts(model)
@@ -159,6 +161,7 @@ def _break_segment(executor: Executor, number: int) -> Callable[[], None]:
     return repair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_an_exception_in_a_segment_names_the_layer_and_the_ring_goes_on(number: int) -> None:
     model = Stack("dense_bmm", depth=4)
@@ -224,6 +227,7 @@ def test_an_interrupt_leaves_the_ring_usable() -> None:
         assert torch.equal(compiled(tokens()), expected)
 
 
+@pytest.mark.slow
 def test_two_compiled_models_take_turns() -> None:
     models = [Stack("batched_mm", depth=2), Stack("dense_bmm", depth=3)]
     with torch.no_grad():
@@ -236,6 +240,7 @@ def test_two_compiled_models_take_turns() -> None:
                 assert torch.equal(run(tokens()), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [2, 4])
 def test_threads_that_call_one_compiled_model_get_their_own_results(threads: int) -> None:
     model = Stack("batched_mm", depth=3)
@@ -260,6 +265,7 @@ def test_threads_that_call_one_compiled_model_get_their_own_results(threads: int
     assert right == [True] * (8 * threads)
 
 
+@pytest.mark.slow
 def test_threads_with_two_models_and_two_shapes_get_their_own_results() -> None:
     models = [Stack("batched_mm", depth=2), Stack("dense_bmm", depth=2)]
     jobs = [(model, tokens(count)) for model in models for count in (4, 9)]
@@ -313,6 +319,7 @@ def _calling(model: Stack, call: Callable[[], object]) -> Iterator[None]:
         library._destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [6, 9])
 def test_a_run_inside_a_run_of_the_same_thread_is_refused(shape: int) -> None:
     """By the same graph, and by another graph of the model."""
@@ -352,6 +359,7 @@ def test_a_refused_run_that_is_caught_does_not_disturb_the_outer_one() -> None:
     assert len(refused) == 3
 
 
+@pytest.mark.slow
 def test_a_signal_handler_that_calls_the_model_is_refused_or_comes_between_runs() -> None:
     model = Stack("dense_bmm", depth=4)
     with torch.no_grad():
@@ -382,6 +390,7 @@ def _copy_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "moepass-copy"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_deleted_model_takes_its_banks_its_ring_and_its_thread_along(lower: str) -> None:
     """Although Dynamo keeps the compiled code: nothing is reset here before the check."""
@@ -414,7 +423,7 @@ def test_a_schedule_whose_model_is_gone_says_so() -> None:
         executor([tokens()])
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -435,6 +444,7 @@ def test_no_grad_and_inference_mode_serve_each_other(order: tuple[int, int], off
         torch.testing.assert_close(output.clone(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_transfers_overlap_with_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer computes until the bank of the next one has come: without overlap it would wait for ever."""
 
@@ -503,6 +513,7 @@ class Jitter(nn.Module):
         return torch.cond(x.sum() > 0, noisy, torch.clone, (x,)) if self.branch else noisy(x)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("branch", [False, True])
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_noise_in_training_mode_is_refused(lower: str, branch: bool) -> None:
@@ -514,6 +525,7 @@ def test_noise_in_training_mode_is_refused(lower: str, branch: bool) -> None:
         torch.testing.assert_close(_compiled(model, lower)(tokens()), model(tokens()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_training_mode_that_draws_nothing_gives_what_the_plain_model_gives(lower: str) -> None:
     """A graph does not say that its modules are in training mode; without gradients and noise, nothing is wrong."""
@@ -526,6 +538,7 @@ def test_training_mode_that_draws_nothing_gives_what_the_plain_model_gives(lower
     torch.testing.assert_close(model[0].running_mean, plain[0].running_mean)
 
 
+@pytest.mark.slow
 def test_the_ring_waits_out_the_previous_run_of_another_graph() -> None:
     """Two graphs of one model in turn: each starts on slots that the other one has left."""
     model = Stack("batched_mm", depth=3)

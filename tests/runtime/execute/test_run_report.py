@@ -55,6 +55,7 @@ def runs(model: PreTrainedModel, *batches: int) -> Compilation:
     return compilations[-1]
 
 
+@pytest.mark.slow
 def test_predicted_stands_beside_measured() -> None:
     model = tiny()
     dense = sum(value.nbytes for name, value in model.named_parameters() if ".experts." not in name)

@@ -95,6 +95,7 @@ def _holds_one_bank_twice() -> None:
     assert max(peaks) <= bank_bytes + max(taken.values())
 
 
+@pytest.mark.slow
 def test_adopting_holds_one_bank_more_than_the_experts_at_most() -> None:
     run_ranks(2, _holds_one_bank_twice)
 
@@ -212,6 +213,7 @@ def _models_come_and_go(models: int) -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_models_that_are_gone_give_their_shared_memory_back(models: int) -> None:
     run_ranks(2, _models_come_and_go, models, timeout=30.0 + 10.0 * models)

@@ -87,6 +87,7 @@ def _parts_equal_whole_banks(transport: str) -> None:
         assert torch.equal(output, outputs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "transport"),
     [
@@ -122,6 +123,7 @@ def _lowerings_share_a_ring(first: str, second: str) -> None:
     assert ring.device_bytes == 2 * max(in_parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [("inductor", "eager"), pytest.param("eager", "inductor", marks=pytest.mark.slow)]
 )

@@ -69,6 +69,7 @@ def _offloaded_model_stays_exact(family: str, overrides: dict[str, Any]) -> None
     assert statistics.link_bytes == 3 * (complete - own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "family", "overrides"),
     [
@@ -102,6 +103,7 @@ def _adopted_model_stays_exact(config: StackConfig, counts: list[list[int]]) -> 
     assert ring.statistics.copies == config.layers * sum(of_ranks[rank] >= 0 for of_ranks in counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "config", "counts"),
     [
@@ -150,6 +152,7 @@ def _idle_ranks_join(depth: int) -> int:
     return report.store.ring().statistics.copies
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_rank_without_work_joins_by_gathering_only(depth: int) -> None:
     busy, idle = run_ranks(2, _idle_ranks_join, depth)
@@ -188,6 +191,7 @@ def _idle_ranks_of_tied_models_join(how: str) -> int:
     return len(report.layers)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", ["one layer", pytest.param("neighbours", marks=pytest.mark.slow), "shared weights"])
 def test_layers_that_come_twice_are_gathered_twice(how: str) -> None:
     assert run_ranks(2, _idle_ranks_of_tied_models_join, how) == [3, 3]

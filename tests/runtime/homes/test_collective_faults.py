@@ -165,7 +165,7 @@ def _one_fails_in_the_middle(number: int) -> list[str]:
     return errors
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 2, -1])
 def test_an_exception_on_one_rank_is_one_error_on_the_others_for_good(number: int) -> None:
     outcomes = run_ranks(3, _one_fails_in_the_middle, number)

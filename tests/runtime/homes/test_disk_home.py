@@ -64,6 +64,7 @@ def _check_same(model: PreTrainedModel, reference: PreTrainedModel) -> None:
         assert torch.equal(model(**inputs).logits, expected)
 
 
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_families_are_the_same_in_bfloat16_and_in_parts(family: str, tmp_path: Path) -> None:
     tiny_model(family, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
@@ -106,6 +107,7 @@ def test_every_family_of_transformers_is_the_same_or_refused(family: str, tmp_pa
     assert (tmp_path / "banks").exists() == (family in HAVE_TO_BE_MADE)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_compiled_model_streams_from_its_files(checkpoint: Path, slots: int) -> None:
     model = moepass.load_pretrained(checkpoint, home="disk", slots=slots)
@@ -196,6 +198,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_checkpoint_that_is_changed_is_an_error_in_the_next_run(change: str, tmp_path: Path) -> None:
     # Compiled: in eager mode dense weights, which are mapped, are read before any expert.
@@ -253,6 +256,7 @@ def test_weights_in_files_are_not_written(checkpoint: Path) -> None:
 # ---- Banks that have to be written -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", BLOCKS)
 def test_a_model_in_memory_is_written_and_streamed(form: str, tmp_path: Path) -> None:
     model = Stack(form, depth=3, bias=True)
@@ -324,6 +328,7 @@ def _load_on_a_rank(checkpoint: Path, folder: Path) -> tuple[int, float]:
     return len(written), float(moepass.offload_report(model).store.gather_now(1)[0].double().sum())
 
 
+@pytest.mark.slow
 def test_one_of_many_processes_writes(checkpoint: Path, tmp_path: Path) -> None:
     outcomes = run_ranks(2, _load_on_a_rank, checkpoint, tmp_path)
     expected = moepass.offload_report(_reference(checkpoint, torch.bfloat16)).store.gather_now(1)[0].double().sum()

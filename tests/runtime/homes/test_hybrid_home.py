@@ -135,6 +135,7 @@ def _one_runs_and_one_rests() -> None:
             store.set("the other", "done")
 
 
+@pytest.mark.slow
 def test_a_rank_that_rests_neither_waits_nor_is_waited_for_and_its_stages_serve_the_others() -> None:
     run_ranks(2, _one_runs_and_one_rests)
 
@@ -231,6 +232,7 @@ def _load(folder: Path) -> tuple[int, tuple[int, int]]:
     return report.home_bytes, told[-1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_rank_by_rank(tmp_path: Path) -> None:
     outcomes = run_ranks(2, _load, save_tiny_checkpoint(tmp_path / "whole"))
     assert all(home_bytes < read == in_all for home_bytes, (read, in_all) in outcomes)

@@ -334,7 +334,7 @@ def _serve(connection: Connection, store: str, rank: int, size: int, mode: str, 
             connection.send(str(error))
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "home"), [("compiled", "peer"), ("eager", "peer"), ("compiled", "hybrid")])
 def test_a_killed_rank_is_an_error_on_the_others_at_once_and_leaves_nothing(
     mode: str, home: str, tmp_path: Path

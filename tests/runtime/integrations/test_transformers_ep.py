@@ -129,7 +129,7 @@ def _eager_is_exact(path: str, dtype: torch.dtype) -> None:
             assert torch.equal(_logits(compiled, tokens), _logits(reference, tokens))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_uncompiled_it_gathers_and_is_exact(checkpoint: str, dtype: torch.dtype) -> None:
     run_ranks(RANKS, _eager_is_exact, checkpoint, dtype)
@@ -162,6 +162,7 @@ def _is_prefetched(path: str, implementation: str, lower: str, dtype: torch.dtyp
     _holds_its_own_experts_only(model, experts=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "lower", "dtype", "lengths"),
     [
@@ -268,6 +269,7 @@ def _takes_an_uneven_number_of_experts(path: str) -> None:
     assert compilation.plan.refusals == ()
 
 
+@pytest.mark.slow
 def test_ranks_need_not_hold_equally_many_experts(tmp_path: Path) -> None:
     run_ranks(RANKS, _takes_an_uneven_number_of_experts, _save(tmp_path, num_experts=7))
 
@@ -309,10 +311,12 @@ def _are_met_for_once(path: str) -> None:
         assert adopted_banks(group, torch.device("cpu")).home.banks() == banks
 
 
+@pytest.mark.slow
 def test_eager_and_compiled_code_read_the_same_banks(checkpoint: str) -> None:
     run_ranks(RANKS, _are_met_for_once, checkpoint)
 
 
+@pytest.mark.slow
 def test_changed_weights_and_training_are_errors(checkpoint: str) -> None:
     run_ranks(RANKS, _wrong_uses_are_errors, checkpoint)
 

@@ -103,6 +103,7 @@ def _check_dense_same(model: PreTrainedModel, reference: PreTrainedModel) -> Non
     assert [module.training for module in model.modules()] == [module.training for module in reference.modules()]
 
 
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_families_are_the_same_in_bfloat16_and_in_parts(family: str, tmp_path: Path) -> None:
     folder = _save(tmp_path, family, torch.bfloat16, "60KB")
@@ -249,6 +250,7 @@ def _first_layer_stays(folder: Path, layer_bytes: int) -> tuple[tuple[str, ...],
     return report.layers, report.home_bytes
 
 
+@pytest.mark.slow
 def test_the_first_layer_is_read_by_every_rank_where_it_stays(checkpoint: Path) -> None:
     report = _reference(checkpoint)[1]
     layer_bytes = report.store.banks[0].spec.format.slot_bytes
@@ -477,6 +479,7 @@ def _touch(file: Path) -> None:
     os.utime(file, (1, 1))
 
 
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("home", ["host", pytest.param("disk", marks=on_linux)])
 @pytest.mark.parametrize(
     ("step", "file", "change"),

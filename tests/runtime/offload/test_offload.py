@@ -73,7 +73,7 @@ def test_a_ring_has_no_more_slots_than_there_are_banks() -> None:
     assert report.ring_bytes == report.store.ring().device_bytes == 2 * largest
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.parametrize("spare", [0, 1])
 def test_the_first_layers_stay_where_memory_allows(form: str, spare: int) -> None:
@@ -167,6 +167,7 @@ class _Counter:
         monkeypatch.setattr(BankStore, "gather_now", counting)
 
 
+@pytest.mark.sampled(every=36)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("family", sorted(TINY_FAMILIES))
 def test_families_run_offloaded_in_eager_mode_with_one_copy_per_layer(
@@ -181,6 +182,7 @@ def test_families_run_offloaded_in_eager_mode_with_one_copy_per_layer(
     assert counter.copies == list(range(len(report.layers)))
 
 
+@pytest.mark.slow
 def test_eager_mode_holds_one_bank_at_most() -> None:
     model = Stack("dense_bmm", depth=3)
     report = moepass.offload_experts(model)

@@ -91,7 +91,7 @@ def _placed(home: str, folder: Path | None, banks: float, lower: str) -> tuple[t
     return report.resident_layers, report.store.slots
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize(("home", "lower"), [("peer", "inductor"), ("hybrid", "eager")])
 def test_ranks_place_alike_within_the_budget_and_stay_exact(home: str, lower: str, loads: bool, tmp_path: Path) -> None:
@@ -119,6 +119,7 @@ def _reads_whole_banks() -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_graph_that_reads_whole_banks_says_that_the_budget_is_exceeded() -> None:
     for said in run_ranks(2, _reads_whole_banks):
         (message,) = said

@@ -96,6 +96,7 @@ def _one_refuses(names: tuple[str, ...]) -> dict[str, str]:
     return _refusals(compilations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [BLOCKS[1:], pytest.param(BLOCKS, marks=pytest.mark.slow)])
 def test_a_block_that_one_rank_refuses_is_left_by_all_in_the_same_run(names: tuple[str, ...]) -> None:
     other, own = run_ranks(2, _one_refuses, names)
@@ -117,6 +118,7 @@ def _one_disables_the_pass() -> dict[str, str]:
     return _refusals(compilations)
 
 
+@pytest.mark.slow
 def test_a_rank_that_found_no_block_is_heard_too() -> None:
     refusals, _ = run_ranks(2, _one_disables_the_pass)
     assert refusals.keys() == set(BLOCKS)
@@ -198,7 +200,7 @@ def _recompiles_alone(form: str, what: str) -> int:
     return len(compilations)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "what"),
     [

@@ -114,6 +114,7 @@ def _estimated(config: StackConfig, steps: Sequence[Sequence[int]], bytes_per_s:
     return _run_steps("all_to_all", config, steps, False, all_to_all_below=None, hardware=machine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bytes_per_s", "form"), [(1e6, EXCHANGED), pytest.param(1e15, GATHERED, marks=pytest.mark.slow)]
 )
@@ -236,6 +237,7 @@ def _what_the_log_says() -> list[str]:
     return [line for line in lines if "from now on" in line]
 
 
+@pytest.mark.slow
 def test_a_change_of_form_is_logged_once() -> None:
     said = [
         "runs are exchanged from now on: 7.5 tokens per rank, the crossover is 10",
@@ -261,6 +263,7 @@ def _nothing_is_gathered_or_held_twice() -> tuple[int, int]:
     return len(rings), _forms_of_runs(compilations).exchanged_runs
 
 
+@pytest.mark.slow
 def test_experts_are_adopted_in_the_first_run_that_gathers() -> None:
     assert run_ranks(2, _nothing_is_gathered_or_held_twice) == [(1, 4)] * 2
 
@@ -273,6 +276,7 @@ def _options_differ(crossovers: tuple[int | None, int | None]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("crossovers", [(10, 20), (None, 20), pytest.param((20, None), marks=pytest.mark.slow)])
 def test_ranks_with_other_options_get_the_same_error_at_once(crossovers: tuple[int | None, int | None]) -> None:
     first, second = run_ranks(2, _options_differ, crossovers)
@@ -297,6 +301,7 @@ def _crossovers_differ_later() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_crossovers_that_differ_later_are_one_error_on_all() -> None:
     first, second = run_ranks(2, _crossovers_differ_later)
     assert first == second
@@ -354,6 +359,7 @@ def _no_work(form: str, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("form", "options"), [("all_to_all", {"all_to_all_below": 10}), ("all_reduce", {"transport": "collective"})]
 )
@@ -375,6 +381,7 @@ def _work(connection: Connection, store: str, rank: int) -> None:
             connection.send(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [pytest.param(8, marks=pytest.mark.slow), 20])
 def test_a_rank_that_died_is_named_in_the_next_run(tokens: int, tmp_path: Path) -> None:
     store = str(tmp_path / "store")

@@ -81,7 +81,7 @@ def _compiled_one_by_one(kinds: Sequence[Sequence[str]], runs: int) -> tuple[lis
     return outcomes, [block.name for one in compilations for block in one.plan.local_blocks]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
 def test_layers_of_one_name_may_compute_differently(kind: str) -> None:
     """One of them may even keep its exchanges, which the others have lost."""
@@ -119,7 +119,7 @@ def test_a_flag_may_choose_what_experts_compute_where_all_ranks_have_the_same() 
     assert run_ranks(2, _switched_by_a_flag, [kinds, kinds]) == [["right"] * len(kinds)] * 2
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
 def test_a_flag_that_ranks_set_differently_is_an_error_in_that_run(kind: str) -> None:
     kinds = [[SILU, kind, SILU], [SILU, kind, kind]]
@@ -132,6 +132,7 @@ def _switched_where_runs_are_agreed_on(kinds: Sequence[Sequence[str]]) -> list[s
     return _switched_by_a_flag(kinds, all_to_all_below=2)
 
 
+@pytest.mark.slow
 def test_runs_that_ranks_agree_on_anyway_are_compared_too() -> None:
     kinds = [[SILU, TANH, SILU], [SILU, TANH, TANH]]
     for *before, last in run_ranks(2, _switched_where_runs_are_agreed_on, kinds):
@@ -160,7 +161,7 @@ def _one_rank_has_another_flag(kind: str) -> list[str]:
     return outcomes
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
 def test_a_rank_that_waited_in_vain_is_an_error_of_the_others_in_their_next_run(kind: str) -> None:
     (first, later), (second, own, after) = run_ranks(2, _one_rank_has_another_flag, kind)

@@ -52,6 +52,7 @@ def _disk(model: torch.nn.Module, folder: Path) -> None:
     moepass.offload_experts(model, home=moepass.Disk(folder=folder))
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("offload", [_host, _disk])
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_forked_child_is_refused_whether_a_run_is_under_way_or_not(

@@ -82,7 +82,7 @@ def test_uncompiled_code_reads_what_was_packed() -> None:
         assert torch.equal(model(ROWS), expected)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("plain", [(), (1,), (0, 2)], ids=["all encoded", "one plain", "two plain"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_compiled_code_streams_and_decodes(slots: int, plain: tuple[int, ...]) -> None:

@@ -71,7 +71,7 @@ class Runs:
         return found
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_one_graph_serves_all_steps_and_gives_what_the_model_gives(family: str, streaming: bool) -> None:
@@ -105,6 +105,7 @@ def test_inductor_compiles_around_it() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_tests")
 def test_a_graph_with_it_is_stored_and_serves_other_steps(store: CaptureStore) -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=2)
@@ -141,6 +142,7 @@ def test_parts_of_attention_trace_for_gpus(softcap: float, is_masked: bool) -> N
     assert (output.device.type, output.shape, log_sum_exp.shape) == ("cuda", (3, 4, 40, 8), (3, 4, 40))
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("past", [VisiblePast(), VisiblePast(window=5), VisiblePast(chunk=12)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast, dtype: torch.dtype) -> None:

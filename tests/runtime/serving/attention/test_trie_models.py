@@ -112,6 +112,7 @@ NEVER_REFUSED = {
 }
 
 
+@pytest.mark.sampled(every=68)
 @pytest.mark.parametrize("name", sorted({*TINY_FAMILIES, *DENSE, *DISCOVERED}))
 def test_a_family_gives_each_sequence_what_it_gives_it_alone_or_is_refused(name: str) -> None:
     model = _model(name)

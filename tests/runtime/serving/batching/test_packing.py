@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_packing import (
@@ -152,6 +153,7 @@ def test_each_output_is_read_where_it_stands(case: Case) -> None:
             assert places.issuperset(placement.vector_positions(number).tolist())
 
 
+@pytest.mark.slow
 @many
 @given(cases())
 def test_each_score_comes_from_the_step_or_the_cache(case: Case) -> None:

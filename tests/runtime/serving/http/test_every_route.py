@@ -178,6 +178,7 @@ def guarded(checkpoint: Path) -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.sampled(every=29)
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_the_key_guards_every_route_but_health(guarded: Served, route: Any) -> None:
     for headers in (
@@ -304,6 +305,7 @@ def test_responses_say_how_long_a_request_waited(chat: Served, monkeypatch: pyte
     assert "queue;dur=250.0, compute;dur=1500.0" in timing
 
 
+@pytest.mark.slow
 def test_the_state_names_the_labels_that_a_model_knows(chat: Served, demo: Served, classes: Served) -> None:
     assert "German" in demo.client.get("/v1/state").json()["labels"]
     for one, predicts in ((chat, True), (classes, False)):
@@ -502,6 +504,7 @@ def test_bodies_of_all_clients_together_are_bounded(chat: Served, monkeypatch: p
     assert chat.client.post("/v1/decisions", content=body).status_code == 200
 
 
+@pytest.mark.slow
 def test_too_many_items_and_tokens_are_refused(base: Served) -> None:
     items = ["a"] * (MOST_ITEMS + 1)
     assert base.refused("/v1/score", {"query": "a", "items": items, "label_token_ids": [5]})["param"] == "items"

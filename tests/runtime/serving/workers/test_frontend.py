@@ -148,6 +148,7 @@ def check_view(view: BackendView, answers: list[Answer]) -> None:
     assert view.histograms["request_prompt_tokens"].sum == sum(answer.usage.tokens for answer in answers)
 
 
+@pytest.mark.slow
 def test_killed_ranks_lose_no_request_and_come_back(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, options=slow) as frontend:
@@ -272,6 +273,7 @@ def test_a_message_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) 
     run(work())
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_while_ranks_start_does_not_wait_for_them(tmp_path: Path) -> None:
     run(_closed_while_starting(tmp_path))
 
@@ -348,6 +350,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(limits: FrontendLimits
     run(work())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("limits", [FrontendLimits(waiting_seconds=0.05), FrontendLimits(open_bytes=2000)])
 def test_an_idle_server_takes_a_call_whole_however_large(limits: FrontendLimits, tmp_path: Path) -> None:
     async def work() -> None:
