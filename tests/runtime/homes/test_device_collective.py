@@ -16,7 +16,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from backend_helper import Stack, tokens
 from error_fields import refused
+from executor_calls import compiled_executor, forget_rings
 from fake_cuda import FakeCuda
 from late_thread import LateThread
 from ranks import run_ranks
@@ -27,15 +29,17 @@ from workers import Worker, join_group
 
 import moepass
 from moepass.models.errors import InputError
+from moepass.runtime.banks import identity
 from moepass.runtime.banks.banks import Bank, pack_bank
 from moepass.runtime.homes.device_collective import DeviceCollectiveTransport, IssuedGather
 from moepass.runtime.homes.peer_home import GatherPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.homes.registry.packers import make_packer
+from moepass.runtime.offload import offload
 from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.device_gathers import DeviceGatherGroup
 from moepass.runtime.ranks.device_links import PartsByRank
-from moepass.runtime.ranks.gather_group import Request
+from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.issuing_copier import IssuingCopier
@@ -56,10 +60,10 @@ def _whole_bank(index: int) -> Bank:
 
 @dataclasses.dataclass
 class _Emulation:
-    """The CUDA of this rank, at this moment."""
+    """The CUDA of this rank, at this moment; `random` decides how late its copy thread is."""
 
+    random: random.Random
     cuda: FakeCuda | None = None
-    random: random.Random = dataclasses.field(default_factory=random.Random)
 
 
 class _Links:
@@ -87,11 +91,19 @@ class _Links:
 
 
 class _Group(DeviceGatherGroup):
-    """Tensors of the host are no work for the emulated device."""
+    """Tensors of the host are no work for the emulated device. Without one, all memory is the host's."""
+
+    emulation: _Emulation
 
     def ask(self, *arguments: Any) -> dict[int, bool]:
         with _disable_current_modes():
             return super().ask(*arguments)
+
+    def gather(self, *arguments: Any, **more: Any) -> None:
+        if self.emulation.cuda is None:
+            GatherGroup.gather(self, *arguments, **more)
+        else:
+            super().gather(*arguments, **more)
 
     def _wait_together(self, *arguments: Any) -> None:
         with _disable_current_modes():
@@ -105,7 +117,9 @@ class _Transport(DeviceCollectiveTransport):
         self._copies = LateThread(emulation.random)
 
     def _make_group(self, rendezvous: Rendezvous, describe: Callable[[Request], str]) -> DeviceGatherGroup:
-        return _Group(rendezvous, describe, self._device, self._connect)
+        group = _Group(rendezvous, describe, self._device, self._connect)
+        group.emulation = self._emulation
+        return group
 
 
 @contextlib.contextmanager
@@ -119,6 +133,7 @@ def _cuda(emulation: _Emulation, seed: int) -> Iterator[FakeCuda]:
 
         with mock.patch.object(time, "sleep", sleep):
             yield cuda
+    emulation.cuda = None
 
 
 def _spread(emulation: _Emulation, wholes: Sequence[Bank]) -> tuple[GatherPacker, list[Bank]]:
@@ -138,7 +153,7 @@ def _wrong_reads(seeds: int, order: list[int]) -> int:
     """How many banks were read wrong, in runs over four banks each, of which the first is one of `order`. In each
     third run one rank has no work."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    emulation = _Emulation()
+    emulation = _Emulation(random.Random(rank))
     wholes = [_whole_bank(index) for index in range(5)]
     packer, banks = _spread(emulation, wholes)
     transport = packer.home.transport
@@ -200,6 +215,43 @@ def _wrong_bytes(
 def test_every_bank_is_read_as_it_is(ranks: int) -> None:
     """Five experts: shards of different sizes."""
     assert run_ranks(ranks, _wrong_reads, 4, [0, 0, 3, 1, 2]) == [0] * ranks
+
+
+def _ring_of_streams(slots: int, slot_bytes: int, device: torch.device, link: Link, home: Home) -> Ring:
+    return Ring(slots, slot_bytes, device, IssuingCopier(device, home.transport, link), home)
+
+
+def _runs_that_differ(seeds: int) -> int:
+    """Of a compiled model: how many of its outputs are not those of the model as it was."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    emulation = _Emulation(random.Random(rank))
+    torch.manual_seed(0)
+    model = Stack("dense_bmm", depth=3, bias=True)
+    inputs = tokens(seed=rank)
+    packer = GatherPacker(PeerGroup.of(None, 50, transport="collective"), _Transport(emulation), CPU)
+    differ = 0
+    with torch.no_grad():
+        expected = model(inputs)
+        with mock.patch.object(offload, "make_packer", return_value=packer):
+            store = moepass.offload_experts(model, home=moepass.Peer(transport="collective", timeout_s=50)).store
+        executor, arguments = compiled_executor(model, inputs)
+        for seed in range(seeds):
+            with _cuda(emulation, ranks * seed + rank) as cuda:
+                with mock.patch.object(identity, "make_ring", _ring_of_streams):
+                    store._ring = None
+                    ring = store.ring(debug=True)
+                forget_rings(executor)
+                outputs = [executor([*arguments])[0] for _ in range(3)]
+                cuda.finish()
+                assert ring.statistics.copies == 9
+                del ring
+                store._ring = None
+            differ += sum(not torch.equal(output, expected) for output in outputs)
+    return differ
+
+
+def test_a_compiled_model_stays_exact() -> None:
+    assert run_ranks(2, _runs_that_differ, 4) == [0, 0]
 
 
 def _do_not_wait_for_the_slot(transport: Any, *arguments: Any) -> IssuedGather:
