@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sympy import Integer
 from token_models import Forward, TokenModel, chunked, compiled, reasons, token_model
+from torch.fx import Graph
+
+from moepass.passes.rows.row_layout import Layout, Part
+from moepass.passes.segments.token_program import NotByTokenError, TokenDims, TokenFactor, _token_dims
 
 
 def _time_major(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
@@ -154,3 +159,22 @@ def test_what_a_chunk_cannot_tell_is_refused(forward: Forward, reason: str) -> N
     torch.testing.assert_close(found, expected)
     assert chunked(compilation) == 0
     assert reason in reasons(compilation)
+
+
+def _tokens_of(*dimensions: tuple[Part, ...]) -> TokenDims:
+    return _token_dims(Graph().placeholder("value"), Layout(dimensions))
+
+
+def test_tokens_lie_in_one_place() -> None:
+    name = "2 x 3"
+    sequences, tokens, everything = Part(Integer(2), ((name, 0),)), Part(Integer(3), ((name, 1),)), Part(Integer(6), ())
+    heads = Part(Integer(4))
+    assert _tokens_of((sequences, heads), (tokens,), ()).factors == (
+        (TokenFactor.SEQUENCES, 4),
+        (TokenFactor.TOKENS,),
+        (),
+    )
+    assert _tokens_of((heads, everything)).factors == ((4, TokenFactor.ALL_TOKENS),)
+    for places in [((tokens,), (tokens,)), ((everything,), (sequences, tokens)), ((sequences,), (sequences, tokens))]:
+        with pytest.raises(NotByTokenError, match="lie in several places"):
+            _tokens_of(*places)
