@@ -75,5 +75,5 @@ class DeviceCollectiveTransport(CollectiveTransport):
     def _gather_at_once(self, part: GatherPart, memory: torch.Tensor | None) -> IssuedGather:
         self._lane = self._lane or CopyLane(torch.cuda.Stream(self._device, priority=-1))
         # Who had `memory` before may still use it on the current stream.
-        after = recorded_event(torch.cuda.current_stream(self._device))
+        after = None if memory is None else recorded_event(torch.cuda.current_stream(self._device))
         return IssuedGather(part, memory, self._lane, after)
