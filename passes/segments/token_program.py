@@ -13,6 +13,7 @@ that is written into the segment and depends on the number of tokens, or of sequ
 from __future__ import annotations
 
 import dataclasses
+import enum
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -26,7 +27,7 @@ from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call
 from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.segment import ALL_TOKENS_KEY, REGION_KEY, TOKENS_KEY
-from moepass.passes.rows.row_layout import Dimension, Layout
+from moepass.passes.rows.row_layout import Dimension, Layout, Part
 
 aten = torch.ops.aten
 _SHAPED = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "new_empty": 1}
@@ -42,16 +43,39 @@ class NotByTokenError(Exception):
         self.node = node
 
 
+class TokenFactor(enum.Enum):
+    """A factor of a dimension that has something for each sequence, for each token of one, or for each of all."""
+
+    SEQUENCES = enum.auto()
+    TOKENS = enum.auto()
+    ALL_TOKENS = enum.auto()
+
+
+Factor = int | TokenFactor
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenDims:
-    """Where the tokens of a value lie: in one dimension `tokens`, with `per_token` elements of each side by side, or in
-    two, `sequences` and `tokens` of each. `sequences` is None where there is but one sequence, or tokens of all
-    sequences lie in one dimension."""
+    """Where the tokens of a value lie: `factors` of each dimension, outermost first, whose product is its size.
 
-    tokens: int
-    per_token: int = 1
-    sequences: int | None = None
-    is_flat: bool = True
+    Either ALL_TOKENS stands in one place, or TOKENS in one and SEQUENCES in another one. Without SEQUENCES there is but
+    one sequence, or what there is for a token is the same in all of them. Whole numbers are elements of each token.
+    """
+
+    factors: tuple[tuple[Factor, ...], ...]
+
+    @property
+    def in_order(self) -> tuple[Factor, ...]:
+        """The factors of all dimensions."""
+        return tuple(factor for factors in self.factors for factor in factors)
+
+
+# What stands in the factors of a value beside whole numbers, sorted by name.
+_TOKENS_IN_ONE_PLACE = (
+    [TokenFactor.ALL_TOKENS],
+    [TokenFactor.TOKENS],
+    [TokenFactor.SEQUENCES, TokenFactor.TOKENS],
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +159,9 @@ class _Writer:
         _check_one_cut(self.segment.graph)
         sequences, length = _sequence_sizes([*given, *outputs])
         for node, dims in zip(outputs, places, strict=True):
-            if dims.sequences is None and not dims.is_flat and sequences != 1:
+            found = dims.in_order
+            is_same_for_all = TokenFactor.ALL_TOKENS not in found and TokenFactor.SEQUENCES not in found
+            if is_same_for_all and sequences != 1:
                 raise NotByTokenError(node, f"{named(node)} has one value for all sequences together")
         return TokenProgram(
             body, tuple(tensors), tuple(inputs), tuple(shapes), tuple(places), self.expected, sequences, length
@@ -242,26 +268,26 @@ def _is_second_share(share: Any) -> bool:
 
 
 def _token_dims(node: Node, layout: Layout) -> TokenDims:
-    """Raises NotByTokenError where tokens of a sequence lie in several places, or do not stand before their numbers."""
-    sequences = tokens = None
-    per_token, is_flat = 1, True
-    for dim, dimension in enumerate(layout.dimensions):
-        for place, part in enumerate(dimension):
-            if not part.is_rows:
-                continue
-            is_known = part.share == () or _is_sequences(part.share) or _is_second_share(part.share)
-            if not is_known or place > 0 or len(part.share or ()) > 1:
-                raise NotByTokenError(node, f"tokens of {named(node)} are cut in a way that is not followed")
-            if _is_sequences(part.share):
-                sequences = dim
-            else:
-                tokens, is_flat = dim, part.share == ()
-                per_token = _constant(node, sympy.Mul(*(other.size for other in dimension[1:])))
-            if part.share != () and len(dimension) > 1:
-                raise NotByTokenError(node, f"tokens of {named(node)} lie beside other numbers in one dimension")
-    if tokens is None:
+    """Raises NotByTokenError where it is not known which tokens lie where, or they lie in several places."""
+    dims = TokenDims(tuple(tuple(_factor(node, part) for part in dimension) for dimension in layout.dimensions))
+    found = sorted((factor for factor in dims.in_order if isinstance(factor, TokenFactor)), key=lambda one: one.name)
+    if found == [TokenFactor.SEQUENCES]:
         raise NotByTokenError(node, f"{named(node)} has one value for each sequence")
-    return TokenDims(tokens, per_token, sequences, is_flat)
+    if found not in _TOKENS_IN_ONE_PLACE:
+        raise NotByTokenError(node, f"tokens of {named(node)} lie in several places")
+    return dims
+
+
+def _factor(node: Node, part: Part) -> Factor:
+    if not part.is_rows:
+        return _constant(node, part.size)
+    if part.share == ():
+        return TokenFactor.ALL_TOKENS
+    if len(part.share or ()) == 1 and _is_sequences(part.share):
+        return TokenFactor.SEQUENCES
+    if len(part.share or ()) == 1 and _is_second_share(part.share):
+        return TokenFactor.TOKENS
+    raise NotByTokenError(node, f"tokens of {named(node)} are cut in a way that is not followed")
 
 
 def _check_one_cut(graph: Graph) -> None:

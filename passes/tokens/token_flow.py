@@ -49,7 +49,7 @@ _ATTENTION = {
     "trie_attention": (0, 2, 1),
 }
 # Arguments in which a size may stand: they say how long something is.
-_SHAPES = {"view": "size", "_unsafe_view": "size", "reshape": "shape", "expand": "size"}
+_SHAPES = {"view": "size", "_unsafe_view": "size", "reshape": "shape", "expand": "size", "new_empty": "size"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,8 +251,8 @@ class _TokenWalk(RoutingRules):
             return self._repeated(node, arguments)
         if base == "slice_scatter":
             return self._scattered(node, all_arguments(node))
-        if base == "new_empty" and _texts(node) == _texts(arguments["self"]):
-            return self._layout(arguments["self"])
+        if base == "new_empty":
+            return self._empty_beside(node, arguments)
         if base in ("view_as_complex", "view_as_real"):
             dimensions = self._layout(arguments["self"]).dimensions
             return Layout(dimensions[:-1] if base == "view_as_complex" else (*dimensions, features(2)))
@@ -297,6 +297,19 @@ class _TokenWalk(RoutingRules):
         if into.has_rows_along(dim) or source.has_rows_along(dim) or rest[0] != rest[1]:
             self._refuse(node, "writes tokens into others")
         return into
+
+    def _empty_beside(self, node: Node, arguments: dict[str, Any]) -> Layout:
+        """Memory in the shape of `self`, but for features: what is written to it must have its tokens there too."""
+        like, shape = self._layout(arguments["self"]).dimensions, fake_value(node).shape
+        found = Layout(
+            tuple(
+                dimension if any(part.is_rows for part in dimension) else features(size)
+                for dimension, size in zip(like, shape, strict=False)
+            )
+        )
+        if not fits(found, fake_value(node)):
+            self._refuse(node, "makes memory in which tokens have no place")
+        return found
 
     def _repeated(self, node: Node, arguments: dict[str, Any]) -> Layout:
         """All tokens again behind all tokens: as if each copy were a feature that stands before them."""

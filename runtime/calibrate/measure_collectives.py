@@ -19,7 +19,7 @@ _CALL_BYTES = 4 << 20
 def collective_experiments(sizes: Sizes, device: torch.device, group_name: str) -> list[Experiment]:
     """`collective.KIND` for each of `passes.hardware.COLLECTIVES`, on the default group of torch.distributed.
 
-    All ranks run them together. `bank_gather` is gloo's alone: on GPUs ranks pull.
+    All ranks run them together. `bank_gather` is measured over gloo alone.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
 

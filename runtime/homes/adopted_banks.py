@@ -31,8 +31,7 @@ from moepass.runtime.banks.identity import (
     register_bank,
 )
 from moepass.runtime.banks.mutation_guard import MutationGuard, any_is_written
-from moepass.runtime.homes.collective import make_transport
-from moepass.runtime.homes.device_home import packer_on
+from moepass.runtime.homes.device_home import make_transport, packer_on
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.homes.shared_parameters import share_parts
@@ -244,7 +243,7 @@ class ParameterBanks(BankKeeper):
         self.options, self.slots, self.link = options, options.slots, options.link
 
     def _make_home(self) -> AdoptedHome:
-        return AdoptedHome(make_transport(self.options.transport, self.link), self._failures)
+        return AdoptedHome(make_transport(self.options.transport, self.link, self.device), self._failures)
 
     def _meet(
         self, group: ProcessGroup, banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]

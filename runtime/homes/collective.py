@@ -7,9 +7,10 @@ alike: one copy thread works on them all.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 
@@ -25,69 +26,88 @@ from moepass.runtime.transfer.sources import MemorySource, Source
 from moepass.runtime.transfer.transports import Transport
 
 
-class PendingGather(PendingCopy):
+@dataclasses.dataclass(frozen=True)
+class GatherPart:
     """This rank's part in one gather: it sends `own` whole, and its slot gets the pieces of `sources`.
 
-    These are those of all ranks by rank; that of this rank is not over a link. Without a slot this rank sends, and
-    receives nothing.
+    These are those of all ranks by rank; that of this rank is not over a link. `label` is the bank's name.
     """
 
-    def __init__(
-        self,
-        group: GatherGroup,
-        request: Request,
-        own: MemorySource,
-        sources: Sequence[Source],
-        slot: torch.Tensor | None,
-        label: str,
-        plan: GatherSignature = NO_GATHER_SIGNATURE,
-    ) -> None:
-        super().__init__(sources, torch.empty(0, dtype=torch.uint8) if slot is None else slot, label)
-        self.group = group
-        self.request = request
-        self.own = own
-        self.wants = slot is not None
-        self.plan = plan
+    group: GatherGroup
+    request: Request
+    own: MemorySource
+    sources: tuple[Source, ...]
+    label: str
+    plan: GatherSignature = NO_GATHER_SIGNATURE
 
-    def wait(self) -> None:
-        """Block until the slot is full. Raises PeerError where the gather failed."""
-        self.end()
-        if isinstance(self.error, PeerError):
-            raise copy.copy(self.error) from self.error
-        if self.error is not None:
-            raise PeerError(str(self.error)) from self.error
+    def gather(self, slot: torch.Tensor | None, copy_own_part: Callable[[], None]) -> float:
+        """Gather with the other ranks; `copy_own_part` brings what is not over a link.
 
-    def perform(self, link: Link) -> None:
+        Without a slot this rank sends, and receives nothing. Gives when bytes began to move, of `time.perf_counter`.
+        Raises PeerError, which all ranks get.
+        """
         try:
-            self._gather(link)
+            return self._gather(slot, copy_own_part)
         except PeerError:
             raise
         except Exception as error:
             reason = f"rank {self.group.rank} could not gather bank {self.label}: {type(error).__name__}: {error}"
             raise self.group.fail(PeerError(reason, rank=self.group.rank)) from error
 
-    def _gather(self, link: Link) -> None:
+    def _gather(self, slot: torch.Tensor | None, copy_own_part: Callable[[], None]) -> float:
         own = self.own
         own.check_bounds()
-        if self.wants:
-            check_slot(self.sources, self.slot)
-        wanted_by = self.group.ask(self.request, self.wants, self.plan)
+        if slot is not None:
+            check_slot(self.sources, slot)
+        wanted_by = self.group.ask(self.request, slot is not None, self.plan)
         started = time.perf_counter()
         parts = [own.memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in own.pieces]
         send = {rank: parts for rank, wants in wanted_by.items() if wants}
-        if not self.wants:
+        if slot is None:
             self.group.gather(self.request, send, {})
-            return
+            return started
         receive = {
-            rank: [self.slot.narrow(0, piece.slot_offset_bytes, piece.nbytes) for piece in source.pieces]
+            rank: [slot.narrow(0, piece.slot_offset_bytes, piece.nbytes) for piece in source.pieces]
             for rank, source in enumerate(self.sources)
             if rank != self.group.rank
         }
-        self.group.gather(self.request, send, receive, meanwhile=self._copy_own_part)
-        self.wait_for_link(link, started)
+        self.group.gather(self.request, send, receive, meanwhile=copy_own_part)
+        return started
+
+    @property
+    def not_over_link(self) -> Source:
+        """What of `own` goes into the slot of this rank."""
+        return self.sources[self.group.rank]
+
+
+def raise_peer_error(error: BaseException | None) -> None:
+    """Raises PeerError where a gather failed by `error`."""
+    if isinstance(error, PeerError):
+        raise copy.copy(error) from error
+    if error is not None:
+        raise PeerError(str(error)) from error
+
+
+class PendingGather(PendingCopy):
+    """A gather into memory of the host. Without a slot this rank sends, and receives nothing."""
+
+    def __init__(self, part: GatherPart, slot: torch.Tensor | None) -> None:
+        super().__init__(part.sources, torch.empty(0, dtype=torch.uint8) if slot is None else slot, part.label)
+        self.part = part
+        self.wants = slot is not None
+
+    def wait(self) -> None:
+        """Block until the slot is full. Raises PeerError where the gather failed."""
+        self.end()
+        raise_peer_error(self.error)
+
+    def perform(self, link: Link) -> None:
+        started = self.part.gather(self.slot if self.wants else None, self._copy_own_part)
+        if self.wants:
+            self.wait_for_link(link, started)
 
     def _copy_own_part(self) -> None:
-        for source, offset, size, place in slices(self.sources[self.group.rank]):
+        for source, offset, size, place in slices(self.part.not_over_link):
             source.copy(offset, size, self.slot.data_ptr() + place)
 
 
@@ -110,9 +130,12 @@ class CollectiveTransport(Transport):
         self._plan = NO_GATHER_SIGNATURE
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Make the connections, where that is still to be done. Raises as `GatherGroup`."""
+        """Make the connections, where that is still to be done. Raises as the group of `_make_group`."""
         if self._group is None:
-            self._group = GatherGroup(rendezvous, functools.partial(_describe, self._banks))
+            self._group = self._make_group(rendezvous, functools.partial(_describe, self._banks))
+
+    def _make_group(self, rendezvous: Rendezvous, describe: Callable[[Request], str]) -> GatherGroup:
+        return GatherGroup(rendezvous, describe)
 
     def add(self, bank: BankSpec, sources: Sequence[Source]) -> None:
         """From now on `bank` can be gathered; `sources` are the parts of all ranks, by rank."""
@@ -122,16 +145,20 @@ class CollectiveTransport(Transport):
         return self._copies
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingGather:
+        return PendingGather(self._part_in_run(bank, sources), slot)
+
+    def _part_in_run(self, bank: BankSpec, sources: Sequence[Source]) -> GatherPart:
+        """The next gather of this run; `sources` are the parts of all ranks as they go into a slot."""
         request = (bank.index, 0, bank.format.link_bytes)
         self._learn(request)
-        return self._part(request, slot, sources)
+        return self._part(request, sources)
 
     def read(
         self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
     ) -> torch.Tensor:
         memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
         self._learn((bank.index, start, stop))
-        self._copies.submit(self._part((bank.index, start, stop), memory)).wait()
+        self._copies.submit(self._gather_at_once(self._part((bank.index, start, stop)), memory)).wait()
         return memory
 
     def forget(self, bank: BankSpec) -> None:
@@ -191,20 +218,22 @@ class CollectiveTransport(Transport):
         requests = [request for run in runs for request in run] or [
             (bank.index, 0, bank.format.link_bytes) for bank in banks
         ]
-        for gather in [self._copies.submit(self._part(request, None)) for request in requests]:
+        for gather in [self._copies.submit(self._gather_at_once(self._part(request), None)) for request in requests]:
             gather.wait()
 
-    def _part(
-        self, request: Request, slot: torch.Tensor | None, into_slot: Sequence[Source] | None = None
-    ) -> PendingGather:
-        """`into_slot` are the parts of all ranks as they go into `slot`; None: into a buffer of the requested bytes."""
+    def _gather_at_once(self, part: GatherPart, memory: torch.Tensor | None) -> PendingCopy:
+        """A gather outside of a ring, into `memory`; None: this rank sends, and receives nothing."""
+        return PendingGather(part, memory)
+
+    def _part(self, request: Request, into_slot: Sequence[Source] | None = None) -> GatherPart:
+        """`into_slot` are the parts of all ranks as they go into a slot; None: into a buffer of the requested bytes."""
         assert self._group is not None, "connect comes first"
         bank, sources = self._banks[request[0]]
         start, stop = request[1:]
         clipped = [source.with_pieces(clip_pieces(source.pieces, start, stop)) for source in sources]
         own = clipped[self._group.rank]
         assert isinstance(own, MemorySource), "a rank sends from memory"
-        return PendingGather(self._group, request, own, into_slot or clipped, slot, bank.name, self._plan)
+        return GatherPart(self._group, request, own, tuple(into_slot or clipped), bank.name, self._plan)
 
     def _learn(self, request: Request) -> None:
         # Also what was the beginning of a run once, where it is inside a longer one now.
@@ -234,8 +263,3 @@ def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) ->
         if (start, stop) == (0, bank.format.link_bytes)
         else f"bytes {start} to {stop} of {bank.name}"
     )
-
-
-def make_transport(name: str, link: Link) -> Transport:
-    """The transport with that name, of a home that each rank reads from the others."""
-    return CollectiveTransport(link) if name == COLLECTIVE else Transport(name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,16 +21,22 @@ import torch
 from torch.distributed import DistError, ProcessGroup
 
 from moepass.models.errors import InputError
-from moepass.models.homes import PULL
+from moepass.models.homes import COLLECTIVE
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import shard_layout, shard_pieces
 from moepass.runtime.banks.banks import Bank
-from moepass.runtime.homes.peer_home import PeerPacker, packer_for
+from moepass.runtime.homes.collective import CollectiveTransport
+from moepass.runtime.homes.device_collective import DeviceCollectiveTransport
+from moepass.runtime.homes.peer_home import GatherPacker, PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
+from moepass.runtime.ranks.device_links import check_nccl
 from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.system.environment import environment_variable
 from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, in_pages
 from moepass.runtime.torch_private import store_of
+from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource, Source
+from moepass.runtime.transfer.streams import with_index
 from moepass.runtime.transfer.transports import Transport
 
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -102,7 +107,8 @@ class SymmetricMemory:
         assert group is not None, "memory is exchanged once"
         self._own, self._group = None, None
         try:
-            with _waiting_at_most(group, self._timeout_s), _without_multicast():
+            # Setting up multicast blocks until all GPUs behind the switch have joined. torch reads this on each call.
+            with _waiting_at_most(group, self._timeout_s), environment_variable(_NO_MULTICAST, "1"):
                 handle = symmetric_memory.rendezvous(own, group)
         except RuntimeError as error:
             if isinstance(error, DistError) or "imeout" in str(error):
@@ -150,21 +156,6 @@ def _waiting_at_most(group: ProcessGroup, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         store.set_timeout(before)
-
-
-@contextmanager
-def _without_multicast() -> Iterator[None]:
-    """Disable multicast: setting it up blocks until all GPUs behind the switch have joined. torch reads the variable on
-    each call.
-    """
-    before = os.environ.get(_NO_MULTICAST)
-    os.environ[_NO_MULTICAST] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_NO_MULTICAST]
-        if before is not None:
-            os.environ[_NO_MULTICAST] = before
 
 
 class DevicePacker(PeerPacker):
@@ -256,23 +247,33 @@ def packer_on(
     bank_by_bank: bool = False,
 ) -> PeerPacker:
     """Brings banks to the ranks of `group`, which are those of `process_group`, for copies by `transport` to `device`,
-    which `check_transport_to` lets pass. `bank_by_bank`: see `DevicePacker`; on a CPU memory is taken so anyway.
+    which `check_transport_to` lets pass. `bank_by_bank`: see `DevicePacker`; elsewhere memory is taken so anyway.
     """
+    if isinstance(transport, CollectiveTransport):
+        return GatherPacker(group, transport, device)
     if device.type == "cpu":
-        return packer_for(group, transport)
+        return PeerPacker(group, transport)
     timeout_s = group.rendezvous.timeout_s
     return DevicePacker(group, transport, lambda: SymmetricMemory(process_group, device, timeout_s), bank_by_bank)
 
 
+def make_transport(name: str, link: Link, device: torch.device) -> Transport:
+    """The transport with that name, of a home that each rank reads from the others, to `device`, as for `packer_on`."""
+    if name != COLLECTIVE:
+        return Transport(name)
+    return CollectiveTransport(link) if device.type == "cpu" else DeviceCollectiveTransport(link, with_index(device))
+
+
 def check_transport_to(device: torch.device, transport: str) -> None:
-    """Raises InputError where no experts of other ranks come to `device` by that transport yet."""
-    kinds = ["cpu", "cuda"] if transport == PULL else ["cpu"]
+    """Raises InputError where no experts of other ranks come to `device` by that transport."""
+    kinds = ("cpu", "cuda")
     if device.type not in kinds:
-        instead = f"; use transport={PULL!r} there" if device.type == "cuda" else ""
         raise InputError(
             f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only "
-            f"so far{instead}",
+            "so far",
             name="device",
             value=str(device),
-            expected=tuple(kinds),
+            expected=kinds,
         )
+    if device.type == "cuda" and transport == COLLECTIVE:
+        check_nccl(device)

@@ -1,7 +1,7 @@
 """Home `peer`: every rank keeps 1/N of each bank.
 
 Transport `pull`: in shared memory, so that each copies what it lacks whenever it wants. Transport `collective`: in
-memory of its own, from which it sends what the others lack when all gather.
+memory of its own, of the host or of its device, from which it sends what the others lack when all gather.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, in_pages
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.sources import MemorySource, RemoteSource, Source
+from moepass.runtime.transfer.streams import finish_on
 from moepass.runtime.transfer.transports import Transport
 
 _PULL = Transport(PULL)
@@ -177,18 +178,20 @@ class PeerPacker:
 
 
 class GatherPacker(PeerPacker):
-    """As `PeerPacker`, where ranks cannot read each other's memory."""
+    """As `PeerPacker`, where ranks cannot read each other's memory: shards lie in memory of `device`."""
 
-    def __init__(self, group: PeerGroup, transport: CollectiveTransport) -> None:
+    def __init__(self, group: PeerGroup, transport: CollectiveTransport, device: torch.device) -> None:
         super().__init__(group, transport)
-        self._collective = transport
+        self._collective, self._device = transport, device
+        self.device_type = device.type
 
     def _reserve(self) -> None:
         return
 
     def _memory(self, index: int) -> torch.Tensor:
+        nbytes = shard_layout(self._specs[index], self.group.rank).nbytes
         with torch.inference_mode(False):
-            return torch.empty(shard_layout(self._specs[index], self.group.rank).nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
         """The parts of all ranks by rank, once every rank is ready to send its own. Raises as `connect`."""
@@ -201,16 +204,11 @@ class GatherPacker(PeerPacker):
                 for rank in range(self.group.size)
             )
             self._collective.add(bank.spec, spread[bank.spec.index])
+        # Streams that send shards do not wait for those that wrote them.
+        finish_on(self._device)
         self.group.settle()
         self._collective.connect(self.group.rendezvous)
         return spread
-
-
-def packer_for(group: PeerGroup, transport: Transport) -> PeerPacker:
-    """Brings banks to the ranks of `group`, from where `transport` moves them."""
-    return (
-        GatherPacker(group, transport) if isinstance(transport, CollectiveTransport) else PeerPacker(group, transport)
-    )
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:

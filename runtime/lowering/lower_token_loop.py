@@ -12,6 +12,7 @@ as those of one chunk.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,8 +29,16 @@ from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.source_lines import in_words, named, source_line
 from moepass.passes.ir.segment import TOKEN_LOOP, NotLowered
 from moepass.passes.segments.partition import cut_into_segments
-from moepass.passes.segments.token_program import NotByTokenError, TokenDims, TokenProgram, read_token_program
+from moepass.passes.segments.token_program import (
+    Factor,
+    NotByTokenError,
+    TokenDims,
+    TokenFactor,
+    TokenProgram,
+    read_token_program,
+)
 
+SEQUENCES, TOKENS, ALL_TOKENS = TokenFactor.SEQUENCES, TokenFactor.TOKENS, TokenFactor.ALL_TOKENS
 LowerSegments = Callable[[GraphModule], GraphModule]
 
 
@@ -37,12 +46,13 @@ LowerSegments = Callable[[GraphModule], GraphModule]
 class Chunk:
     """Tokens [`first`, `first` + `tokens`) of each of the sequences [`sequence`, `sequence` + `sequences`).
 
-    More than one sequence come whole. `length` are the tokens of a sequence."""
+    More than one sequence come whole. There are `all_sequences`, with `length` tokens each."""
 
     sequence: int
     sequences: int
     first: int
     tokens: int
+    all_sequences: int
     length: int
 
     @property
@@ -59,53 +69,63 @@ def chunks_of(sequences: int, length: int, most: int) -> Iterator[Chunk]:
         for sequence in range(sequences):
             for part in range(number):
                 first, end = part * length // number, (part + 1) * length // number
-                yield Chunk(sequence, 1, first, end - first, length)
+                yield Chunk(sequence, 1, first, end - first, sequences, length)
         return
     number = -(-sequences // (most // length))
     for part in range(number):
         first, end = part * sequences // number, (part + 1) * sequences // number
-        yield Chunk(first, end - first, 0, length, length)
+        yield Chunk(first, end - first, 0, length, sequences, length)
 
 
 def _view_of(whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
-    """The memory of a chunk's tokens in `whole`."""
-    if dims.is_flat:
-        start = (chunk.sequence * chunk.length + chunk.first) * dims.per_token
-        return whole.narrow(dims.tokens, start, chunk.count * dims.per_token)
-    if dims.sequences is not None:
-        whole = whole.narrow(dims.sequences, chunk.sequence, chunk.sequences)
-    return whole.narrow(dims.tokens, chunk.first, chunk.tokens)
+    """The memory of a chunk's tokens in `whole`, in one dimension for each factor."""
+    sizes = {SEQUENCES: chunk.all_sequences, TOKENS: chunk.length, ALL_TOKENS: chunk.all_sequences * chunk.length}
+    ranges = {
+        SEQUENCES: (chunk.sequence, chunk.sequences),
+        TOKENS: (chunk.first, chunk.tokens),
+        ALL_TOKENS: (chunk.sequence * chunk.length + chunk.first, chunk.count),
+    }
+    found = whole.view([factor if isinstance(factor, int) else sizes[factor] for factor in dims.in_order])
+    for dim, factor in enumerate(dims.in_order):
+        if not isinstance(factor, int):
+            found = found.narrow(dim, *ranges[factor])
+    return found
 
 
 def take(whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
     """A chunk's tokens as those of one sequence: a view, or a copy where memory does not allow one."""
-    found = _view_of(whole, dims, chunk)
-    if dims.is_flat or chunk.sequences == 1:
-        return found
-    if dims.sequences is None:
-        # The same for all sequences.
-        shape = list(found.shape)
-        found = found.unsqueeze(dims.tokens).expand(*shape[: dims.tokens], chunk.sequences, *shape[dims.tokens :])
-        return found.flatten(dims.tokens, dims.tokens + 1)
-    joined = _tokens_alone(dims)
-    return found.movedim(dims.sequences, joined).flatten(joined, joined + 1).unsqueeze(dims.sequences)
+    found, order = _view_of(whole, dims, chunk), dims.in_order
+    if chunk.sequences > 1 and TOKENS in order:
+        tokens = order.index(TOKENS)
+        if SEQUENCES in order:
+            sequences = order.index(SEQUENCES)
+            joined = _tokens_alone(order)
+            found = found.movedim(sequences, joined).flatten(joined, joined + 1).unsqueeze(sequences)
+        else:
+            # The same for all sequences.
+            shape = list(found.shape)
+            found = found.unsqueeze(tokens).expand(*shape[:tokens], chunk.sequences, *shape[tokens:])
+            found = found.flatten(tokens, tokens + 1)
+    sizes = iter(found.shape)
+    return found.reshape([math.prod(next(sizes) for _ in factors) for factors in dims.factors])
 
 
 def put(part: torch.Tensor, whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> None:
     """Write what was computed of a chunk's tokens to their places."""
-    target = _view_of(whole, dims, chunk)
-    if not dims.is_flat and chunk.sequences > 1:
-        assert dims.sequences is not None
-        joined = _tokens_alone(dims)
-        apart = part.squeeze(dims.sequences).unflatten(joined, (chunk.sequences, chunk.tokens))
-        part = apart.movedim(joined, dims.sequences)
-    target.copy_(part)
+    target, order = _view_of(whole, dims, chunk), dims.in_order
+    if chunk.sequences > 1 and TOKENS in order:
+        sequences, joined = order.index(SEQUENCES), _tokens_alone(order)
+        alone = [factor if isinstance(factor, int) else chunk.count for factor in order if factor is not SEQUENCES]
+        apart = part.reshape(alone).unflatten(joined, (chunk.sequences, chunk.tokens))
+        target.copy_(apart.movedim(joined, sequences))
+    else:
+        target.copy_(part.reshape(target.shape))
 
 
-def _tokens_alone(dims: TokenDims) -> int:
-    """The dimension of tokens where that of sequences is left out."""
-    assert dims.sequences is not None
-    return dims.tokens - (dims.sequences < dims.tokens)
+def _tokens_alone(order: Sequence[Factor]) -> int:
+    """The place of tokens where that of sequences is left out."""
+    sequences, tokens = order.index(SEQUENCES), order.index(TOKENS)
+    return tokens - (sequences < tokens)
 
 
 class TokenLoop:

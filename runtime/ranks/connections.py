@@ -40,7 +40,9 @@ class Connections:
         """
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.rendezvous = rendezvous
-        self._name, self._purpose = name, purpose
+        self._purpose = purpose
+        # Where the first error is told to all ranks.
+        self._end_key = f"end of {name}"
         self._owner = OwnerProcess()
         self._failing = threading.Lock()
         self._failure: str | None = None  # as `PeerError.to_store` gives it: every call raises an error of its own
@@ -120,7 +122,7 @@ class Connections:
         with self._failing:
             if self._failure is None:
                 try:
-                    self._failure = self.rendezvous.tell_first(f"end of {self._name}", reason.to_store())
+                    self._failure = self.rendezvous.tell_first(self._end_key, reason.to_store())
                 except PeerError as error:
                     both = PeerError(f"{reason} ({error})", rank=reason.rank, ranks=reason.ranks)
                     self._failure = both.to_store()

@@ -160,6 +160,11 @@ class Rendezvous:
             told: bytes = self._store.compare_set(what, "", text)
             return told.decode()
 
+    def told(self, what: str) -> str | None:
+        """What `tell_first` has set; None where no rank has set it yet."""
+        with _store_errors():
+            return self._store.get(what).decode() if self._store.check([what]) else None
+
     def open_store(self, name: str) -> Store:
         """A store for this meeting's ranks alone."""
         return PrefixStore(name, self._store)

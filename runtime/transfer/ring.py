@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
-from moepass.models.errors import InputError, OptionError
+from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec, GatherSignature
 from moepass.passes.ir.shards import expert_range, pieces_in_slot, shard_layout, slot_layout
 from moepass.runtime.kernels.decoders import codec_of
@@ -379,10 +379,6 @@ def make_copier(device: torch.device, link: Link, home: Home) -> Copier:
         return ThreadCopier(home.transport, link)
     if device.type != "cuda":
         raise InputError.wrong("device", str(device), "cpu or cuda, to which experts stream")
-    if not home.transport.is_one_sided:
-        raise OptionError(
-            f"transport is {home.transport.name!r}, which exists for device cpu only so far; the device is {device}",
-            name="transport",
-            value=home.transport.name,
-        )
-    return IssuingCopier(device, home.transport, link) if home.needs_host else StreamCopier(device)
+    # Ranks that gather together have to meet first.
+    is_issued = home.needs_host or not home.transport.is_one_sided
+    return IssuingCopier(device, home.transport, link) if is_issued else StreamCopier(device)

@@ -10,6 +10,12 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device as other threads know it too, each of which has a current CUDA device of its own."""
+    is_known = device.type != "cuda" or device.index is not None
+    return device if is_known else torch.device("cuda", torch.cuda.current_device())
+
+
 def finish_on(device: torch.device) -> None:
     """Return when all that was issued to `device` is done."""
     if device.type == "cuda":

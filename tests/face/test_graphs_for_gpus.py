@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import sympy
@@ -73,7 +74,12 @@ def test_expert_parallelism_leaves_the_graph(form: str, lower: str) -> None:
 def test_what_does_not_come_to_a_gpu_yet_is_an_error() -> None:
     _, result = _with_parallel_experts("all_to_all", "eager")
     assert adoption(result.plan, DEVICE, AdoptionOptions()) is not None
-    with pytest.raises(InputError, match=r"transport='collective' brings .* to cpu only so far; use transport='pull'"):
+    with (
+        mock.patch.object(torch.distributed, "is_nccl_available", return_value=False),
+        pytest.raises(
+            InputError, match=r"transport='collective' needs NCCL where device is cuda:0, .* transport='pull'"
+        ),
+    ):
         adoption(result.plan, DEVICE, AdoptionOptions(transport=COLLECTIVE))
     with pytest.raises(OptionError, match="exists for device cpu only; the device is cuda:0"):
         adoption(result.plan, DEVICE, AdoptionOptions(link=Link(1e9)))

@@ -107,8 +107,8 @@ class Peer(SpreadOptions):
 
     Args:
         transport: `"pull"`: each rank copies what it lacks when it needs it; ranks of one machine. `"collective"`: all
-            ranks gather each bank together, over a network, on CPUs. They must then run equally many steps, and
-            `timeout_s` holds for every gather.
+            ranks gather each bank together, over a network. They must then run equally many steps, and `timeout_s`
+            holds for every gather.
         link, group, timeout_s: as of all homes that spread banks.
 
     Raises OptionError for an unknown transport, and as `SpreadOptions`.

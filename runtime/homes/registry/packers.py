@@ -10,8 +10,7 @@ import torch
 
 from moepass.models.errors import InputError, OptionError, one_of
 from moepass.models.homes import home_named
-from moepass.runtime.homes.collective import make_transport
-from moepass.runtime.homes.device_home import SymmetricMemory, check_transport_to, packer_on
+from moepass.runtime.homes.device_home import SymmetricMemory, check_transport_to, make_transport, packer_on
 from moepass.runtime.homes.disk.disk_home import DiskPacker
 from moepass.runtime.homes.host_home import HostPacker, Packer
 from moepass.runtime.homes.hybrid.device_hybrid import DeviceHybridPacker
@@ -39,7 +38,7 @@ def _host(options: Host, device: torch.device) -> Packer:
 def _peer(options: Peer, device: torch.device) -> Packer:
     check_transport_to(device, options.transport)
     peers = PeerGroup.of(options.group, options.timeout_s, transport=options.transport)
-    transport = make_transport(options.transport, parse_link(options.link))
+    transport = make_transport(options.transport, parse_link(options.link), device)
     return packer_on(device, options.group or default_group(), peers, transport)
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sympy import Integer
 from token_models import Forward, TokenModel, chunked, compiled, reasons, token_model
+from torch.fx import Graph
+
+from moepass.passes.rows.row_layout import Layout, Part
+from moepass.passes.segments.token_program import NotByTokenError, TokenDims, TokenFactor, _token_dims
 
 
 def _time_major(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
@@ -45,6 +50,30 @@ def _attention(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
     return model.mlp(mixed.transpose(1, 2).flatten(2))
 
 
+def _attention_of_matrices(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    """Sequences and heads lie in one dimension, in front of attention and behind it."""
+    x = model.embed(ids)
+    heads = model.up(x).unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
+    mixed = torch.bmm(torch.bmm(heads, heads.transpose(1, 2)).softmax(-1), heads)
+    return model.mlp(mixed.unflatten(0, (ids.shape[0], 2)).transpose(1, 2).flatten(2))
+
+
+def _heads_first(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    x = model.embed(ids)
+    heads = model.up(x).unflatten(-1, (2, -1)).permute(2, 0, 1, 3).flatten(0, 1)
+    mixed = torch.bmm(torch.bmm(heads, heads.transpose(1, 2)).softmax(-1), heads)
+    return model.mlp(mixed.unflatten(0, (2, ids.shape[0])).permute(1, 2, 0, 3).flatten(2))
+
+
+def _written_side_by_side(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    """Two values of each token, written to memory that was made in the shape of another one."""
+    x = model.embed(ids)
+    both = x.new_empty(*x.shape[:-1], 2 * model.width)
+    both[..., : model.width] = model.up(x)
+    both[..., model.width :] = x
+    return model.mlp(both.unflatten(-1, (2, -1)).sum(-2))
+
+
 def _repeated(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
     x = model.embed(ids).flatten(0, 1)
     return model.mlp(x.repeat(2, 1)).view(2, -1, x.shape[-1]).sum(0)
@@ -64,7 +93,8 @@ SIZES = [
     "forward",
     [
         *(_time_major, _squeezed, _learned_positions, _mean_over_tokens, _token_shift, _convolution),
-        *(_features_for_tokens, _attention, _repeated),
+        *(_features_for_tokens, _attention, _attention_of_matrices, _heads_first, _written_side_by_side),
+        _repeated,
     ],
 )
 @pytest.mark.sampled(every=44)
@@ -76,7 +106,9 @@ def test_some_tokens_at_a_time_give_the_same(forward: Forward, batch: int, lengt
     assert chunked(compilation) > 0
 
 
-@pytest.mark.parametrize("forward", [_time_major, _mean_over_tokens, _attention])
+@pytest.mark.parametrize(
+    "forward", [_time_major, _mean_over_tokens, _attention, _attention_of_matrices, _written_side_by_side]
+)
 def test_sizes_may_be_symbols(forward: Forward) -> None:
     model, ids = token_model(forward)
     expected = model(ids)
@@ -97,6 +129,14 @@ def _other_sequences(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
     return model.mlp(model.embed(ids).view(2, -1, model.width)).softmax(1)
 
 
+def _memory_for_more_tokens(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
+    x = model.embed(ids)
+    more = x.new_empty(x.shape[0], 2 * x.shape[1], model.width)
+    more[:, : x.shape[1]] = x
+    more[:, x.shape[1] :] = 1
+    return model.mlp(more).softmax(1)
+
+
 def _one_value_for_all_sequences(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
     x = model.embed(ids)
     return model.mlp(torch.bmm(x.permute(1, 2, 0), x.transpose(0, 1)))
@@ -106,6 +146,7 @@ def _one_value_for_all_sequences(model: TokenModel, ids: torch.Tensor) -> torch.
     ("forward", "reason"),
     [
         (_value_of_each_sequence, "has one value for each sequence"),
+        (_memory_for_more_tokens, "makes memory in which tokens have no place"),
         (_windows, "takes the tokens of a sequence apart"),
         (_other_sequences, "takes"),
         (_one_value_for_all_sequences, "has tokens of which no sequence is known"),
@@ -118,3 +159,22 @@ def test_what_a_chunk_cannot_tell_is_refused(forward: Forward, reason: str) -> N
     torch.testing.assert_close(found, expected)
     assert chunked(compilation) == 0
     assert reason in reasons(compilation)
+
+
+def _tokens_of(*dimensions: tuple[Part, ...]) -> TokenDims:
+    return _token_dims(Graph().placeholder("value"), Layout(dimensions))
+
+
+def test_tokens_lie_in_one_place() -> None:
+    name = "2 x 3"
+    sequences, tokens, everything = Part(Integer(2), ((name, 0),)), Part(Integer(3), ((name, 1),)), Part(Integer(6), ())
+    heads = Part(Integer(4))
+    assert _tokens_of((sequences, heads), (tokens,), ()).factors == (
+        (TokenFactor.SEQUENCES, 4),
+        (TokenFactor.TOKENS,),
+        (),
+    )
+    assert _tokens_of((heads, everything)).factors == ((4, TokenFactor.ALL_TOKENS),)
+    for places in [((tokens,), (tokens,)), ((everything,), (sequences, tokens)), ((sequences,), (sequences, tokens))]:
+        with pytest.raises(NotByTokenError, match="lie in several places"):
+            _tokens_of(*places)

@@ -21,7 +21,7 @@ from moepass.models.limits import MOST_WAIT_SECONDS
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.machine.times import gather_seconds
 from moepass.runtime.banks.banks import Bank, pack_bank
-from moepass.runtime.homes.collective import make_transport
+from moepass.runtime.homes.device_home import make_transport
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.homes.registry.packers import RUNNING_HOMES, RunningHome
 from moepass.runtime.profiles.hardware_profiles import load_hardware
@@ -44,7 +44,8 @@ def test_every_home_can_run_but_the_one_that_offloads_nothing() -> None:
 def test_homes_that_are_spread_and_no_others_have_transports() -> None:
     for home in HOMES.values():
         assert bool(home.transports) == home.is_spread, home.name
-        assert [make_transport(name, Link()).name for name in home.transports] == list(home.transports)
+        for device in map(torch.device, ("cpu", "cuda:0")):
+            assert [make_transport(name, Link(), device).name for name in home.transports] == list(home.transports)
         assert home.is_spread == hasattr(RUNNING_HOMES[home.name].options(), "group") if home.travel else True
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moepass.passes.segments.token_program import TokenDims
+from moepass.passes.segments.token_program import Factor, TokenDims, TokenFactor
 from moepass.runtime.lowering.lower_token_loop import chunks_of, put, take
 
+SEQUENCES, TOKENS, ALL_TOKENS = TokenFactor.SEQUENCES, TokenFactor.TOKENS, TokenFactor.ALL_TOKENS
 SIZES = st.integers(0, 9)
 
 
@@ -42,28 +44,31 @@ def test_chunks_are_as_few_and_as_equal_as_they_can_be(sequences: int, length: i
 def _places(draw: st.DrawFn) -> tuple[TokenDims, tuple[int, int], torch.Tensor]:
     """Where tokens lie, [sequences, length], and a tensor whose numbers all differ."""
     sequences, length = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    others = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(0, 2)))]
-    kind = draw(st.sampled_from(("flat", "apart", "same for all sequences")))
-    if kind == "flat":
-        per_token = draw(st.integers(1, 3))
-        place = draw(st.integers(0, len(others)))
-        shape = [*others[:place], sequences * length * per_token, *others[place:]]
-        dims = TokenDims(place, per_token)
-    else:
-        order = draw(st.permutations(range(len(others) + 2)))
-        sizes = [sequences if kind == "apart" else 1, length, *others]
-        shape = [sizes[dim] for dim in order]
-        dims = TokenDims(order.index(1), 1, order.index(0) if kind == "apart" else None, is_flat=False)
-    return dims, (sequences, length), torch.arange(torch.Size(shape).numel()).reshape(shape)
+    kind: tuple[Factor, ...] = draw(st.sampled_from(((ALL_TOKENS,), (SEQUENCES, TOKENS), (TOKENS,))))
+    numbers = draw(st.lists(st.integers(1, 3), max_size=3))
+    order = draw(st.permutations([*kind, *numbers]))
+    sizes = {SEQUENCES: sequences, TOKENS: length, ALL_TOKENS: sequences * length}
+    # Neighbours lie in one dimension, or in two.
+    ends = sorted({*draw(st.sets(st.integers(1, len(order) - 1) if len(order) > 1 else st.nothing())), len(order)})
+    dims = TokenDims(tuple(tuple(order[start:end]) for start, end in itertools.pairwise([0, *ends])))
+    shape = [math.prod(_size(factor, sizes) for factor in factors) for factors in dims.factors]
+    return dims, (sequences, length), torch.arange(math.prod(shape)).reshape(shape)
+
+
+def _size(factor: Factor, sizes: dict[TokenFactor, int]) -> int:
+    return factor if isinstance(factor, int) else sizes[factor]
 
 
 def _by_token(whole: torch.Tensor, dims: TokenDims, sequences: int, length: int) -> torch.Tensor:
     """[tokens of all sequences, numbers of each]."""
-    if dims.is_flat:
-        return whole.movedim(dims.tokens, 0).reshape(sequences * length, -1)
-    if dims.sequences is None:
-        return whole.movedim(dims.tokens, 0).reshape(length, -1).repeat(sequences, 1)
-    return whole.movedim((dims.sequences, dims.tokens), (0, 1)).reshape(sequences * length, -1)
+    sizes = {SEQUENCES: sequences, TOKENS: length, ALL_TOKENS: sequences * length}
+    order = dims.in_order
+    apart = whole.reshape([_size(factor, sizes) for factor in order])
+    if ALL_TOKENS in order:
+        return apart.movedim(order.index(ALL_TOKENS), 0).reshape(sequences * length, -1)
+    if SEQUENCES not in order:
+        return apart.movedim(order.index(TOKENS), 0).reshape(length, -1).repeat(sequences, 1)
+    return apart.movedim((order.index(SEQUENCES), order.index(TOKENS)), (0, 1)).reshape(sequences * length, -1)
 
 
 @given(_places(), st.integers(1, 8))
@@ -75,7 +80,6 @@ def test_what_is_taken_is_what_slicing_by_hand_finds(
     for chunk in chunks_of(sequences, length, most):
         taken = take(whole, dims, chunk)
         assert taken.dim() == whole.dim()
-        assert taken.shape[dims.tokens] == chunk.count * dims.per_token
         start = chunk.sequence * length + chunk.first
         assert torch.equal(_by_token(taken, dims, 1, chunk.count), rows[start : start + chunk.count])
 
@@ -85,7 +89,7 @@ def test_what_was_taken_is_put_back_in_its_place(
     places: tuple[TokenDims, tuple[int, int], torch.Tensor], most: int
 ) -> None:
     dims, (sequences, length), whole = places
-    if not dims.is_flat and dims.sequences is None and sequences > 1:
+    if not {ALL_TOKENS, SEQUENCES} & set(dims.in_order) and sequences > 1:
         return  # no output is the same for all sequences: test_token_program.py
     found = torch.full_like(whole, -1)
     for chunk in chunks_of(sequences, length, most):
@@ -98,7 +102,16 @@ def test_several_sequences_come_one_behind_another(order: tuple[int, ...]) -> No
     """Sequences may lie before or behind the tokens in memory, or with other numbers between them."""
     numbers = torch.arange(24).reshape(2, 4, 3)  # sequences, tokens, features
     whole = numbers.permute(order)
-    dims = TokenDims(order.index(1), 1, order.index(0), is_flat=False)
+    dims = TokenDims(tuple(((SEQUENCES,), (TOKENS,), (3,))[dim] for dim in order))
     (chunk,) = chunks_of(2, 4, 8)
     taken = take(whole, dims, chunk)
     assert torch.equal(taken.permute([order.index(dim) for dim in range(3)]), numbers.reshape(1, 8, 3))
+
+
+def test_sequences_may_lie_beside_other_numbers_in_one_dimension() -> None:
+    """As attention has them that multiplies matrices of each sequence and head."""
+    numbers = torch.arange(120).reshape(2, 3, 4, 5)  # sequences, heads, tokens, features
+    dims = TokenDims(((SEQUENCES, 3), (TOKENS,), (5,)))
+    (chunk,) = chunks_of(2, 4, 8)
+    taken = take(numbers.flatten(0, 1), dims, chunk)
+    assert torch.equal(taken, numbers.transpose(0, 1).reshape(3, 8, 5))

@@ -22,7 +22,7 @@ from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignatur
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.banks.banks import describe_bank, pack_bank
 from moepass.runtime.homes.collective import CollectiveTransport
-from moepass.runtime.homes.peer_home import packer_for
+from moepass.runtime.homes.peer_home import GatherPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
@@ -78,7 +78,8 @@ def _packed(
 ) -> tuple[CollectiveTransport, BankSpec, Any]:
     """Transport, bank and sources of one rank, which has its part of `tensors`."""
     transport = CollectiveTransport(link)
-    packer = packer_for(PeerGroup(store, rank, len(bounds) - 1, 20, transport="collective"), transport)
+    group = PeerGroup(store, rank, len(bounds) - 1, 20, transport="collective")
+    packer = GatherPacker(group, transport, torch.device("cpu"))
     spec = describe_bank(0, "layers.0", tensors, home="peer", expert_bounds=tuple(bounds))
     packer.agree_on([spec], ["same"])
     bank = packer.pack(0, "layers.0", tensors)
@@ -171,7 +172,7 @@ def test_what_is_gathered_outside_of_a_run_follows_no_plan() -> None:
     plan = GatherSignature(7, 1, 1)
 
     def gathered_by() -> GatherSignature:
-        return transport.copy(spec, sources, torch.empty_like(shard)).plan
+        return transport.copy(spec, sources, torch.empty_like(shard)).part.plan
 
     transport.begin_run(plan)
     assert gathered_by() == plan

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from backend_helper import Stack, tokens
+from executor_calls import compiled_executor, forget_rings
 from fake_cuda import FakeCuda, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +24,7 @@ import moepass
 from moepass.models.errors import InputError
 from moepass.runtime.banks import banks, identity
 from moepass.runtime.banks.banks import Bank
-from moepass.runtime.banks.identity import MemoryTable
-from moepass.runtime.execute.executor import Executor, Schedule, SegmentCall
+from moepass.runtime.execute.executor import SegmentCall
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.stream_copier import StreamCopier
@@ -134,20 +134,6 @@ def test_slots_belong_to_the_ring_until_all_streams_are_done(
     assert _wrong_reads(seed, slots, steps) == []
 
 
-def _compiled(model: Stack, inputs: torch.Tensor) -> tuple[Executor, list[Any]]:
-    """Its executor, and what that was called with."""
-    calls: list[list[Any]] = []
-
-    def call(executor: Executor, arguments: list[Any]) -> Any:
-        calls.append(list(arguments))
-        return run(executor, arguments)
-
-    run = Executor.__call__
-    with moepass.record_compilations() as compilations, mock.patch.object(Executor, "__call__", call):
-        torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})(inputs)
-    return compilations[0].executor, calls[0]
-
-
 def _ring_of_streams(slots: int, slot_bytes: int, device: torch.device, link: object, home: Home) -> Ring:
     return Ring(slots, slot_bytes, device, StreamCopier(device), home)
 
@@ -161,7 +147,7 @@ class _OnStreams:
         self._inputs = [tokens(seed=seed) for seed in range(3)]
         self._expected = [model(value) for value in self._inputs]
         self._store = moepass.offload_experts(model).store
-        self._executor, self._arguments = _compiled(model, self._inputs[0])
+        self._executor, self._arguments = compiled_executor(model, self._inputs[0])
         (self._place,) = [place for place, value in enumerate(self._arguments) if value is self._inputs[0]]
         self._model = model
 
@@ -171,8 +157,7 @@ class _OnStreams:
             with mock.patch.object(identity, "make_ring", _ring_of_streams):
                 self._store._ring = None
                 ring = self._store.ring(debug=True)
-            self._executor._schedules = MemoryTable()
-            self._executor._own = Schedule(self._executor.graph_module, None)
+            forget_rings(self._executor)
             outputs = []
             for call in range(6):
                 with cuda.on(streams[call % 2]):

@@ -21,11 +21,9 @@ from moepass.models.errors import OptionError
 from moepass.passes.ir.plan import GatherSignature
 from moepass.passes.ir.timeline import COMPUTE, COPY
 from moepass.runtime.banks.banks import Bank
-from moepass.runtime.homes.collective import CollectiveTransport
-from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.learned_order import Fetch
-from moepass.runtime.transfer.link import Link, parse_link
-from moepass.runtime.transfer.ring import Ring, make_copier, make_ring
+from moepass.runtime.transfer.link import parse_link
+from moepass.runtime.transfer.ring import Ring, make_ring
 from moepass.runtime.transfer.stream_copier import StreamCopier
 
 CPU = torch.device("cpu")
@@ -143,10 +141,3 @@ def test_waits_and_copies_are_timed_by_events() -> None:
     ends = {event.layer: event.end_seconds for event in copies}
     assert all(event.end_seconds >= ends[event.layer] for event in waits[1:])
     assert timeline.source == "measured"
-
-
-def test_a_transport_that_needs_all_ranks_does_not_come_to_cuda() -> None:
-    home = Home()
-    home.transport = CollectiveTransport(Link())
-    with pytest.raises(OptionError, match="exists for device cpu only so far"):
-        make_copier(torch.device("cuda", 0), Link(), home)

@@ -1,0 +1,33 @@
+"""Compiled models without torch.compile around them: their executors, called on an emulated CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import moepass
+from moepass.runtime.banks.identity import MemoryTable
+from moepass.runtime.execute.executor import Executor, Schedule
+
+
+def compiled_executor(model: nn.Module, inputs: torch.Tensor) -> tuple[Executor, list[Any]]:
+    """Its executor, which has run once, and what that was called with."""
+    calls: list[list[Any]] = []
+
+    def call(executor: Executor, arguments: list[Any]) -> Any:
+        calls.append(list(arguments))
+        return run(executor, arguments)
+
+    run = Executor.__call__
+    with moepass.record_compilations() as compilations, mock.patch.object(Executor, "__call__", call):
+        torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})(inputs)
+    return compilations[0].executor, calls[0]
+
+
+def forget_rings(executor: Executor) -> None:
+    """The next call finds the ring that is there then."""
+    executor._schedules = MemoryTable()
+    executor._own = Schedule(executor.graph_module, None)
