@@ -88,8 +88,10 @@ class CompiledKernel(NamedTuple):
     code: GpuCode
 
 
-def compile_segment(segment: GraphModule, capability: int) -> Iterator[CompiledKernel]:
+def compile_segment(segment: GraphModule, capability: int, all_tiles: bool = True) -> Iterator[CompiledKernel]:
     """All kernels of a segment of experts, at all sizes of tiles that a GPU of this compute capability may use.
+
+    Without `all_tiles`, the largest size alone.
 
     The segment's values are fake; sizes are those of its inputs. Raises NotByExpertError for a segment without kernels.
     """
@@ -99,7 +101,8 @@ def compile_segment(segment: GraphModule, capability: int) -> Iterator[CompiledK
         operands = [_on_meta(node) for node in kernel.operands]
         outputs = [_on_meta(node) for node in kernel.outputs]
         weights = _on_meta(kernel.gemm.weights)
-        for tile in all_tile_sizes(kernel, capability // 10, weights.dtype):
+        tiles = all_tile_sizes(kernel, capability // 10, weights.dtype)
+        for tile in tiles if all_tiles else tiles[:1]:
             launch = gemm.launch(operands, [weights], _on_meta(program.ends), outputs, tile)
             yield CompiledKernel(kernel, tile, compile_for(gemm, launch, tile, capability))
 

@@ -1,8 +1,9 @@
 """Compile the kernels of one segment for GPUs; run as a process of its own, because Triton is interpreted in tests.
 
-    python static_kernels.py '{"activation": ..., "form": ..., "dtype": ..., "capability": 90, "turned": false}'
+    python static_kernels.py '{"activation": ..., "form": ..., "dtype": ..., "capabilities": [90], "turned": false,
+                               "all_tiles": true}'
 
-prints a JSON list with one entry for each kernel and size of tiles.
+prints a JSON list with one entry for each capability, kernel and size of tiles, or the largest size alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +24,20 @@ from moepass.runtime.kernels.grouped_gemm.gpu_code import compile_segment
 SIZES = ExpertSizes(tokens=4096, pairs=32768, experts=128, hidden=2048, width=768)
 
 
-def compiled_kernels(activation: str, form: str, dtype: str, capability: int, turned: bool) -> list[dict[str, Any]]:
+def compiled_kernels(
+    activation: str, form: str, dtype: str, capabilities: Sequence[int], turned: bool, all_tiles: bool
+) -> Iterator[dict[str, Any]]:
     sizes = dataclasses.replace(SIZES, dtype=getattr(torch, dtype))
     segment = expert_segment(activation, form, expert_inputs(sizes, device="meta", turned=turned))
-    return [
-        {
-            "is_thin": min(fake_value(kernel.gemm.weights).shape[1:]) <= sizes.rank,
-            "tile": dataclasses.asdict(tile),
-            **dataclasses.asdict(code),
-        }
-        for kernel, tile, code in compile_segment(segment, capability)
-    ]
+    for capability in capabilities:
+        for kernel, tile, code in compile_segment(segment, capability, all_tiles=all_tiles):
+            yield {
+                "capability": capability,
+                "is_thin": min(fake_value(kernel.gemm.weights).shape[1:]) <= sizes.rank,
+                "tile": dataclasses.asdict(tile),
+                **dataclasses.asdict(code),
+            }
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled_kernels(**json.loads(sys.argv[1]))))
+    print(json.dumps(list(compiled_kernels(**json.loads(sys.argv[1])))))

@@ -70,7 +70,7 @@ def _assert_equal_to_the_model(family: str, lower: str, kernels: list[TritonExpe
 FAMILIES = [name for name in TINY_FAMILIES if name != "llama4"]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, kernels: list[TritonExperts]) -> None:
     _assert_equal_to_the_model(family, EAGER, kernels)

@@ -59,12 +59,14 @@ def _assert_right(activation: str, form: str, inputs: ExpertInputs) -> None:
     assert error <= TOLERANCES[result.dtype]
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_row_work_of_every_kind(activation: str, form: str) -> None:
     _assert_right(activation, form, expert_inputs(SIZES, SKEWED))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_types_and_layouts_of_weights(dtype: torch.dtype, turned: bool) -> None:
@@ -73,8 +75,7 @@ def test_types_and_layouts_of_weights(dtype: torch.dtype, turned: bool) -> None:
         _assert_right(activation, form, expert_inputs(sizes, SKEWED, turned=turned))
 
 
-@settings(max_examples=30)
-@given(
+ANY_SIZES = given(
     tokens=st.integers(1, 70),
     pairs=st.integers(1, 150),
     shares=st.lists(st.sampled_from([0.0, 0.1, 1.0, 20.0]), min_size=1, max_size=9).filter(any),
@@ -82,11 +83,17 @@ def test_types_and_layouts_of_weights(dtype: torch.dtype, turned: bool) -> None:
     width=st.integers(1, 70),
     what=st.sampled_from([("swiglu", "returned"), ("clamped, interleaved", "biases"), ("geglu", "low rank")]),
 )
-def test_any_sizes(
+
+
+def _assert_right_at(
     tokens: int, pairs: int, shares: list[float], hidden: int, width: int, what: tuple[str, str]
 ) -> None:
     sizes = ExpertSizes(tokens, pairs, len(shares), hidden, width, rank=3)
     _assert_right(*what, expert_inputs(sizes, torch.tensor(shares)))
+
+
+test_any_sizes = settings(max_examples=4)(ANY_SIZES(_assert_right_at))
+test_many_sizes = pytest.mark.slow(settings(max_examples=60)(ANY_SIZES(_assert_right_at)))
 
 
 def test_no_rows() -> None:
