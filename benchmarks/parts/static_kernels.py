@@ -20,7 +20,7 @@ from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm.gpu_code import CompiledKernel, compile_segment
 from moepass.runtime.kernels.grouped_gemm.kernel_work import count_work, roofline
-from moepass.runtime.kernels.grouped_gemm.tile_sizes import tile_sizes
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import candidate_sizes, tile_sizes
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 # One machine for each compute capability.
@@ -72,7 +72,7 @@ def _resource_rows(shape: ExpertShape, capability: int) -> Iterator[list[object]
 def _numbered(shape: ExpertShape, capability: int) -> Iterator[tuple[int, CompiledKernel]]:
     """What is compiled, with the number of the kernel in its segment."""
     found: list[object] = []
-    for compiled in compile_segment(shape.segment(4096), capability):
+    for compiled in compile_segment(shape.segment(4096), capability, candidate_sizes):
         if compiled.kernel not in found:
             found.append(compiled.kernel)
         yield found.index(compiled.kernel), compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -41,6 +42,8 @@ _SIZES: dict[tuple[int, int], tuple[TileSizes, ...]] = {
     (9, 4): (TileSizes(64, 64, 32, 4, 3, registers=255), TileSizes(16, 32, 32, 4, 3, registers=255)),
     (10, 4): (TileSizes(64, 32, 32, 4, 3, registers=255), TileSizes(16, 32, 32, 4, 3, registers=255)),
 }
+# Of a block, by compute capability. CUDA C++ programming guide, "technical specifications per compute capability".
+_SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10}
 # Tiles of values that registers hold at the sizes above: gate and up.
 _MOST_LIVE_TILES = 2
 
@@ -59,6 +62,33 @@ def all_tile_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> t
     return tuple(
         dataclasses.replace(sizes, columns=max(16, sizes.columns // halves)) for sizes in _SIZES[major, dtype.itemsize]
     )
+
+
+def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> tuple[TileSizes, ...]:
+    """Sizes that a tuner tries: those that are used by default, and neighbours that shared memory has room for."""
+    found: dict[TileSizes, None] = {}
+    room = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
+    for sizes in all_tile_sizes(kernel, capability, dtype):
+        found[sizes] = None
+        for neighbour in _neighbours(sizes):
+            if neighbour.stages * _stage_bytes(kernel, neighbour, dtype) <= room:
+                found[neighbour] = None
+    return tuple(found)
+
+
+def _neighbours(sizes: TileSizes) -> Iterator[TileSizes]:
+    yield dataclasses.replace(sizes, stages=sizes.stages - 1)
+    yield dataclasses.replace(sizes, stages=sizes.stages + 1)
+    if sizes.inner > 32:
+        yield dataclasses.replace(sizes, inner=sizes.inner // 2, stages=sizes.stages + 1)
+    if sizes.rows >= 64 and sizes.columns > 32:  # with few rows, 32 columns spill on sm_90 where weights are biased
+        yield dataclasses.replace(sizes, columns=sizes.columns // 2)
+
+
+def _stage_bytes(kernel: GemmKernel, sizes: TileSizes, dtype: torch.dtype) -> int:
+    """Of rows and weights of one step of the inner loop."""
+    products = len({value.columns for value in kernel.values if isinstance(value, Accumulated)})
+    return (sizes.rows + products * sizes.columns) * sizes.inner * dtype.itemsize
 
 
 def _live_tiles(kernel: GemmKernel) -> int:
