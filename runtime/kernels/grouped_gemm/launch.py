@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -11,7 +12,15 @@ import torch
 
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.segments.expert_kernels import GemmKernel
-from moepass.runtime.kernels.grouped_gemm.kernel_source import KERNEL_NAME, kernel_source, table_operands
+from moepass.runtime.kernels.grouped_gemm.kernel_source import (
+    COLUMNS_CONTIGUOUS,
+    INNER_CONTIGUOUS,
+    KERNEL_NAME,
+    POINTERS,
+    column_groups,
+    kernel_source,
+    table_operands,
+)
 from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, candidate_sizes, tile_sizes
 from moepass.runtime.kernels.grouped_gemm.tuned_tiles import KernelIdentity, find_tuned_tiles, rows_bucket
@@ -72,11 +81,19 @@ class GeneratedGemm:
         def run(sizes: TileSizes) -> None:
             launch = self.launch(operands, weights, ends, outputs, sizes)
             programs = min(launch.most_tiles, _programs(ends.device))
-            self.function[(programs,)](*launch.arguments, **launch.constants, **sizes.options())
+            # A context of its own: the allocator of the program around is not changed.
+            contextvars.copy_context().run(self._start, launch, programs, sizes)
 
         if rows:
             run(sizes or self._fastest(weights, rows, len(ends), run))
         return outputs
+
+    def _start(self, launch: Launch, programs: int, sizes: TileSizes) -> None:
+        if sizes.descriptors:
+            import triton
+
+            triton.set_allocator(_scratch)
+        self.function[(programs,)](*launch.arguments, **launch.constants, **sizes.options())
 
     def _fastest(
         self, weights: Sequence[torch.Tensor], rows: int, experts: int, run: Callable[[TileSizes], None]
@@ -93,6 +110,8 @@ class GeneratedGemm:
         self, identity: KernelIdentity, weights: torch.Tensor, run: Callable[[TileSizes], None]
     ) -> TileSizes | None:
         candidates = candidate_sizes(self.kernel, _capability(weights.device), weights.dtype)
+        if self._weight_descriptor([weights]) == POINTERS:
+            candidates = tuple(sizes for sizes in candidates if not sizes.descriptors)
         table, timer = find_tuned_tiles(), active_timer()
         known = None if table is None else table.load(identity, candidates)
         if known is not None or timer is None:
@@ -139,6 +158,7 @@ class GeneratedGemm:
             "EXPERTS": experts,
             "EXPERT_LANES": 1 << experts.bit_length(),
             "INNER": weights[0].shape[1],
+            "COLUMNS": weights[0].shape[2],
             "WIDTH": self.kernel.width,
             "PRODUCT_TYPE": _product_type(weights[0]),
             "PRECISION": _precision(),
@@ -147,9 +167,42 @@ class GeneratedGemm:
             "BLOCK_COLUMNS": sizes.columns,
             "BLOCK_INNER": sizes.inner,
             "GROUP": sizes.group,
+            "WEIGHT_DESCRIPTOR": self._weight_descriptor(weights) if sizes.descriptors else POINTERS,
+            "ROW_DESCRIPTOR": sizes.descriptors and self._has_row_descriptor(operands[self.kernel.rows]),
         }
         column_tiles = -(-self.kernel.width // sizes.columns)
         return Launch(arguments, constants, (-(-rows // sizes.rows) + experts) * column_tiles)
+
+    def _weight_descriptor(self, weights: Sequence[torch.Tensor]) -> int:
+        """Which descriptors the weights allow. Every second column alone has none."""
+        first = weights[0]
+        if any(len(group) == 1 and group[0].step != 1 for group in column_groups(self.kernel)):
+            return POINTERS
+        if _alignment(weights) == _WIDEST_LOAD_BYTES:
+            if first.stride(1) == 1 and _is_described(first.stride(2), first):
+                return INNER_CONTIGUOUS
+            if first.stride(2) == 1 and _is_described(first.stride(1), first):
+                return COLUMNS_CONTIGUOUS
+        return POINTERS
+
+    def _has_row_descriptor(self, rows: torch.Tensor) -> bool:
+        """Whether the rows of a tile lie side by side, and in memory that a descriptor describes."""
+        is_aligned = rows.data_ptr() % _WIDEST_LOAD_BYTES == 0
+        return (
+            self.kernel.row_numbers is None
+            and is_aligned
+            and rows.stride(1) == 1
+            and _is_described(rows.stride(0), rows)
+        )
+
+
+def _is_described(stride: int, tensor: torch.Tensor) -> bool:
+    return stride > 0 and stride * tensor.itemsize % _WIDEST_LOAD_BYTES == 0
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory in which programs write descriptors. Torch aligns what it allocates by more than they need."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def expert_addresses(weights: Sequence[torch.Tensor]) -> torch.Tensor:

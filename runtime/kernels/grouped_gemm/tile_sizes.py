@@ -15,7 +15,8 @@ class TileSizes:
     """Rows, columns and inner elements of a tile; `group` row tiles that share columns run side by side.
 
     `warps` work on a tile, and `stages` steps of the inner loop are in flight. A thread has at most `registers`; None:
-    as many as the compiler finds best, which may spill some for the sake of more tiles at a time.
+    as many as the compiler finds best, which may spill some for the sake of more tiles at a time. With `descriptors`,
+    the hardware copies tiles (TMA) of weights and rows that allow it.
     """
 
     rows: int
@@ -25,6 +26,7 @@ class TileSizes:
     stages: int
     group: int = 8
     registers: int | None = None
+    descriptors: bool = False
 
     def options(self) -> dict[str, int]:
         """What Triton compiles them with."""
@@ -44,6 +46,8 @@ _SIZES: dict[tuple[int, int], tuple[TileSizes, ...]] = {
 }
 # Of a block, by compute capability. CUDA C++ programming guide, "technical specifications per compute capability".
 _SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10}
+# The first generation whose hardware copies tiles.
+_TMA_CAPABILITY = 9
 # Tiles of values that registers hold at the sizes above: gate and up.
 _MOST_LIVE_TILES = 2
 
@@ -70,6 +74,9 @@ def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> 
     room = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
     for sizes in all_tile_sizes(kernel, capability, dtype):
         found[sizes] = None
+        if capability >= _TMA_CAPABILITY:
+            # [Empirical] for no GPU yet, so that none is a default: compiled, they have fewer registers and no spills.
+            found[dataclasses.replace(sizes, descriptors=True)] = None
         for neighbour in _neighbours(sizes):
             if neighbour.stages * _stage_bytes(kernel, neighbour, dtype) <= room:
                 found[neighbour] = None

@@ -67,8 +67,9 @@ def _check(found: list[dict[str, Any]], dtype: str) -> None:
         expected = TENSOR_CORES[capability] if rows >= LEAST_ROWS[capability] else "HMMA"
         products = [name for name in code["instructions"] if name.startswith(expected)]
         assert bool(products) == (dtype != "float32"), code
-        # Weights and gathered rows reach shared memory in pieces of 16 bytes, without passing through registers.
-        assert code["instructions"].get("LDGSTS.E.BYPASS.128", 0) > 0, code
+        # Weights and rows reach shared memory without passing through registers: as tiles, or in pieces of 16 bytes.
+        copies = "UTMALDG.2D" if code["tile"]["descriptors"] else "LDGSTS.E.BYPASS.128"
+        assert code["instructions"].get(copies, 0) > 0, code
 
 
 @pytest.fixture(scope="module")
