@@ -19,7 +19,7 @@ from moepass.runtime.system.own_files import UnusableFileError, find_cache_folde
 logger = logging.getLogger("moepass")
 
 SCHEMA = "moepass.tiles/1"
-_SUBFOLDER, _SUFFIX = "tiles", ".json"
+_SUFFIX = ".tiles.json"
 _MOST_BYTES = 1 << 20
 
 
@@ -106,7 +106,7 @@ class TunedTiles:
 def find_tuned_tiles() -> TunedTiles | None:
     """The table in the cache folder; None where nothing is kept there."""
     folder = find_cache_folder()
-    return None if folder is None else TunedTiles(folder / _SUBFOLDER)
+    return None if folder is None else TunedTiles(folder)
 
 
 def _decoded(content: bytes) -> TunedKernel:

@@ -27,8 +27,8 @@ INPUTS = expert_inputs(SIZES)
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where tuned sizes are kept."""
-    monkeypatch.setenv("MOEPASS_CACHE_DIR", str(tmp_path))
-    return tmp_path / "tiles"
+    monkeypatch.setenv("MOEPASS_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 class RecordedGemm(GeneratedGemm):
