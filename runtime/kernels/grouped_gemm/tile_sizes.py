@@ -74,8 +74,10 @@ def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> 
     room = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
     for sizes in all_tile_sizes(kernel, capability, dtype):
         found[sizes] = None
-        if capability >= _TMA_CAPABILITY:
-            # [Empirical] for no GPU yet, so that none is a default: compiled, they have fewer registers and no spills.
+        if capability >= _TMA_CAPABILITY and dtype.itemsize == 2:
+            # [Empirical] for no GPU yet, so that none is a default: compiled, they spill nothing, and most take fewer
+            # registers. Float32 spills with them. Loops are not specialised by warps: with Triton 3.7, that changes
+            # nothing on sm_90 with 8 warps, does not compile there with 4, and spills on sm_100 (SwiGLU, 128 x 128).
             found[dataclasses.replace(sizes, descriptors=True)] = None
         for neighbour in _neighbours(sizes):
             if neighbour.stages * _stage_bytes(kernel, neighbour, dtype) <= room:
