@@ -8,6 +8,7 @@ moepass.gather_only_step(model)                transport "collective": a rank wi
 moepass.explain(model)                         what moepass would do with it on a machine, and why, without that machine
 moepass.record_compilations()                  the plans behind a compiled model
 moepass.record_timeline()                      when its segments, transfers and waits really happened
+moepass.tune_kernels()                         Triton kernels of experts that run inside are tuned first (GPU)
 moepass.register_transformers()                DistributedConfig(..., ep_implementation="asyncep")
 """
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from moepass.runtime.execute.gather_only import gather_only_step
     from moepass.runtime.homes.registry.home_options import Disk, Host, Hybrid, Peer
     from moepass.runtime.integrations.transformers_ep import register_transformers
+    from moepass.runtime.kernels.grouped_gemm.tuner import tune_kernels
     from moepass.runtime.offload.loading import load_pretrained, offload_report
     from moepass.runtime.offload.offload import OffloadReport, offload_experts
     from moepass.runtime.transfer.recording import record_timeline
@@ -55,6 +57,7 @@ __all__ = [
     "record_compilations",
     "record_timeline",
     "register_transformers",
+    "tune_kernels",
 ]
 
 # Imported on first use: `moepass --help` must not wait for torch.
@@ -80,6 +83,7 @@ _HOME_OF = {
     "record_compilations": "moepass.compilations",
     "record_timeline": "moepass.runtime.transfer.recording",
     "register_transformers": "moepass.runtime.integrations.transformers_ep",
+    "tune_kernels": "moepass.runtime.kernels.grouped_gemm.tuner",
 }
 
 

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moepass.models.errors import InputError
-from moepass.runtime.captures.capture_store import FOLDER_VARIABLE, CaptureStore, Entry, find_store
+from moepass.runtime.captures.capture_store import CaptureStore, Entry, find_store
+from moepass.runtime.system.own_files import FOLDER_VARIABLE
 
 
 def list_cache() -> None:

@@ -71,7 +71,7 @@ ROOMS = {
         "homes/registry": _EVERY_HOME,
         "offload": _OFFLOAD,
         "kernels": ("system",),
-        "kernels/grouped_gemm": (),
+        "kernels/grouped_gemm": ("system",),
         "lowering": ("kernels/grouped_gemm", "kernels", "system"),
         "cuda_graphs": ("system",),
         "execute": _EXECUTE,

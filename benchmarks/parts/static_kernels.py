@@ -20,7 +20,7 @@ from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm.gpu_code import CompiledKernel, compile_segment
 from moepass.runtime.kernels.grouped_gemm.kernel_work import count_work, roofline
-from moepass.runtime.kernels.grouped_gemm.tile_sizes import tile_sizes
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import candidate_sizes, tile_sizes
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 # One machine for each compute capability.
@@ -50,11 +50,24 @@ def _resources(shapes: Sequence[ExpertShape], capability: int) -> None:
     rows = [row for shape in shapes for row in _resource_rows(shape, capability)]
     print_table(
         f"STATIC: expert kernels compiled for sm_{capability}",
-        ["model", "kernel", "tile", "warps", "stages", "registers", "spilled", "shared", "blocks", "tensor cores"],
+        [
+            "model",
+            "kernel",
+            "tile",
+            "copies",
+            "warps",
+            "stages",
+            "registers",
+            "spilled",
+            "shared",
+            "blocks",
+            "tensor cores",
+        ],
         rows,
-        "static: read from the compiled code, no GPU was used. tile: rows x columns x inner. registers: of a thread. "
-        "spilled, shared: bytes. blocks: that fit on a multiprocessor at a time. tensor cores: the instruction, and "
-        "how often it is in the code.",
+        "static: read from the compiled code, no GPU was used. All tiles that a tuner tries, those used by "
+        "default among them. tile: rows x columns x inner. copies: TMA where the hardware copies whole tiles. "
+        "registers: of a thread. spilled, shared: bytes. blocks: that fit on a multiprocessor at a time. tensor "
+        "cores: the instruction, and how often it is in the code.",
     )
 
 
@@ -63,7 +76,14 @@ def _resource_rows(shape: ExpertShape, capability: int) -> Iterator[list[object]
         tile, code = compiled.tile, compiled.code
         instruction, count = code.tensor_core_instructions()
         yield [
-            *(shape.name, KERNELS[number], f"{tile.rows} x {tile.columns} x {tile.inner}", tile.warps, tile.stages),
+            *(
+                shape.name,
+                KERNELS[number],
+                f"{tile.rows} x {tile.columns} x {tile.inner}",
+                "TMA" if tile.descriptors else "",
+                tile.warps,
+                tile.stages,
+            ),
             *(code.registers_per_thread, code.spilled_bytes, code.shared_bytes, code.blocks_per_processor(capability)),
             f"{instruction} x {count}",
         ]
@@ -72,7 +92,7 @@ def _resource_rows(shape: ExpertShape, capability: int) -> Iterator[list[object]
 def _numbered(shape: ExpertShape, capability: int) -> Iterator[tuple[int, CompiledKernel]]:
     """What is compiled, with the number of the kernel in its segment."""
     found: list[object] = []
-    for compiled in compile_segment(shape.segment(4096), capability):
+    for compiled in compile_segment(shape.segment(4096), capability, candidate_sizes):
         if compiled.kernel not in found:
             found.append(compiled.kernel)
         yield found.index(compiled.kernel), compiled

@@ -11,6 +11,7 @@ class RankOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     home          where experts rest; `device` keeps them where the model computes
     cache_bytes   for prefix blocks; 0: no cache, None: a part of the memory that is free
     chunk_tokens  what treats every token alone runs at most so many tokens at a time; None: all of a step
+    tune_kernels  before it is ready: those of experts, on a GPU
     key           of the hashes of blocks, in hexadecimal digits
     meeting       a folder in which ranks of a home that is spread over them meet
     """
@@ -32,3 +33,4 @@ class RankOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_bytes: int | None = None
     step_tokens: int | None = None
     chunk_tokens: int | None = None
+    tune_kernels: bool = False

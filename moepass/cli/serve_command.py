@@ -127,6 +127,13 @@ def serve(
             show_default="all at once",
         ),
     ] = None,
+    tune_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--tune-kernels",
+            help="On a GPU, measure which tiles expert kernels are fastest with, before the server is ready.",
+        ),
+    ] = False,
     lower: Annotated[LoweringName, typer.Option(help="How segments are compiled.")] = LoweringName.inductor,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
     link: Annotated[
@@ -166,6 +173,7 @@ def serve(
         kv_cache=kv_cache,
         step_tokens=step_tokens,
         chunk_tokens=chunk_tokens,
+        tune_kernels=tune_kernels,
         lower=lower,
         eager=eager,
         link=link,
@@ -207,6 +215,7 @@ def rank_options_of(
     kv_cache: str | None,
     step_tokens: int | None,
     chunk_tokens: int | None,
+    tune_kernels: bool,
     lower: LoweringName,
     eager: bool,
     link: str,
@@ -219,6 +228,14 @@ def rank_options_of(
         home = home_named(home).name
     except InputError as error:
         raise OptionError(str(error), name=error.name, value=error.value, expected=error.expected) from error
+    if tune_kernels and (not device.startswith("cuda") or eager or lower is LoweringName.eager):
+        raise OptionError(
+            f"tune_kernels is given, but with device {device!r}, lower {lower.value!r}{' and eager' if eager else ''} "
+            "experts have no Triton kernels; they have with device cuda and lower inductor",
+            name="tune_kernels",
+            value=True,
+            expected=(False,),
+        )
     return RankOptions(
         model=model,
         ranks=ranks,
@@ -237,6 +254,7 @@ def rank_options_of(
         cache_bytes=None if cache_bytes is None else int(cache_bytes),
         step_tokens=step_tokens,
         chunk_tokens=chunk_tokens,
+        tune_kernels=tune_kernels,
     )
 
 

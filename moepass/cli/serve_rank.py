@@ -5,6 +5,7 @@ Its options come on standard input. SERVER is the process number of the server, 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -94,6 +95,7 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
     from moepass.models.sizes.architecture import DTYPES
     from moepass.runtime.homes.registry.home_options import Host
     from moepass.runtime.homes.registry.packers import options_of
+    from moepass.runtime.kernels.grouped_gemm.tuner import tune_kernels
     from moepass.runtime.offload.offload import check_device
     from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine
     from moepass.runtime.serving.questions.known_answer import check_known_answer
@@ -132,7 +134,8 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
     )
     key = bytes.fromhex(options.key)
     folder = resolve_model(options.model)
-    engine = load_engine(folder, asked, compile_module if options.compiled else None, key)
+    with tune_kernels() if options.tune_kernels else contextlib.nullcontext():
+        engine = load_engine(folder, asked, compile_module if options.compiled else None, key)
     prompt = load_prompt(folder)
     if prompt.probe is not None:
         facts = engine.facts

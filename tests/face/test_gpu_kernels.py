@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from moepass.passes.ir.segment import TRITON
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
-from moepass.runtime.kernels.grouped_gemm.tile_sizes import all_tile_sizes
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import candidate_sizes, tile_sizes
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -90,11 +91,33 @@ def test_many_experts(tokens: int) -> None:
 def test_all_sizes_of_tiles(dtype: torch.dtype) -> None:
     inputs = expert_inputs(dataclasses.replace(SIZES, dtype=dtype), SHARES, DEVICE)
     kernel, operands = _first_kernel(inputs), [inputs.x, inputs.token]
-    sizes = all_tile_sizes(kernel.kernel, torch.cuda.get_device_capability()[0], dtype)
+    sizes = candidate_sizes(kernel.kernel, torch.cuda.get_device_capability()[0], dtype)
     results = [kernel(operands, [inputs.up.mT], inputs.ends, SIZES.pairs, tile)[0] for tile in sizes]
     assert len(results) > 1
     for result in results[1:]:
         _assert_close(result, results[0].cpu().double())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_tiles_that_the_hardware_copies(dtype: torch.dtype, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does; older hardware computes the same with pointers."""
+    monkeypatch.setattr(
+        "moepass.runtime.kernels.grouped_gemm.launch.tile_sizes",
+        lambda *asked: dataclasses.replace(tile_sizes(*asked), descriptors=True),
+    )
+    for activation, form in (("swiglu", "returned"), ("clamped, interleaved", "biases")):
+        inputs = expert_inputs(dataclasses.replace(SIZES, dtype=dtype), SHARES, DEVICE, turned)
+        _assert_right(activation, form, inputs)
+
+
+def test_kernels_are_tuned_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEPASS_CACHE_DIR", str(tmp_path))
+    inputs = expert_inputs(dataclasses.replace(SIZES, dtype=torch.bfloat16), SHARES, DEVICE)
+    with moepass.tune_kernels():
+        _assert_right("swiglu", "returned", inputs)
+    assert len(list(tmp_path.iterdir())) == 2  # one file for each kernel
+    _assert_right("swiglu", "returned", inputs)
 
 
 def _first_kernel(inputs: ExpertInputs) -> GeneratedGemm:

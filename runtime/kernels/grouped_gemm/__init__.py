@@ -1,1 +1,1 @@
-"""Grouped GEMMs with their row work as Triton kernels, written from expert programs. Imports no other room."""
+"""Grouped GEMMs with their row work as Triton kernels, written from expert programs. May import system."""

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm.kernel_source import kernel_parameters, varying_parameters
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm, Launch
 from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
-from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, all_tile_sizes
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes
 
 _THREADS_PER_WARP = 32
 # What a multiprocessor has, by compute capability; CUDA C++ programming guide, "technical specifications per compute
@@ -88,10 +88,10 @@ class CompiledKernel(NamedTuple):
     code: GpuCode
 
 
-def compile_segment(segment: GraphModule, capability: int, all_tiles: bool = True) -> Iterator[CompiledKernel]:
-    """All kernels of a segment of experts, at all sizes of tiles that a GPU of this compute capability may use.
-
-    Without `all_tiles`, the largest size alone.
+def compile_segment(
+    segment: GraphModule, capability: int, sizes: Callable[[GemmKernel, int, torch.dtype], Sequence[TileSizes]]
+) -> Iterator[CompiledKernel]:
+    """All kernels of a segment of experts, at what `sizes` gives for a kernel, the GPU's generation and a type.
 
     The segment's values are fake; sizes are those of its inputs. Raises NotByExpertError for a segment without kernels.
     """
@@ -101,8 +101,7 @@ def compile_segment(segment: GraphModule, capability: int, all_tiles: bool = Tru
         operands = [_on_meta(node) for node in kernel.operands]
         outputs = [_on_meta(node) for node in kernel.outputs]
         weights = _on_meta(kernel.gemm.weights)
-        tiles = all_tile_sizes(kernel, capability // 10, weights.dtype)
-        for tile in tiles if all_tiles else tiles[:1]:
+        for tile in sizes(kernel, capability // 10, weights.dtype):
             launch = gemm.launch(operands, [weights], _on_meta(program.ends), outputs, tile)
             yield CompiledKernel(kernel, tile, compile_for(gemm, launch, tile, capability))
 

@@ -5,6 +5,8 @@
     tiles         which expert and which rows a tile has follows from `ends` in registers: no table, and no wait for the
                   host, which does not know where experts end
     weights       a table of one address for each expert: experts may lie in different memory
+    descriptors   where WEIGHT_DESCRIPTOR and ROW_DESCRIPTOR say so, tiles are loaded by the hardware that copies tiles
+                  (TMA): each tile describes its expert's weights, and the rows where they lie side by side
     rows of none  rows behind those of the last expert get zeros as GEMM results, as in the loop on CPUs
 
 Sizes of tiles are constants that the caller chooses: one source serves all of them.
@@ -112,9 +114,11 @@ def varying_parameters(kernel: GemmKernel) -> list[str]:
 
 
 CONSTANTS = (
-    *("EXPERTS", "EXPERT_LANES", "INNER", "WIDTH", "PRODUCT_TYPE", "PRECISION", "ALIGNMENT"),
-    *("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_INNER", "GROUP"),
+    *("EXPERTS", "EXPERT_LANES", "INNER", "COLUMNS", "WIDTH", "PRODUCT_TYPE", "PRECISION", "ALIGNMENT"),
+    *("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_INNER", "GROUP", "WEIGHT_DESCRIPTOR", "ROW_DESCRIPTOR"),
 )
+# Values of WEIGHT_DESCRIPTOR: plain pointers, or descriptors of weights whose inner elements or columns are contiguous.
+POINTERS, INNER_CONTIGUOUS, COLUMNS_CONTIGUOUS = range(3)
 
 
 def _declared(kernel: GemmKernel) -> list[str]:
@@ -168,28 +172,61 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
             yield f"column_{number} = 2 * column_tile * BLOCK_COLUMNS + tl.arange(0, 2 * BLOCK_COLUMNS)"
             yield f"is_column_{number} = column_{number} < 2 * WIDTH"
             yield f"column_{number} += {group[0].start}"
+            yield f"first_{number} = 2 * column_tile * BLOCK_COLUMNS + {group[0].start}"
         else:
             yield f"column_{number} = {_columns('column', group[0])}"
             yield f"is_column_{number} = is_column"
+            yield f"first_{number} = column_tile * BLOCK_COLUMNS + {group[0].start}"
         yield f"right_{number} = base + inner[:, None] * weight_stride_inner"
         yield f"right_{number} += column_{number}[None, :].to(tl.int64) * weight_stride_column"
         columns = "2 * BLOCK_COLUMNS" if wide else "BLOCK_COLUMNS"
         yield f"sum_{number} = tl.zeros((BLOCK_ROWS, {columns}), tl.float32)"
+    for width in sorted({len(group) for group in products}):
+        yield from _descriptor(width)
+    if kernel.row_numbers is None:
+        table = f"operand_{kernel.rows}"
+        yield "if ROW_DESCRIPTOR:"
+        described = f"{table}, [count, INNER], [{table}_stride_0, 1], [BLOCK_ROWS, BLOCK_INNER]"
+        yield f"    rows = tl.make_tensor_descriptor({described})"
     yield "for step in range(0, tl.where(expert < EXPERTS, tl.cdiv(INNER, BLOCK_INNER), 0)):"
     yield "    is_inner = inner < INNER - step * BLOCK_INNER"
-    yield "    left_tile = tl.load(left, mask=is_inner[None, :], other=0.0).to(PRODUCT_TYPE)"
-    for number in range(len(products)):
+    # What lies behind the last row or column of a tile has a result that is not stored.
+    plain = "tl.load(left, mask=is_inner[None, :], other=0.0)"
+    advance = f"left += BLOCK_INNER * operand_{kernel.rows}_stride_1"
+    if kernel.row_numbers is None:
+        yield "    if ROW_DESCRIPTOR:"
+        yield "        left_tile = rows.load([begin + row_tile * BLOCK_ROWS, step * BLOCK_INNER])"
+        yield "    else:"
+        yield from (f"        left_tile = {plain}", f"        {advance}")
+    else:
+        yield from (f"    left_tile = {plain}", f"    {advance}")
+    for number, group in enumerate(products):
         mask = f"is_inner[:, None] & is_column_{number}[None, :]"
-        yield f"    right_tile = tl.load(right_{number}, mask={mask}, other=0.0).to(PRODUCT_TYPE)"
-        yield f"    sum_{number} = tl.dot(left_tile, right_tile, sum_{number}, input_precision=PRECISION)"
-        yield f"    right_{number} += BLOCK_INNER * weight_stride_inner"
-    yield f"    left += BLOCK_INNER * operand_{kernel.rows}_stride_1"
+        yield f"    if WEIGHT_DESCRIPTOR == {INNER_CONTIGUOUS}:"
+        yield f"        right_tile = weights_{len(group)}.load([first_{number}, step * BLOCK_INNER]).T"
+        yield f"    elif WEIGHT_DESCRIPTOR == {COLUMNS_CONTIGUOUS}:"
+        yield f"        right_tile = weights_{len(group)}.load([step * BLOCK_INNER, first_{number}])"
+        yield "    else:"
+        yield f"        right_tile = tl.load(right_{number}, mask={mask}, other=0.0)"
+        yield f"        right_{number} += BLOCK_INNER * weight_stride_inner"
+        product = "left_tile.to(PRODUCT_TYPE), right_tile.to(PRODUCT_TYPE)"
+        yield f"    sum_{number} = tl.dot({product}, sum_{number}, input_precision=PRECISION)"
     for number, group in enumerate(products):
         if len(group) == 2:
             pair = f"tl.reshape(sum_{number}, (BLOCK_ROWS, BLOCK_COLUMNS, 2))"
             yield f"{_sum_name(group[0])}, {_sum_name(group[1])} = tl.split({pair})"
         else:
             yield f"{_sum_name(group[0])} = sum_{number}"
+
+
+def _descriptor(width: int) -> Iterator[str]:
+    """Of one expert's weights, for tiles of `width` times BLOCK_COLUMNS columns."""
+    columns = "BLOCK_COLUMNS" if width == 1 else f"{width} * BLOCK_COLUMNS"
+    described = f"weights_{width} = tl.make_tensor_descriptor"
+    yield f"if WEIGHT_DESCRIPTOR == {INNER_CONTIGUOUS}:"
+    yield f"    {described}(base, [COLUMNS, INNER], [weight_stride_column, 1], [{columns}, BLOCK_INNER])"
+    yield f"elif WEIGHT_DESCRIPTOR == {COLUMNS_CONTIGUOUS}:"
+    yield f"    {described}(base, [INNER, COLUMNS], [weight_stride_inner, 1], [BLOCK_INNER, {columns}])"
 
 
 def column_groups(kernel: GemmKernel) -> list[tuple[Columns, ...]]:

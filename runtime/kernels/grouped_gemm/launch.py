@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.segments.expert_kernels import GemmKernel
-from moepass.runtime.kernels.grouped_gemm.kernel_source import KERNEL_NAME, kernel_source, table_operands
+from moepass.runtime.kernels.grouped_gemm.kernel_source import (
+    COLUMNS_CONTIGUOUS,
+    INNER_CONTIGUOUS,
+    KERNEL_NAME,
+    POINTERS,
+    column_groups,
+    kernel_source,
+    table_operands,
+)
 from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
-from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, tile_sizes
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, candidate_sizes, tile_sizes
+from moepass.runtime.kernels.grouped_gemm.tuned_tiles import KernelIdentity, find_tuned_tiles, rows_bucket
+from moepass.runtime.kernels.grouped_gemm.tuner import active_timer, tune
 from moepass.runtime.torch_private import load_generated_module
 
 # Addresses that are multiples of so many bytes are loaded in the widest pieces there are.
@@ -42,6 +54,9 @@ class GeneratedGemm:
         self.kernel = kernel
         self.source = kernel_source(kernel)
         self._tables = table_operands(kernel)
+        self._digest = hashlib.sha256(self.source.encode()).hexdigest()
+        # None: it was looked for, and this kernel is not tuned.
+        self._tuned: dict[KernelIdentity, TileSizes | None] = {}
 
     @functools.cached_property
     def function(self) -> Any:
@@ -62,12 +77,66 @@ class GeneratedGemm:
         which of the `rows` rows each expert's rows lie.
         """
         outputs = [_empty(node, rows, ends.device) for node in self.kernel.outputs]
-        if rows:
-            sizes = sizes or tile_sizes(self.kernel, _capability(ends.device), weights[0].dtype, -(-rows // len(ends)))
+
+        def run(sizes: TileSizes) -> None:
             launch = self.launch(operands, weights, ends, outputs, sizes)
             programs = min(launch.most_tiles, _programs(ends.device))
-            self.function[(programs,)](*launch.arguments, **launch.constants, **sizes.options())
+            # A context of its own: the allocator of the program around is not changed.
+            contextvars.copy_context().run(self._start, launch, programs, sizes)
+
+        if rows:
+            run(sizes or self._fastest(weights, rows, len(ends), run))
         return outputs
+
+    def _start(self, launch: Launch, programs: int, sizes: TileSizes) -> None:
+        if sizes.descriptors:
+            import triton
+
+            triton.set_allocator(_scratch)
+        self.function[(programs,)](*launch.arguments, **launch.constants, **sizes.options())
+
+    def _fastest(
+        self, weights: Sequence[torch.Tensor], rows: int, experts: int, run: Callable[[TileSizes], None]
+    ) -> TileSizes:
+        """The sizes that were measured to be fastest, measured now where that is asked for, else the default ones."""
+        first = weights[0]
+        capability = _capability(first.device)
+        identity = self._identity(first, rows_bucket(rows, experts), experts)
+        if identity not in self._tuned or (self._tuned[identity] is None and active_timer() is not None):
+            self._tuned[identity] = self._look_up_or_tune(identity, first, run)
+        return self._tuned[identity] or tile_sizes(self.kernel, capability, first.dtype, -(-rows // experts))
+
+    def _look_up_or_tune(
+        self, identity: KernelIdentity, weights: torch.Tensor, run: Callable[[TileSizes], None]
+    ) -> TileSizes | None:
+        candidates = candidate_sizes(self.kernel, _capability(weights.device), weights.dtype)
+        if self._weight_descriptor([weights]) == POINTERS:
+            candidates = tuple(sizes for sizes in candidates if not sizes.descriptors)
+        table, timer = find_tuned_tiles(), active_timer()
+        known = None if table is None else table.load(identity, candidates)
+        if known is not None or timer is None:
+            return known
+        tuned = tune(identity, candidates, run, timer)
+        if table is not None:
+            table.save(tuned)
+        return tuned.fastest
+
+    def _identity(self, weights: torch.Tensor, rows_per_expert: int, experts: int) -> KernelIdentity:
+        gpu, capability, triton = _machine(weights.device)
+        layouts = {weights.stride(2): "columns", weights.stride(1): "inner"}
+        return KernelIdentity(
+            source=self._digest,
+            dtype=str(weights.dtype).removeprefix("torch."),
+            precision=_precision(),
+            inner=weights.shape[1],
+            width=self.kernel.width,
+            experts=experts,
+            layout=layouts.get(1, "strided"),
+            rows_per_expert=rows_per_expert,
+            gpu=gpu,
+            capability=capability,
+            triton=triton,
+        )
 
     def launch(
         self,
@@ -89,6 +158,7 @@ class GeneratedGemm:
             "EXPERTS": experts,
             "EXPERT_LANES": 1 << experts.bit_length(),
             "INNER": weights[0].shape[1],
+            "COLUMNS": weights[0].shape[2],
             "WIDTH": self.kernel.width,
             "PRODUCT_TYPE": _product_type(weights[0]),
             "PRECISION": _precision(),
@@ -97,9 +167,42 @@ class GeneratedGemm:
             "BLOCK_COLUMNS": sizes.columns,
             "BLOCK_INNER": sizes.inner,
             "GROUP": sizes.group,
+            "WEIGHT_DESCRIPTOR": self._weight_descriptor(weights) if sizes.descriptors else POINTERS,
+            "ROW_DESCRIPTOR": sizes.descriptors and self._has_row_descriptor(operands[self.kernel.rows]),
         }
         column_tiles = -(-self.kernel.width // sizes.columns)
         return Launch(arguments, constants, (-(-rows // sizes.rows) + experts) * column_tiles)
+
+    def _weight_descriptor(self, weights: Sequence[torch.Tensor]) -> int:
+        """Which descriptors the weights allow. Every second column alone has none."""
+        first = weights[0]
+        if any(len(group) == 1 and group[0].step != 1 for group in column_groups(self.kernel)):
+            return POINTERS
+        if _alignment(weights) == _WIDEST_LOAD_BYTES:
+            if first.stride(1) == 1 and _is_described(first.stride(2), first):
+                return INNER_CONTIGUOUS
+            if first.stride(2) == 1 and _is_described(first.stride(1), first):
+                return COLUMNS_CONTIGUOUS
+        return POINTERS
+
+    def _has_row_descriptor(self, rows: torch.Tensor) -> bool:
+        """Whether the rows of a tile lie side by side, and in memory that a descriptor describes."""
+        is_aligned = rows.data_ptr() % _WIDEST_LOAD_BYTES == 0
+        return (
+            self.kernel.row_numbers is None
+            and is_aligned
+            and rows.stride(1) == 1
+            and _is_described(rows.stride(0), rows)
+        )
+
+
+def _is_described(stride: int, tensor: torch.Tensor) -> bool:
+    return stride > 0 and stride * tensor.itemsize % _WIDEST_LOAD_BYTES == 0
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory in which programs write descriptors. Torch aligns what it allocates by more than they need."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def expert_addresses(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -148,6 +251,16 @@ def _programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter runs them one after the other
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _machine(device: torch.device) -> tuple[str, tuple[int, int], str]:
+    """The name of the GPU, its compute capability, and the version of Triton."""
+    import triton
+
+    if device.type != "cuda":
+        return "interpreter", (0, 0), triton.__version__
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), triton.__version__
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -14,7 +15,8 @@ class TileSizes:
     """Rows, columns and inner elements of a tile; `group` row tiles that share columns run side by side.
 
     `warps` work on a tile, and `stages` steps of the inner loop are in flight. A thread has at most `registers`; None:
-    as many as the compiler finds best, which may spill some for the sake of more tiles at a time.
+    as many as the compiler finds best, which may spill some for the sake of more tiles at a time. With `descriptors`,
+    the hardware copies tiles (TMA) of weights and rows that allow it.
     """
 
     rows: int
@@ -24,6 +26,7 @@ class TileSizes:
     stages: int
     group: int = 8
     registers: int | None = None
+    descriptors: bool = False
 
     def options(self) -> dict[str, int]:
         """What Triton compiles them with."""
@@ -41,6 +44,10 @@ _SIZES: dict[tuple[int, int], tuple[TileSizes, ...]] = {
     (9, 4): (TileSizes(64, 64, 32, 4, 3, registers=255), TileSizes(16, 32, 32, 4, 3, registers=255)),
     (10, 4): (TileSizes(64, 32, 32, 4, 3, registers=255), TileSizes(16, 32, 32, 4, 3, registers=255)),
 }
+# Of a block, by compute capability. CUDA C++ programming guide, "technical specifications per compute capability".
+_SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10}
+# The first generation whose hardware copies tiles.
+_TMA_CAPABILITY = 9
 # Tiles of values that registers hold at the sizes above: gate and up.
 _MOST_LIVE_TILES = 2
 
@@ -59,6 +66,38 @@ def all_tile_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> t
     return tuple(
         dataclasses.replace(sizes, columns=max(16, sizes.columns // halves)) for sizes in _SIZES[major, dtype.itemsize]
     )
+
+
+def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> tuple[TileSizes, ...]:
+    """Sizes that a tuner tries: those that are used by default, and neighbours that shared memory has room for."""
+    found: dict[TileSizes, None] = {}
+    room = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
+    for sizes in all_tile_sizes(kernel, capability, dtype):
+        found[sizes] = None
+        if capability >= _TMA_CAPABILITY and dtype.itemsize == 2:
+            # [Empirical] for no GPU yet, so that none is a default: compiled, they spill nothing, and most take fewer
+            # registers. Float32 spills with them. Loops are not specialised by warps: with Triton 3.7, that changes
+            # nothing on sm_90 with 8 warps, does not compile there with 4, and spills on sm_100 (SwiGLU, 128 x 128).
+            found[dataclasses.replace(sizes, descriptors=True)] = None
+        for neighbour in _neighbours(sizes):
+            if neighbour.stages * _stage_bytes(kernel, neighbour, dtype) <= room:
+                found[neighbour] = None
+    return tuple(found)
+
+
+def _neighbours(sizes: TileSizes) -> Iterator[TileSizes]:
+    yield dataclasses.replace(sizes, stages=sizes.stages - 1)
+    yield dataclasses.replace(sizes, stages=sizes.stages + 1)
+    if sizes.inner > 32:
+        yield dataclasses.replace(sizes, inner=sizes.inner // 2, stages=sizes.stages + 1)
+    if sizes.rows >= 64 and sizes.columns > 32:  # with few rows, 32 columns spill on sm_90 where weights are biased
+        yield dataclasses.replace(sizes, columns=sizes.columns // 2)
+
+
+def _stage_bytes(kernel: GemmKernel, sizes: TileSizes, dtype: torch.dtype) -> int:
+    """Of rows and weights of one step of the inner loop."""
+    products = len({value.columns for value in kernel.values if isinstance(value, Accumulated)})
+    return (sizes.rows + products * sizes.columns) * sizes.inner * dtype.itemsize
 
 
 def _live_tiles(kernel: GemmKernel) -> int:

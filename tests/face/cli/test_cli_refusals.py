@@ -293,3 +293,10 @@ def test_a_compiler_cache_that_cannot_be_written_is_named(command: str, checkpoi
         assert finished.stderr.startswith(f"moepass: error: TORCHINDUCTOR_CACHE_DIR is {str(cache)!r}, which cannot be")
         assert "set TORCHINDUCTOR_CACHE_DIR to a folder that can" in finished.stderr
         assert finished.stderr.count("\n") == 1
+
+
+def test_kernels_are_tuned_where_there_are_kernels(checkpoint: Path) -> None:
+    for options in (["--device", "cpu"], ["--device", "cuda", "--eager"], ["--device", "cuda", "--lower", "eager"]):
+        result = _run("serve", checkpoint, *options, "--tune-kernels")
+        assert result.exit_code == 2
+        assert "experts have no Triton kernels" in result.stderr

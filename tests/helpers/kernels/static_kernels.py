@@ -1,9 +1,10 @@
 """Compile the kernels of one segment for GPUs; run as a process of its own, because Triton is interpreted in tests.
 
     python static_kernels.py '{"activation": ..., "form": ..., "dtype": ..., "capabilities": [90], "turned": false,
-                               "all_tiles": true}'
+                               "tiles": "all"}'
 
-prints a JSON list with one entry for each capability, kernel and size of tiles, or the largest size alone.
+prints a JSON list with one entry for each capability, kernel and size of tiles. `tiles` says of which sizes: "largest",
+"all" that are used by default, or "candidates", which a tuner tries.
 """
 
 from __future__ import annotations
@@ -19,18 +20,24 @@ import torch
 from moepass.models.testing.expert_segments import ExpertSizes, expert_inputs, expert_segment
 from moepass.passes.graph.nodes import fake_value
 from moepass.runtime.kernels.grouped_gemm.gpu_code import compile_segment
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import all_tile_sizes, candidate_sizes
 
 # Experts as in qwen3-30b-a3b, for 4096 tokens.
 SIZES = ExpertSizes(tokens=4096, pairs=32768, experts=128, hidden=2048, width=768)
+TILES = {
+    "largest": lambda *kernel: all_tile_sizes(*kernel)[:1],
+    "all": all_tile_sizes,
+    "candidates": candidate_sizes,
+}
 
 
 def compiled_kernels(
-    activation: str, form: str, dtype: str, capabilities: Sequence[int], turned: bool, all_tiles: bool
+    activation: str, form: str, dtype: str, capabilities: Sequence[int], turned: bool, tiles: str
 ) -> Iterator[dict[str, Any]]:
     sizes = dataclasses.replace(SIZES, dtype=getattr(torch, dtype))
     segment = expert_segment(activation, form, expert_inputs(sizes, device="meta", turned=turned))
     for capability in capabilities:
-        for kernel, tile, code in compile_segment(segment, capability, all_tiles=all_tiles):
+        for kernel, tile, code in compile_segment(segment, capability, TILES[tiles]):
             yield {
                 "capability": capability,
                 "is_thin": min(fake_value(kernel.gemm.weights).shape[1:]) <= sizes.rank,

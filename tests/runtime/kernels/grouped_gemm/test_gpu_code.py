@@ -41,10 +41,10 @@ def test_the_newest_tensor_core_instructions_are_named() -> None:
 
 
 def _compiled(
-    activation: str, form: str, dtype: str, *capabilities: int, turned: bool = False, all_tiles: bool = True
+    activation: str, form: str, dtype: str, *capabilities: int, turned: bool = False, tiles: str = "all"
 ) -> list[dict[str, Any]]:
     asked = {"activation": activation, "form": form, "dtype": dtype, "capabilities": capabilities}
-    words = [sys.executable, str(SCRIPT), json.dumps({**asked, "turned": turned, "all_tiles": all_tiles})]
+    words = [sys.executable, str(SCRIPT), json.dumps({**asked, "turned": turned, "tiles": tiles})]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -67,14 +67,15 @@ def _check(found: list[dict[str, Any]], dtype: str) -> None:
         expected = TENSOR_CORES[capability] if rows >= LEAST_ROWS[capability] else "HMMA"
         products = [name for name in code["instructions"] if name.startswith(expected)]
         assert bool(products) == (dtype != "float32"), code
-        # Weights and gathered rows reach shared memory in pieces of 16 bytes, without passing through registers.
-        assert code["instructions"].get("LDGSTS.E.BYPASS.128", 0) > 0, code
+        # Weights and rows reach shared memory without passing through registers: as tiles, or in pieces of 16 bytes.
+        copies = "UTMALDG.2D" if code["tile"]["descriptors"] else "LDGSTS.E.BYPASS.128"
+        assert code["instructions"].get(copies, 0) > 0, code
 
 
 @pytest.fixture(scope="module")
 def largest_tiles() -> list[dict[str, Any]]:
     """The two kernels of SwiGLU experts at their largest tiles, for all architectures: one process compiles them."""
-    return _compiled("swiglu", "returned", "bfloat16", *CAPABILITIES, all_tiles=False)
+    return _compiled("swiglu", "returned", "bfloat16", *CAPABILITIES, tiles="largest")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -97,3 +98,13 @@ def test_all_row_work(activation: str, form: str) -> None:
 def test_all_types_and_layouts(form: str, turned: bool, dtype: str) -> None:
     for activation in ("swiglu", "clamped, interleaved"):
         _check(_compiled(activation, form, dtype, *CAPABILITIES, turned=turned), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("activation", "form"), [("swiglu", "returned"), ("clamped, interleaved", "biases, returned"), ("geglu", "plain")]
+)
+def test_all_that_a_tuner_tries(activation: str, form: str, dtype: str, capability: int) -> None:
+    _check(_compiled(activation, form, dtype, capability, tiles="candidates"), dtype)

@@ -26,8 +26,9 @@ from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.segment import NotLowered
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
+from moepass.runtime.kernels.grouped_gemm.kernel_source import COLUMNS_CONTIGUOUS, INNER_CONTIGUOUS, POINTERS
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
-from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, tile_sizes
 from moepass.runtime.lowering.lower_segments import decompositions
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
 
@@ -59,11 +60,76 @@ def _assert_right(activation: str, form: str, inputs: ExpertInputs) -> None:
     assert error <= TOLERANCES[result.dtype]
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=20)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_row_work_of_every_kind(activation: str, form: str) -> None:
-    _assert_right(activation, form, expert_inputs(SIZES, SKEWED))
+def test_row_work_of_every_kind(activation: str, form: str, dtype: torch.dtype) -> None:
+    _assert_right(activation, form, expert_inputs(dataclasses.replace(SIZES, dtype=dtype), SKEWED))
+
+
+EDGES = {
+    "one expert": (40, 75, [1.0]),
+    "one token": (1, 2, [1.0, 1.0, 1.0]),
+    "one row": (1, 1, [0.0, 1.0, 0.0]),
+    "nearly all rows have one expert": (60, 300, [500.0, *[1.0] * 8]),
+    "most experts are empty": (40, 75, [0.0] * 9 + [1.0] + [0.0] * 22),
+}
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(edge: str, dtype: torch.dtype) -> None:
+    tokens, pairs, shares = EDGES[edge]
+    sizes = ExpertSizes(tokens, pairs, len(shares), hidden=33, width=17, dtype=dtype)
+    _assert_right("swiglu", "returned", expert_inputs(sizes, torch.tensor(shares)))
+
+
+@pytest.fixture
+def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Kernels are asked for tiles that the hardware copies; gives what was launched: of weights, and of rows."""
+    found: list[tuple[int, bool]] = []
+
+    def sizes_with_descriptors(*asked: Any) -> TileSizes:
+        return dataclasses.replace(tile_sizes(*asked), descriptors=True)
+
+    def launched(gemm: GeneratedGemm, *given: Any) -> Any:
+        launch = make_launch(gemm, *given)
+        found.append((launch.constants["WEIGHT_DESCRIPTOR"], launch.constants["ROW_DESCRIPTOR"]))
+        return launch
+
+    make_launch = GeneratedGemm.launch
+    monkeypatch.setattr(GeneratedGemm, "launch", launched)
+    monkeypatch.setattr("moepass.runtime.kernels.grouped_gemm.launch.tile_sizes", sizes_with_descriptors)
+    return found
+
+
+@pytest.mark.sampled(every=6)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("activation", "form"), [("swiglu", "returned"), ("clamped, interleaved", "biases"), ("geglu", "low rank")]
+)
+def test_tiles_that_the_hardware_copies(
+    activation: str, form: str, dtype: torch.dtype, turned: bool, descriptors: list[tuple[int, bool]]
+) -> None:
+    # Neither rows, columns nor inner elements are whole tiles, and experts begin in the middle of one.
+    sizes = dataclasses.replace(SIZES, hidden=40, width=24, dtype=dtype)
+    _assert_right(activation, form, expert_inputs(sizes, SKEWED, turned=turned))
+    layout = COLUMNS_CONTIGUOUS if turned else INNER_CONTIGUOUS
+    # The rows of the first GEMM are chosen by number; those of the last lie side by side.
+    assert (descriptors[0], descriptors[-1]) == ((layout, False), (layout, True))
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(41, 24), (40, 23)])
+def test_rows_of_odd_sizes_are_loaded_by_pointers(hidden: int, width: int, descriptors: list[tuple[int, bool]]) -> None:
+    _assert_right("swiglu", "returned", expert_inputs(dataclasses.replace(SIZES, hidden=hidden, width=width), SKEWED))
+    # Weights [experts, out, in]: the first GEMM reads `hidden` elements of a row, the second one `width`.
+    assert [weights for weights, _ in descriptors] == [
+        POINTERS if inner % 4 else INNER_CONTIGUOUS for inner in (hidden, width)
+    ]
+    assert descriptors[1][1] == (width % 4 == 0)
 
 
 @pytest.mark.sampled(every=2)
@@ -183,8 +249,10 @@ def test_offsets_beyond_32_bits() -> None:
     far = torch.empty(3 * (1 << 30) + SIZES.hidden)
     x = far.as_strided((4, SIZES.hidden), (1 << 30, 1))
     x.copy_(inputs.x)
+    apart = torch.empty(SIZES.experts << 30).as_strided(inputs.up.shape, (1 << 30, *inputs.up.stride()[1:]))
+    apart.copy_(inputs.up)
     kernel = _first_kernel(inputs)
-    (ours,) = kernel([x, inputs.token], [inputs.up.mT], inputs.ends, SIZES.pairs)
+    (ours,) = kernel([x, inputs.token], [apart.mT], inputs.ends, SIZES.pairs)
     (near,) = kernel([inputs.x, inputs.token], [inputs.up.mT], inputs.ends, SIZES.pairs)
     assert torch.equal(ours, near)
 

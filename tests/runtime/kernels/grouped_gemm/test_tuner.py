@@ -1,0 +1,200 @@
+"""Tiles that are tuned: with a timer that is told what to say, and kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moepass.models.errors import InputError
+from moepass.models.testing.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
+from moepass.passes.segments.expert_kernels import read_kernels
+from moepass.passes.segments.expert_program import read_program
+from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
+from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, candidate_sizes, tile_sizes
+from moepass.runtime.kernels.grouped_gemm.tuned_tiles import rows_bucket
+from moepass.runtime.kernels.grouped_gemm.tuner import seconds_on_gpu, tune_kernels
+
+SIZES = ExpertSizes(tokens=8, pairs=9, experts=2, hidden=16, width=8)
+INPUTS = expert_inputs(SIZES)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where tuned sizes are kept."""
+    monkeypatch.setenv("MOEPASS_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class RecordedGemm(GeneratedGemm):
+    """Remembers the sizes that it was launched with."""
+
+    def __init__(self, inputs: ExpertInputs = INPUTS) -> None:
+        super().__init__(read_kernels(read_program(expert_segment("swiglu", "plain", inputs))).kernels[0])
+        self.sizes: list[TileSizes] = []
+
+    def launch(self, operands, weights, ends, outputs, sizes):  # type: ignore[no-untyped-def]
+        self.sizes.append(sizes)
+        return super().launch(operands, weights, ends, outputs, sizes)
+
+    def run(self) -> torch.Tensor:
+        (result,) = self([INPUTS.x, INPUTS.token], [INPUTS.up.mT], INPUTS.ends, SIZES.pairs)
+        return result
+
+    def candidates(self) -> list[TileSizes]:
+        return list(candidate_sizes(self.kernel, 8, torch.float32))
+
+    def default(self) -> TileSizes:
+        return tile_sizes(self.kernel, 8, torch.float32, -(-SIZES.pairs // SIZES.experts))
+
+
+def _timer(fastest: int) -> Callable[[Callable[[], None]], float]:
+    """Says that the candidate of this number, in the order in which they are tried, takes least."""
+    seconds = iter(1.0 if number != fastest else 0.5 for number in range(1000))
+
+    def time_launch(launch: Callable[[], None]) -> float:
+        launch()
+        return next(seconds)
+
+    return time_launch
+
+
+def test_the_fastest_is_used_and_kept(folder: Path) -> None:
+    gemm = RecordedGemm()
+    candidates = gemm.candidates()
+    assert len(set(candidates)) == len(candidates) > 4
+    place = 3
+    assert candidates[place] != gemm.default()
+    with tune_kernels(_timer(place)):
+        gemm.run()
+    assert gemm.sizes == [*candidates, candidates[place]]
+    # The next calls use it, and so does a kernel that is made later: nothing is timed any more.
+    gemm.run()
+    later = RecordedGemm()
+    with tune_kernels(_timer(place + 1)):
+        later.run()
+    assert gemm.sizes[-1] == candidates[place]
+    assert later.sizes == [candidates[place]]
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_candidates_give_the_same(dtype: torch.dtype) -> None:
+    sizes = ExpertSizes(tokens=20, pairs=37, experts=5, hidden=48, width=24, dtype=dtype)
+    inputs = expert_inputs(sizes, torch.tensor([8.0, 0.0, 1.0, 1.0, 0.2]))
+    gemm = RecordedGemm(inputs)
+    results = [
+        gemm([inputs.x, inputs.token], [inputs.up.mT], inputs.ends, sizes.pairs, tile)[0].float()
+        for tile in candidate_sizes(gemm.kernel, 9, dtype)
+    ]
+    for result in results:
+        torch.testing.assert_close(result, results[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def test_nothing_is_timed_or_kept_unless_asked(folder: Path) -> None:
+    gemm = RecordedGemm()
+    gemm.run()
+    assert gemm.sizes == [gemm.default()]
+    assert not folder.exists()
+    # Tuned after it ran: what it found not to be there is measured now.
+    with tune_kernels(_timer(2)):
+        gemm.run()
+    assert gemm.sizes[-1] == gemm.candidates()[2]
+
+
+@pytest.mark.slow
+def test_other_numbers_of_rows_are_tuned_apart(folder: Path) -> None:
+    gemm = RecordedGemm()
+    for rows in (SIZES.pairs, 8, 7, 4):
+        with tune_kernels(_timer(0)):
+            gemm([INPUTS.x, INPUTS.token[:rows]], [INPUTS.up.mT], INPUTS.ends.clamp(max=rows), rows)
+    assert [rows_bucket(rows, SIZES.experts) for rows in (SIZES.pairs, 8, 7, 4)] == [8, 4, 4, 2]
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (5, 1), (6, 2), (11, 4), (5 * 128, 128), (5 * 128 + 1, 256)])
+def test_buckets_of_rows(rows: int, bucket: int) -> None:
+    assert rows_bucket(rows, 5) == bucket
+
+
+CHANGES: dict[str, Callable[[str], str]] = {
+    "damaged": lambda text: text[:-20],
+    "does not use": lambda text: text.replace('"rows": ', '"rows": 1'),
+    "schema": lambda text: text.replace("moepass.tiles/1", "moepass.tiles/9"),
+    "another kernel": lambda text: text.replace('"experts": 2', '"experts": 6'),
+}
+
+
+def test_a_file_that_cannot_be_used_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tune_kernels(_timer(3)):
+        RecordedGemm().run()
+    (file,) = folder.iterdir()
+    text = file.read_text()
+    for problem, change in CHANGES.items():
+        assert change(text) != text
+        file.write_text(change(text))
+        gemm = RecordedGemm()
+        caplog.clear()
+        gemm.run()
+        assert gemm.sizes == [gemm.default()]
+        (message,) = [record.getMessage() for record in caplog.records if record.name == "moepass"]
+        assert str(file) in message
+        assert problem in message
+
+
+def test_a_candidate_that_the_gpu_has_no_room_for_is_left_out(folder: Path) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    gemm, tried = RecordedGemm(), iter(range(100))
+
+    def timer(launch: Callable[[], None]) -> float:
+        number = next(tried)
+        if number == 0:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        launch()
+        return float(number)
+
+    with tune_kernels(timer):
+        gemm.run()
+    assert gemm.sizes[-1] == gemm.candidates()[1]
+    assert "shared memory" in next(folder.iterdir()).read_text()
+
+
+def test_without_a_cache_folder_this_process_uses_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEPASS_CACHE_DIR", "")
+    gemm = RecordedGemm()
+    with tune_kernels(_timer(3)):
+        gemm.run()
+    gemm.run()
+    assert gemm.sizes[-1] == gemm.candidates()[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_is_needed_to_tune() -> None:
+    with pytest.raises(InputError, match="on a GPU"):
+        seconds_on_gpu(lambda: None)
+
+
+IN_ANOTHER_PROCESS = """
+from test_tuner import RecordedGemm
+gemm = RecordedGemm()
+gemm.run()
+print(gemm.candidates().index(gemm.sizes[-1]))
+"""
+
+
+@pytest.mark.slow
+def test_another_process_uses_what_was_measured() -> None:
+    with tune_kernels(_timer(3)):
+        RecordedGemm().run()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["3"]
