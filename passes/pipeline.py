@@ -12,6 +12,7 @@ from moepass.passes.blocks.sink_token_gather import sink_token_gather
 from moepass.passes.cost.graph_cost import cost
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
+from moepass.passes.memory.activation_memory import activation_memory
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.schedule.assign_slots import plan
 from moepass.passes.schedule.predict import predict
@@ -35,6 +36,7 @@ PASSES: tuple[Pass, ...] = (
     verify,  # before the cut, while every reader of a slot is still in sight
     partition,  # it follows the scheduling points and hides the nodes between them
     bank_parts,  # needs segments, because it is these that take a bank in parts or not
+    activation_memory,  # needs segments too, in the order in which they run
     predict,  # last: it reads the steps that will run, and changes nothing
 )
 

@@ -58,6 +58,7 @@ ROOMS = {
         "planner": ("cost", "machine", "ir"),
         "schedule": ("planner", "parallel", "parallel/match", "blocks", *_GRAPH),
         "segments": ("rows", "blocks", "cost", *_GRAPH),
+        "memory": ("segments", *_GRAPH),
     },
     "runtime": {
         "system": (),

@@ -9,6 +9,7 @@ import math
 import msgspec
 import torch
 
+from moepass.passes.ir.activation_memory import ActivationMemory
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
 from moepass.passes.ir.decisions import Decisions
@@ -208,7 +209,7 @@ class Plan:
     graph computes in outside its blocks; empty where nothing tells. Without `dispatch` every
     run follows the schedule. `replicated` are inputs of the graph that must hold the same on all ranks. `sequences` are
     the number of sequences and the tokens of each, as expressions in the graph's sizes; empty where no input shows
-    them. `decisions` are those of the planner, for the sizes at capture.
+    them. `activations` is what a run holds at once. `decisions` are those of the planner, for the sizes at capture.
     """
 
     schema: str = PLAN_SCHEMA
@@ -230,6 +231,7 @@ class Plan:
     dtype: str = ""
     dispatch: Dispatch | None = None
     sequences: tuple[str, ...] = ()
+    activations: ActivationMemory | None = None
     decisions: Decisions | None = None
 
     def to_json(self) -> str:

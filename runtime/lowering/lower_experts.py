@@ -16,6 +16,7 @@ from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inpu
 from moepass.passes.graph.source_lines import in_words, named, source_line
 from moepass.passes.ir.segment import EXPERT_LOOP, NotLowered
 from moepass.passes.segments.expert_program import (
+    CHUNK_ROWS,
     ExpertProgram,
     GroupedGemm,
     NotByExpertError,
@@ -26,10 +27,6 @@ from moepass.passes.segments.expert_program import (
 from moepass.runtime.kernels.cpu_gemm_library import multiply
 from moepass.runtime.lowering.fixed_values import FixedValues, WeightParts, weights_of
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
-
-# [Empirical] Rows that go through an expert together. Their values stay in the cache (1 MB each at a width of 512 in
-# fp32), and GEMMs of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
-CHUNK_ROWS = 512
 
 # Compiles a graph whose nodes have fake values of that mode: called with a list of its inputs, gives its outputs.
 Compile = Callable[[GraphModule, FakeTensorMode], Callable[[list[Any]], Sequence[torch.Tensor]]]

@@ -11,24 +11,23 @@ as those of one chunk.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch._guards import tracing
-from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx import GraphModule
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs
-from moepass.passes.graph.source_lines import in_words, named, source_line
+from moepass.passes.graph.source_lines import in_words, source_line
 from moepass.passes.ir.segment import TOKEN_LOOP, NotLowered
 from moepass.passes.segments.partition import cut_into_segments
+from moepass.passes.segments.token_body import describe_body, memory_order
+from moepass.passes.segments.token_chunks import Chunk, chunks_of
 from moepass.passes.segments.token_program import (
     Factor,
     NotByTokenError,
@@ -37,44 +36,10 @@ from moepass.passes.segments.token_program import (
     TokenProgram,
     read_token_program,
 )
+from moepass.runtime.lowering.boxed_code import run_by_list
 
 SEQUENCES, TOKENS, ALL_TOKENS = TokenFactor.SEQUENCES, TokenFactor.TOKENS, TokenFactor.ALL_TOKENS
 LowerSegments = Callable[[GraphModule], GraphModule]
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Tokens [`first`, `first` + `tokens`) of each of the sequences [`sequence`, `sequence` + `sequences`).
-
-    More than one sequence come whole. There are `all_sequences`, with `length` tokens each."""
-
-    sequence: int
-    sequences: int
-    first: int
-    tokens: int
-    all_sequences: int
-    length: int
-
-    @property
-    def count(self) -> int:
-        return self.sequences * self.tokens
-
-
-def chunks_of(sequences: int, length: int, most: int) -> Iterator[Chunk]:
-    """Chunks of at most `most` tokens, of nearly equal sizes: of one sequence, or of several whole ones."""
-    if not sequences or not length:
-        return
-    if length > most:
-        number = -(-length // most)
-        for sequence in range(sequences):
-            for part in range(number):
-                first, end = part * length // number, (part + 1) * length // number
-                yield Chunk(sequence, 1, first, end - first, sequences, length)
-        return
-    number = -(-sequences // (most // length))
-    for part in range(number):
-        first, end = part * sequences // number, (part + 1) * sequences // number
-        yield Chunk(first, end - first, 0, length, sequences, length)
 
 
 def _view_of(whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
@@ -146,12 +111,12 @@ class TokenLoop:
         self.program = program
         self.body = body
         self.chunk_tokens = chunk_tokens
-        self._alone = program.body
+        self._run, self._run_alone = run_by_list(body), run_by_list(program.body)
         self._guards, self._symbol = tuple(guards), symbol
         self._inputs = graph_inputs(segment.graph)
         outputs: Any = segment.graph.output_node().args[0]
         self._outputs = [fake_value(node) for node in outputs]
-        self._orders = [_memory_order(fake_value(self._inputs[place])) for place in program.tensors]
+        self._orders = [memory_order(fake_value(self._inputs[place])) for place in program.tensors]
         self._is_known: dict[int, bool] = {}
 
     def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
@@ -167,12 +132,12 @@ class TokenLoop:
         )
         outputs = [_empty(value, sizes) for value in self._outputs]
         for chunk in chunks_of(sequences, length, self.chunk_tokens):
-            given = [
+            given: list[Any] = [chunk.count]
+            given += [
                 tensor if dims is None else _dense(take(tensor, dims, chunk), order)
                 for tensor, dims, order in zip(tensors, self.program.inputs, self._orders, strict=True)
             ]
-            results = (self.body if self._holds(chunk.count) else self._alone)(chunk.count, *given)
-            del given
+            results = (self._run if self._holds(chunk.count) else self._run_alone)(given)
             for result, whole, dims in zip(results, outputs, self.program.outputs, strict=True):
                 put(result, whole, dims, chunk)
             del results
@@ -184,11 +149,6 @@ class TokenLoop:
             values = {self._symbol: sympy.Integer(tokens)}
             self._is_known[tokens] = tokens > 1 and all(guard.xreplace(values) == sympy.true for guard in self._guards)
         return self._is_known[tokens]
-
-
-def _memory_order(value: torch.Tensor) -> list[int]:
-    """The dimensions from the outermost in memory to the innermost."""
-    return sorted(range(value.dim()), key=lambda dim: (-_hint(value.stride(dim)), dim))
 
 
 def _dense(part: torch.Tensor, order: list[int]) -> torch.Tensor:
@@ -218,7 +178,7 @@ def lower_token_loop(segment: GraphModule, chunk_tokens: int, lower: LowerSegmen
         program = read_token_program(segment)
         # Tensors made here belong to no mode of the caller, which is in the middle of a capture.
         with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
-            mode, symbol = _describe(program, segment, chunk_tokens)
+            mode, symbol = describe_body(program, segment, chunk_tokens)
             body = lower(cut_into_segments(program.body).top)
     except NotByTokenError as error:
         reason = in_words(str(error), segment.graph, error.node)
@@ -231,52 +191,3 @@ def lower_token_loop(segment: GraphModule, chunk_tokens: int, lower: LowerSegmen
         reason = f"what was compiled for some tokens does not hold for {chunk_tokens}: {guards}"
         return NotLowered(TOKEN_LOOP, node.name, reason)
     return loop
-
-
-def _describe(program: TokenProgram, segment: GraphModule, chunk_tokens: int) -> tuple[FakeTensorMode, sympy.Symbol]:
-    """Give every node of the body a fake value, in which the number of tokens is a symbol."""
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    env = ShapeEnv()
-    # Two chunks of one sequence have nearly equal sizes, and no chunk is larger.
-    hint = max(2, chunk_tokens)
-    symbol = env.create_symbol(hint, ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC)
-    tokens = env.create_symintnode(symbol, hint=hint)
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    given = graph_inputs(segment.graph)
-    values: list[Any] = [tokens]
-    for place, dims, shape in zip(program.tensors, program.inputs, program.shapes, strict=True):
-        values.append(
-            _fake_input(
-                mode, given[place], dims, [size.factor * tokens if size.by_token else size.factor for size in shape]
-            )
-        )
-    with enable_python_dispatcher():
-        FakeTensorProp(program.body, mode).propagate_dont_convert_inputs(*values)
-    for node, shape in program.expected.items():
-        found = [size_expression(size) for size in fake_value(node).shape]
-        if found != [sympy.expand(size.factor * symbol) if size.by_token else size.factor for size in shape]:
-            raise NotByTokenError(node, f"{named(node)} has the sizes {found} for {symbol} tokens")
-    return mode, symbol
-
-
-def _fake_input(mode: FakeTensorMode, node: Node, dims: TokenDims | None, shape: list[Any]) -> torch.Tensor:
-    """A constant as it is, and what a chunk has of a value that is cut: see `_dense`."""
-    value = fake_value(node)
-    with mode:
-        if dims is None:
-            if not all(size_expression(stride).is_Integer for stride in value.stride()):
-                raise NotByTokenError(node, f"{named(node)} lies in memory as only a run tells")
-            return torch.empty_strided(
-                shape, [int(stride) for stride in value.stride()], dtype=value.dtype, device=value.device
-            )
-        order = _memory_order(value)
-        base = torch.empty([shape[dim] for dim in order], dtype=value.dtype, device=value.device)
-        inverse = [order.index(dim) for dim in range(value.dim())]
-        return base.permute(inverse)
-
-
-def _hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

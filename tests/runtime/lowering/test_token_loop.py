@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moepass.passes.segments.token_chunks import chunks_of, largest_chunk
 from moepass.passes.segments.token_program import Factor, TokenDims, TokenFactor
-from moepass.runtime.lowering.lower_token_loop import chunks_of, put, take
+from moepass.runtime.lowering.lower_token_loop import put, take
 
 SEQUENCES, TOKENS, ALL_TOKENS = TokenFactor.SEQUENCES, TokenFactor.TOKENS, TokenFactor.ALL_TOKENS
 SIZES = st.integers(0, 9)
@@ -28,6 +29,7 @@ def test_chunks_hold_every_token_once_and_no_more_than_fit(sequences: int, lengt
     ]
     assert tokens == list(itertools.product(range(sequences), range(length)))
     assert all(1 <= chunk.count <= most for chunk in chunks)
+    assert largest_chunk(sequences, length, most) == max((chunk.count for chunk in chunks), default=0)
     assert all(chunk.sequences == 1 or (chunk.first, chunk.tokens) == (0, length) for chunk in chunks)
 
 

@@ -1,0 +1,253 @@
+"""Write a top-level graph of segments as operations on memory, in the order in which they run.
+
+Contract
+    in    a top-level graph, whether its segments are fused, and whether some run in chunks of tokens
+    out   its operations (held_bytes.py), and the storages that the graph returns
+
+    eager       each operator of the captured graph is one operation; what is captured as a view takes nothing
+    fused       Inductor computes what it can where it is read (fusion.py). Experts are one operation for each kernel,
+                or one for the loop over them
+    chunks      a segment in chunks is one operation: all of its inputs and outputs, and the peaks of one chunk
+
+Inputs of the graph, weights and slots count nothing: they are there before a run and after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, module_path
+from moepass.passes.graph.operations import operation
+from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
+from moepass.passes.memory.fusion import computed_where_read, is_computed
+from moepass.passes.memory.held_bytes import Operation, peaks
+from moepass.passes.memory.operator_workspace import workspace_bytes
+from moepass.passes.memory.value_bytes import tensor_bytes
+from moepass.passes.segments.expert_kernels import read_kernels
+from moepass.passes.segments.expert_program import (
+    CHUNK_ROWS,
+    ExpertProgram,
+    GroupedGemm,
+    NotByExpertError,
+    expert_gemms_in,
+    read_program,
+)
+from moepass.passes.segments.partition import cut_into_segments
+from moepass.passes.segments.token_body import describe_body, memory_order
+from moepass.passes.segments.token_program import NotByTokenError, TokenDims, TokenFactor, is_region, read_token_program
+
+# The tokens of the largest chunk, in expressions of a plan.
+CHUNK_TOKENS = sympy.Symbol("chunk_tokens", integer=True, positive=True)
+
+# What a node shows: storages of a tensor, or of each of several tensors.
+Shown = frozenset[int] | tuple[frozenset[int], ...]
+_NOTHING: frozenset[int] = frozenset()
+Sizes = Mapping[sympy.Expr, sympy.Expr]
+
+
+@dataclasses.dataclass(frozen=True)
+class HowSegmentsRun:
+    """`is_fused`: by Inductor and kernels, not operator by operator. `chunk_tokens`: regions run in chunks, of at most
+    so many tokens; None: they do not."""
+
+    is_fused: bool
+    chunk_tokens: int | None = None
+
+
+def operations_of(top: GraphModule, how: HowSegmentsRun) -> tuple[list[Operation], frozenset[int]]:
+    """The operations of `top` in order, and the storages that it returns."""
+    writer = _OperationWriter(how)
+    returned = writer.graph(top, {}, {})
+    return writer.operations, _joined(returned)
+
+
+class _OperationWriter:
+    def __init__(self, how: HowSegmentsRun) -> None:
+        self.how = how
+        self.operations: list[Operation] = []
+        self._numbers = itertools.count()
+
+    def graph(self, top: GraphModule, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown]:
+        """Add the operations of a graph of segments, whose inputs show what `shown` says. What its outputs show."""
+        for node in top.graph.nodes:
+            if node.op == "call_module":
+                segment = top.get_submodule(str(node.target))
+                assert isinstance(segment, GraphModule)
+                shown[node] = tuple(_joined([one]) for one in self._segment(node, segment, shown, sizes))
+            elif node.op != "output":
+                self._node(node, shown, sizes, frozenset())
+        return _returned(top.graph, shown)
+
+    def _segment(
+        self, call: Node, segment: GraphModule, outside: Mapping[Node, Shown], outer: Sizes
+    ) -> Sequence[Shown]:
+        inputs = graph_inputs(segment.graph)
+        given = list(call.args)
+        sizes = {**outer, **_sizes_within(inputs, given, outer)}
+        shown = {
+            node: outside.get(value, _NOTHING) if isinstance(value, Node) else _NOTHING
+            for node, value in zip(inputs, given, strict=True)
+        }
+        if self.how.chunk_tokens is not None and is_region(segment):
+            looped = self._in_chunks(segment, shown, sizes)
+            if looped is not None:
+                return looped
+        if self.how.is_fused and expert_gemms_in(segment):
+            by_expert = self._by_expert(segment, shown, sizes)
+            if by_expert is not None:
+                return by_expert
+        hidden = computed_where_read(list(segment.graph.nodes)) if self.how.is_fused else frozenset()
+        for node in segment.graph.nodes:
+            if node.op != "output":
+                self._node(node, shown, sizes, hidden)
+        return _returned(segment.graph, shown)
+
+    def _node(self, node: Node, shown: dict[Node, Shown], sizes: Sizes, hidden: frozenset[Node]) -> None:
+        if node.op in ("placeholder", "get_attr") or is_call(node, *SLOT_OPS, BANK_TENSOR, gather):
+            shown.setdefault(node, _NOTHING)
+            return
+        if is_call(node, operator.getitem):
+            source, place = node.args
+            parts = shown[source]  # type: ignore[index]
+            shown[node] = parts[place] if isinstance(parts, tuple) else parts  # type: ignore[index]
+            self._add(node, _joined([parts]))
+            return
+        reads = _joined(shown.get(used, _NOTHING) for used in node.all_input_nodes)
+        if node in hidden:
+            shown[node] = reads
+            return
+        if is_view(node):
+            shown[node] = reads
+            self._add(node, reads)
+            return
+        value = fake_value(node)
+        made = [self._made(one, sizes) for one in (value if isinstance(value, (tuple, list)) else (value,))]
+        shown[node] = tuple(frozenset(one) for one in made) if isinstance(value, (tuple, list)) else frozenset(made[0])
+        makes = {number: nbytes for one in made for number, nbytes in one.items()}
+        workspace = workspace_bytes(node).xreplace(dict(sizes))
+        self._add(node, reads, makes, [workspace], overwrites=self.how.is_fused and is_computed(node))
+
+    def _made(self, value: Any, sizes: Sizes) -> dict[int, sympy.Expr]:
+        if not isinstance(value, torch.Tensor):
+            return {}
+        return {next(self._numbers): tensor_bytes(value).xreplace(dict(sizes))}
+
+    def _add(
+        self,
+        node: Node,
+        reads: frozenset[int],
+        makes: Mapping[int, sympy.Expr] | None = None,
+        temporary: Sequence[sympy.Expr] = (),
+        overwrites: bool = False,
+    ) -> None:
+        path = module_path(node)
+        where = f"{path} ({operation(node)})" if path else operation(node)
+        self.operations.append(Operation(where, reads, makes or {}, temporary, overwrites))
+
+    def _in_chunks(self, segment: GraphModule, shown: Mapping[Node, Shown], sizes: Sizes) -> Sequence[Shown] | None:
+        """None where the segment cannot run in chunks."""
+        assert self.how.chunk_tokens is not None
+        try:
+            program = read_token_program(segment)
+            _, symbol = describe_body(program, segment, self.how.chunk_tokens)
+        except NotByTokenError:
+            return None
+        body = cut_into_segments(program.body).top
+        inner = _OperationWriter(self.how)
+        here = {symbol: CHUNK_TOKENS, **{key: value for key, value in sizes.items() if key != symbol}}
+        given: dict[Node, Shown] = {}
+        copies: dict[int, sympy.Expr] = {}
+        inputs = graph_inputs(segment.graph)
+        for node, place, dims in zip(graph_inputs(body.graph)[1:], program.tensors, program.inputs, strict=True):
+            copied = (
+                {}
+                if dims is None or _lies_in_one_piece(fake_value(inputs[place]), dims)
+                else inner._made(fake_value(node), here)
+            )
+            given[node] = frozenset(copied)
+            copies.update(copied)
+        first = next(iter(segment.graph.nodes))
+        if copies:
+            inner._add(first, _NOTHING, copies)
+        returned = inner.graph(body, given, here)
+        temporary = [peak.expression for peak in peaks(inner.operations, _joined(returned))]
+        outputs = [self._made(fake_value(node), sizes) for node in _outputs(segment.graph)]
+        makes = {number: nbytes for one in outputs for number, nbytes in one.items()}
+        last = next(reversed(segment.graph.nodes)).prev
+        self._add(last, _joined(shown.values()), makes, temporary)
+        return [frozenset(one) for one in outputs]
+
+    def _by_expert(self, segment: GraphModule, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown] | None:
+        """None where the segment runs in one piece."""
+        try:
+            program = read_program(segment)
+            if fake_value(program.row_inputs[0]).device.type != "cpu":
+                return self._kernels(program, shown, sizes)
+        except NotByExpertError:
+            return None
+        if any(order is not None for order in program.orders):
+            return None
+        outputs = {node: self._made(fake_value(node), sizes) for node in program.outputs}
+        within = [
+            node
+            for step in program.steps
+            for node in ((step.node,) if isinstance(step, GroupedGemm) else step.outputs)
+            if node not in outputs
+        ]
+        rows = size_expression(fake_value(program.row_inputs[0]).shape[0]).xreplace(dict(sizes))
+        of_a_row = sum(fake_value(node)[0].numel() * fake_value(node).itemsize for node in within)
+        makes = {number: nbytes for one in outputs.values() for number, nbytes in one.items()}
+        temporary = sympy.Min(rows, CHUNK_ROWS) * of_a_row
+        self._add(program.outputs[-1], _joined(shown.values()), makes, [temporary])
+        return [frozenset(outputs[node]) for node in program.outputs]
+
+    def _kernels(self, program: ExpertProgram, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown]:
+        kernels = read_kernels(program)
+        stages = [] if kernels.before is None else [(kernels.before.inputs, kernels.before.outputs)]
+        stages += [(kernel.operands, kernel.outputs) for kernel in kernels.kernels]
+        for operands, outputs in stages:
+            reads = _joined(shown.get(node, _NOTHING) for node in operands)
+            made = [self._made(fake_value(node), sizes) for node in outputs]
+            shown.update(zip(outputs, map(frozenset, made), strict=True))
+            self._add(outputs[-1], reads, {number: nbytes for one in made for number, nbytes in one.items()})
+        return [shown[node] for node in program.outputs]
+
+
+def _joined(shown: Iterable[Shown]) -> frozenset[int]:
+    return frozenset().union(*(part for one in shown for part in (one if isinstance(one, tuple) else (one,))))
+
+
+def _outputs(graph: Graph) -> Sequence[Any]:
+    found: Any = graph.output_node().args[0]
+    return found if isinstance(found, (tuple, list)) else (found,)
+
+
+def _returned(graph: Graph, shown: Mapping[Node, Shown]) -> Sequence[Shown]:
+    return [shown.get(node, _NOTHING) if isinstance(node, Node) else _NOTHING for node in _outputs(graph)]
+
+
+def _sizes_within(inputs: Sequence[Node], given: Sequence[Any], outer: Sizes) -> dict[sympy.Expr, sympy.Expr]:
+    """Sizes of a segment that is called at several places are called as at the first one."""
+    found = {}
+    for node, value in zip(inputs, given, strict=True):
+        named = fake_value(node)
+        if isinstance(named, torch.SymInt):
+            shown = fake_value(value) if isinstance(value, Node) else value
+            found[size_expression(named)] = size_expression(shown).xreplace(dict(outer))
+    return found
+
+
+def _lies_in_one_piece(value: torch.Tensor, dims: TokenDims) -> bool:
+    """True where the tokens of a chunk, which are of one sequence, lie side by side in memory: see `TokenLoop`."""
+    in_memory = (factor for dim in memory_order(value) for factor in dims.factors[dim])
+    outermost = next((factor for factor in in_memory if factor not in (1, TokenFactor.SEQUENCES)), None)
+    return outermost in (None, TokenFactor.TOKENS, TokenFactor.ALL_TOKENS)

@@ -1,0 +1,21 @@
+"""Bytes of a described value, in the graph's sizes."""
+
+from __future__ import annotations
+
+import math
+
+import sympy
+import torch
+
+from moepass.passes.graph.input_sizes import size_expression
+
+
+def elements(value: torch.Tensor) -> sympy.Expr:
+    return sympy.Mul(*(size_expression(size) for size in value.shape))
+
+
+def tensor_bytes(value: torch.Tensor) -> sympy.Expr:
+    """Memory of a tensor that is no view."""
+    if all(isinstance(size, int) for size in value.shape):
+        return sympy.Integer(math.prod(value.shape) * value.itemsize)
+    return elements(value) * value.itemsize

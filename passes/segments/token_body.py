@@ -1,0 +1,85 @@
+"""The values of a token program: what each is for any number of tokens.
+
+Contract
+    in    a token program and the segment it was read from
+    out   every node of its body has a fake value, in which the number of tokens is a symbol
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch._guards import tracing
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, graph_inputs
+from moepass.passes.graph.source_lines import named
+from moepass.passes.segments.token_program import NotByTokenError, TokenDims, TokenProgram
+
+
+def describe_body(
+    program: TokenProgram, segment: GraphModule, chunk_tokens: int
+) -> tuple[FakeTensorMode, sympy.Symbol]:
+    """Give every node of the body a fake value, in which the number of tokens is a symbol."""
+    # Tensors made here belong to no mode of the caller, which may be in the middle of a capture.
+    with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
+        return _described(program, segment, chunk_tokens)
+
+
+def _described(program: TokenProgram, segment: GraphModule, chunk_tokens: int) -> tuple[FakeTensorMode, sympy.Symbol]:
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    env = ShapeEnv()
+    # Two chunks of one sequence have nearly equal sizes, and no chunk is larger.
+    hint = max(2, chunk_tokens)
+    symbol = env.create_symbol(hint, ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC)
+    tokens = env.create_symintnode(symbol, hint=hint)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    given = graph_inputs(segment.graph)
+    values: list[Any] = [tokens]
+    for place, dims, shape in zip(program.tensors, program.inputs, program.shapes, strict=True):
+        values.append(
+            _fake_input(
+                mode, given[place], dims, [size.factor * tokens if size.by_token else size.factor for size in shape]
+            )
+        )
+    with enable_python_dispatcher():
+        FakeTensorProp(program.body, mode).propagate_dont_convert_inputs(*values)
+    for node, shape in program.expected.items():
+        found = [size_expression(size) for size in fake_value(node).shape]
+        if found != [sympy.expand(size.factor * symbol) if size.by_token else size.factor for size in shape]:
+            raise NotByTokenError(node, f"{named(node)} has the sizes {found} for {symbol} tokens")
+    return mode, symbol
+
+
+def _fake_input(mode: FakeTensorMode, node: Node, dims: TokenDims | None, shape: list[Any]) -> torch.Tensor:
+    """A constant as it is, and what a chunk has of a value that is cut: see `_dense`."""
+    value = fake_value(node)
+    with mode:
+        if dims is None:
+            if not all(size_expression(stride).is_Integer for stride in value.stride()):
+                raise NotByTokenError(node, f"{named(node)} lies in memory as only a run tells")
+            return torch.empty_strided(
+                shape, [int(stride) for stride in value.stride()], dtype=value.dtype, device=value.device
+            )
+        order = memory_order(value)
+        base = torch.empty([shape[dim] for dim in order], dtype=value.dtype, device=value.device)
+        inverse = [order.index(dim) for dim in range(value.dim())]
+        return base.permute(inverse)
+
+
+def memory_order(value: torch.Tensor) -> list[int]:
+    """The dimensions from the outermost in memory to the innermost."""
+    return sorted(range(value.dim()), key=lambda dim: (-_hint(value.stride(dim)), dim))
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
