@@ -1,21 +1,24 @@
-"""Which values Inductor never writes to memory: those that it computes where they are read.
+"""Which values Inductor writes to memory, and when.
 
 A model of `torch._inductor.lowering` and its scheduler, after their rules as of torch 2.13, not a run of them:
 
     pointwise values, copies and lookups are computed by what reads them
     written are: results of the graph; operands and results of what Inductor calls, as GEMMs, attention and sorts;
         reductions; a value with several readers that reads more than a few others, or takes an exponential
+    values of equal sizes that are computed of the same ones are written by one kernel, as soon as the first is needed
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value, is_view
 from moepass.passes.graph.operations import base_operation
+from moepass.passes.memory.value_bytes import elements
 
 # torch._inductor.config.realize_reads_threshold
 _MOST_READS = 4
@@ -46,29 +49,40 @@ def is_kernel(node: Node) -> bool:
     return is_computed(node) or base_operation(node) in _REDUCTIONS
 
 
-def computed_where_read(nodes: Sequence[Node]) -> frozenset[Node]:
-    """The nodes of a segment whose values are never in memory."""
-    found: set[Node] = set()
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """`hidden` are never in memory; `with_first` are written together with the node that each of them stands at."""
+
+    hidden: frozenset[Node]
+    with_first: Mapping[Node, tuple[Node, ...]]
+
+
+NO_FUSION = Fusion(frozenset(), {})
+
+
+def fusion_of(nodes: Sequence[Node]) -> Fusion:
+    """What Inductor makes of the nodes of a segment."""
+    hidden: set[Node] = set()
     # For values that are computed where they are read: what is read then.
     reads: dict[Node, frozenset[Node]] = {}
+    kernels: dict[tuple[frozenset[Node], str], list[Node]] = {}
     for node in nodes:
         if is_view(node):
             reads[node] = _all_reads(node, reads)
-            continue
-        if not is_computed(node):
-            continue
-        read = _all_reads(node, reads)
-        readers = _readers(node)
-        is_called_on = any(not is_kernel(reader) for reader in readers)
-        is_shared = len(readers) > 1
-        if is_called_on or (is_shared and (len(read) > _MOST_READS or base_operation(node) in _EXPENSIVE)):
-            continue
-        found.add(node)
-        reads[node] = read
-    return frozenset(found)
+        elif is_computed(node):
+            read = _all_reads(node, reads)
+            readers = _readers(node)
+            is_called_on = any(not is_kernel(reader) for reader in readers)
+            is_shared = len(readers) > 1
+            if is_called_on or (is_shared and (len(read) > _MOST_READS or base_operation(node) in _EXPENSIVE)):
+                kernels.setdefault((read, str(elements(fake_value(node)))), []).append(node)
+            else:
+                hidden.add(node)
+                reads[node] = read
+    return Fusion(frozenset(hidden), {first: tuple(others) for first, *others in kernels.values() if others})
 
 
-def _all_reads(node: Node, reads: dict[Node, frozenset[Node]]) -> frozenset[Node]:
+def _all_reads(node: Node, reads: Mapping[Node, frozenset[Node]]) -> frozenset[Node]:
     return frozenset().union(*(reads.get(used, frozenset({used})) for used in node.all_input_nodes))
 
 

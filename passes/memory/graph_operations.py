@@ -28,7 +28,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, module_path
 from moepass.passes.graph.operations import operation
 from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
-from moepass.passes.memory.fusion import computed_where_read, is_computed
+from moepass.passes.memory.fusion import NO_FUSION, Fusion, fusion_of, is_computed
 from moepass.passes.memory.held_bytes import Operation, peaks
 from moepass.passes.memory.operator_workspace import workspace_bytes
 from moepass.passes.memory.value_bytes import tensor_bytes
@@ -84,7 +84,7 @@ class _OperationWriter:
                 assert isinstance(segment, GraphModule)
                 shown[node] = tuple(_joined([one]) for one in self._segment(node, segment, shown, sizes))
             elif node.op != "output":
-                self._node(node, shown, sizes, frozenset())
+                self._node(node, shown, sizes)
         return _returned(top.graph, shown)
 
     def _segment(
@@ -105,13 +105,13 @@ class _OperationWriter:
             by_expert = self._by_expert(segment, shown, sizes)
             if by_expert is not None:
                 return by_expert
-        hidden = computed_where_read(list(segment.graph.nodes)) if self.how.is_fused else frozenset()
+        fusion = fusion_of(list(segment.graph.nodes)) if self.how.is_fused else NO_FUSION
         for node in segment.graph.nodes:
             if node.op != "output":
-                self._node(node, shown, sizes, hidden)
+                self._node(node, shown, sizes, fusion)
         return _returned(segment.graph, shown)
 
-    def _node(self, node: Node, shown: dict[Node, Shown], sizes: Sizes, hidden: frozenset[Node]) -> None:
+    def _node(self, node: Node, shown: dict[Node, Shown], sizes: Sizes, fusion: Fusion = NO_FUSION) -> None:
         if node.op in ("placeholder", "get_attr") or is_call(node, *SLOT_OPS, BANK_TENSOR, gather):
             shown.setdefault(node, _NOTHING)
             return
@@ -122,19 +122,27 @@ class _OperationWriter:
             self._add(node, _joined([parts]))
             return
         reads = _joined(shown.get(used, _NOTHING) for used in node.all_input_nodes)
-        if node in hidden:
+        if node in fusion.hidden:
             shown[node] = reads
             return
         if is_view(node):
             shown[node] = reads
             self._add(node, reads)
             return
-        value = fake_value(node)
-        made = [self._made(one, sizes) for one in (value if isinstance(value, (tuple, list)) else (value,))]
-        shown[node] = tuple(frozenset(one) for one in made) if isinstance(value, (tuple, list)) else frozenset(made[0])
-        makes = {number: nbytes for one in made for number, nbytes in one.items()}
+        makes: dict[int, sympy.Expr] = {}
+        for one in (node, *fusion.with_first.get(node, ())):
+            if one not in shown:
+                shown[one] = self._written(fake_value(one), sizes, makes)
         workspace = workspace_bytes(node).xreplace(dict(sizes))
         self._add(node, reads, makes, [workspace], overwrites=self.how.is_fused and is_computed(node))
+
+    def _written(self, value: Any, sizes: Sizes, makes: dict[int, sympy.Expr]) -> Shown:
+        """Storages for `value`, which are added to `makes`."""
+        if isinstance(value, (tuple, list)):
+            return tuple(_joined([self._written(one, sizes, makes)]) for one in value)
+        made = self._made(value, sizes)
+        makes.update(made)
+        return frozenset(made)
 
     def _made(self, value: Any, sizes: Sizes) -> dict[int, sympy.Expr]:
         if not isinstance(value, torch.Tensor):
