@@ -8,9 +8,12 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
+from typing import cast
 
+from moepass.models.errors import OptionError
 from moepass.models.homes import ADOPTED
-from moepass.options import Options
+from moepass.options import AUTO, Options
+from moepass.passes.ir.activation_memory import LEAST_CHUNK_TOKENS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.segment import EAGER
@@ -82,10 +85,19 @@ def pass_context(options: Options, store: BankStore | None, whole: BankStore | N
     The banks are in `store`; or all of them stayed where they were, as planned in `whole`; or none were offloaded.
     """
     planned = store or whole
+    chooses = options.chunk_tokens == AUTO
+    if chooses and (planned is None or planned.placed is None or planned.placed.decisions.memory_budget_bytes is None):
+        raise OptionError(
+            f"option chunk_tokens is {AUTO!r}, but the model has no memory budget that chunks could fit into; give "
+            "memory_budget to offload_experts or load_pretrained, or a number of tokens here",
+            name="chunk_tokens",
+            value=AUTO,
+        )
     return PassContext(
         slots=store.slots if store else options.adoption().slots,
         disabled=frozenset(options.disable),
-        chunk_tokens=options.chunk_tokens,
+        chunk_tokens=LEAST_CHUNK_TOKENS if chooses else cast("int | None", options.chunk_tokens),
+        chooses_chunks=chooses,
         all_to_all_below=options.all_to_all_below,
         hardware=_as_linked(options),
         transport=options.adoption().transport,

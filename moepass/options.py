@@ -23,6 +23,9 @@ from moepass.runtime.ranks.agree import LARGEST_EXACT
 from moepass.runtime.transfer.link import parse_link
 from moepass.runtime.transfer.transports import check_transport
 
+# Runs choose.
+AUTO = "auto"
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -37,7 +40,8 @@ class Options:
     cudagraphs whether segments are recorded as CUDA graphs when shapes repeat, and replayed from then on
     chunk_tokens
                what treats every token alone runs at most so many tokens at a time, so that its temporary values take
-               the memory of these alone; attention runs whole. None (default): all at once
+               the memory of these alone; attention runs whole. None (default): all at once. "auto": as many as fit
+               into the memory budget that the experts were placed for
 
     For models that run with expert parallelism; where `offload_experts` was called, these are arguments of it:
 
@@ -60,7 +64,7 @@ class Options:
     debug: bool = False
     dump: str | None = None
     cudagraphs: bool = False
-    chunk_tokens: int | None = None
+    chunk_tokens: int | str | None = None
     slots: int | None = None
     link: str | None = None
     timeout_s: float | None = None
@@ -148,8 +152,9 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
         )
     chunk_tokens = given.get("chunk_tokens")
     is_number = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
-    if chunk_tokens is not None and (not is_number or chunk_tokens < 1):
-        raise _wrong("chunk_tokens", chunk_tokens, "a number of tokens from 1 on, or None for all at once")
+    if chunk_tokens not in (None, AUTO) and (not is_number or chunk_tokens < 1):
+        wanted = f"a number of tokens from 1 on, {AUTO!r} for what the memory budget leaves, or None for all at once"
+        raise _wrong("chunk_tokens", chunk_tokens, wanted)
     debug = given.get("debug", Options.debug)
     if not isinstance(debug, bool):
         raise _wrong("debug", debug, "True or False")

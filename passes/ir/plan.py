@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Mapping
 
 import msgspec
 import torch
 
+from moepass.models.errors import InputError
+from moepass.models.formulas.text import evaluate_text
 from moepass.passes.ir.activation_memory import ActivationMemory
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
@@ -258,6 +261,28 @@ class Plan:
         stays = [(place[stay.bank], stay.slot, stay.after) for stay in self.slot_stays]
         digest = hashlib.sha256(repr((self.strategy, self.slots, stays)).encode()).digest()
         return GatherSignature(int.from_bytes(digest[:_DIGEST_BYTES], "big"), len(stays), self.slots)
+
+    def sequence_counts(self, sizes: Mapping[str, float]) -> tuple[int, int] | None:
+        """The number of sequences and the tokens of each; None where the sizes do not tell."""
+        if not self.sequences:
+            return None
+        try:
+            batch, sequence = (int(evaluate_text(text, sizes)) for text in self.sequences)
+        except InputError:  # a size that only a run tells
+            return None
+        return (batch, sequence) if batch > 0 and sequence > 0 else None
+
+    def largest_activations(self, sizes: Mapping[str, float]) -> tuple[float, str]:
+        """The most bytes that activations of a run with these sizes take at once, and in which operation.
+
+        Raises InputError where a size is missing, ValueError where pass activation_memory did not run.
+        """
+        if self.activations is None:
+            raise ValueError("the plan has no activations: pass activation_memory is disabled")
+        counts, chunk = self.sequence_counts(sizes), None
+        if self.activations.room_bytes is not None:
+            chunk, _ = self.activations.chosen_chunk_tokens(sizes, counts)
+        return self.activations.largest(sizes, counts, chunk)
 
     def bank(self, index: int) -> BankSpec:
         """Raises KeyError where no bank of this graph has that index."""

@@ -78,7 +78,8 @@ class PassContext:
     `placed` says what was decided when the model's experts were placed. `capture` is for the reasons of refusals alone.
     `leave` are blocks of expert parallelism that not all ranks take alike, by name, and why. `runs_by_expert`: segments
     of experts are lowered expert by expert, or to grouped GEMMs of ours, where they can be. `chunk_tokens`: what treats
-    every token alone runs at most so many tokens at a time; None: all at once.
+    every token alone runs at most so many tokens at a time; None: all at once. `chooses_chunks`: each run chooses by
+    its sizes, within the memory budget of `placed`.
     """
 
     slots: int = 2
@@ -92,6 +93,7 @@ class PassContext:
     leave: Mapping[str, str] = dataclasses.field(default_factory=dict)
     runs_by_expert: bool = False
     chunk_tokens: int | None = None
+    chooses_chunks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

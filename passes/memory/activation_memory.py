@@ -2,7 +2,8 @@
 
 Contract
     in    a top-level graph of segments, as they are wanted to run
-    out   the same graph, untouched; `plan.activations`
+    out   the same graph, untouched; `plan.activations`. Where runs are to choose chunks, with what the memory budget
+          leaves for activations
 
 Pseudo-code
     the graph as operations on memory (graph_operations.py), in the order in which they run
@@ -31,5 +32,17 @@ def activation_memory(module: GraphModule, plan: Plan, context: PassContext) -> 
     how = HowSegmentsRun(context.runs_by_expert, context.chunk_tokens)
     operations, returned = operations_of(module, how)
     found = tuple(ActivationPeak(str(peak.expression), peak.where) for peak in peaks(operations, returned))
-    memory = ActivationMemory(found, ESTIMATED if how.is_fused else COUNTED, context.chunk_tokens)
+    source = ESTIMATED if how.is_fused else COUNTED
+    memory = ActivationMemory(found, source, context.chunk_tokens, _room_bytes(context))
     return PassResult(module, dataclasses.replace(plan, activations=memory))
+
+
+def _room_bytes(context: PassContext) -> float | None:
+    """What the budget leaves beside weights, resident banks and slots; None where runs choose no chunks."""
+    if not context.chooses_chunks:
+        return None
+    assert context.placed is not None
+    decisions = context.placed.decisions
+    assert decisions.memory is not None
+    assert decisions.memory_budget_bytes is not None
+    return decisions.memory_budget_bytes - (decisions.memory.peak_bytes - decisions.memory.activation_bytes)

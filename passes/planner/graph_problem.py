@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from moepass.models.errors import InputError
-from moepass.models.formulas.text import evaluate_text
 from moepass.models.homes import COLLECTIVE
 from moepass.models.sizes.architecture import short_dtype
 from moepass.passes.ir.decisions import Decisions, DeviceMemory
@@ -104,7 +103,7 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
         return None
     if not streamed and len(plan.blocks) < len(placed.architecture.moe_layers):
         return None  # a part of the model, or blocks that were not recognised
-    counts = _sequences(plan, sizes)
+    counts = plan.sequence_counts(sizes)
     if counts is None:
         return None
     budget = placed.decisions.memory_budget_bytes
@@ -121,7 +120,9 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
         placed.decisions.home,
         slots=plan.slots,
         resident_layers=placed.decisions.resident_layers,
-        resting=dataclasses.replace(placed.weights, activation_bytes=activations_bytes(setting)),
+        resting=dataclasses.replace(
+            placed.weights, activation_bytes=_activation_bytes(plan, sizes, activations_bytes(setting))
+        ),
     )
     # The graph tells what its slots lack, and a formula only what they may lack.
     numbers = dict(placed.banks)
@@ -137,16 +138,6 @@ def _read_in_place_bytes(bank: BankSpec) -> int:
     return bank.format.slot_bytes - slot_layout(bank).nbytes
 
 
-def _sequences(plan: Plan, sizes: Mapping[str, float]) -> tuple[int, int] | None:
-    if not plan.sequences:
-        return None
-    try:
-        batch, sequence = (int(evaluate_text(text, sizes)) for text in plan.sequences)
-    except InputError:  # a size that only a run tells
-        return None
-    return (batch, sequence) if batch > 0 and sequence > 0 else None
-
-
 def _graph_problem(
     plan: Plan, sizes: Mapping[str, float], placed: PlacedModel | None, hardware: Hardware | None, transport: str
 ) -> PlanningProblem:
@@ -156,7 +147,7 @@ def _graph_problem(
     home = plan.bank(plan.slot_stays[0].bank).home if plan.slot_stays else "device"
     names = [plan.bank(stay.bank).name for stay in plan.slot_stays]
     numbers = layer_numbers(names) if placed is None else {**layer_numbers(names), **dict(placed.banks)}
-    batch, sequence = _sequences(plan, sizes) or (0, 0)
+    batch, sequence = plan.sequence_counts(sizes) or (0, 0)
     unknown = NO_PROFILE if placed is None or not placed.unknown else placed.unknown
     phases: tuple[LayerPhase, ...] | None = None
     profile, machine = None, Machine(fills_ahead=transport != COLLECTIVE)
@@ -174,7 +165,7 @@ def _graph_problem(
     return PlanningProblem(
         phases=phases,
         home=home,
-        resting=None if placed is None else _resting(placed, batch * sequence),
+        resting=None if placed is None else _resting(plan, sizes, placed, batch * sequence),
         batch=batch,
         sequence=sequence,
         machine=machine,
@@ -186,13 +177,22 @@ def _graph_problem(
     )
 
 
-def _resting(placed: PlacedModel, tokens: int) -> DeviceMemory:
+def _activation_bytes(plan: Plan, sizes: Mapping[str, float], by_formula: float) -> float:
+    """What the graph shows, or the formula where it does not: a size may be one that only a run tells."""
+    try:
+        return by_formula if plan.activations is None else plan.largest_activations(sizes)[0]
+    except InputError:
+        return by_formula
+
+
+def _resting(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel, tokens: int) -> DeviceMemory:
     """What the whole model has on the device beside slots: other graphs of it may read the banks that stay."""
     known = placed.architecture
+    by_formula = 0.0 if known is None else peak_activation_bytes(known, tokens, placed.dtype)
     return dataclasses.replace(
         placed.weights,
         resident_bytes=placed.weights.resident_bytes + placed.bank_bytes,
-        activation_bytes=0.0 if known is None else peak_activation_bytes(known, tokens, placed.dtype),
+        activation_bytes=_activation_bytes(plan, sizes, by_formula),
     )
 
 

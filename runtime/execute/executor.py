@@ -29,6 +29,7 @@ from moepass.runtime.cuda_graphs.segment_graphs import SegmentGraphs
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics
 from moepass.runtime.execute.run_clock import MeasuredRuns, RunClock
 from moepass.runtime.lowering.boxed_code import TakesList, run_by_list
+from moepass.runtime.lowering.chosen_chunk import chosen_chunk
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.tensor_memory import Memory
 from moepass.runtime.transfer.copying import CopyError
@@ -215,6 +216,8 @@ class Executor:
         # Bytes of the first run's inputs; None before it.
         self.weight_bytes: int | None = None
         self._checks = tuple(checks)
+        # Chosen before, by sizes.
+        self._chunks: dict[tuple[tuple[str, int], ...], int] = {}
         self._is_debug = debug or (ring is not None and ring.debug)
         names = [node.name for node in graph_inputs(top.graph)]
         self._graph_inputs = len(names)
@@ -281,6 +284,36 @@ class Executor:
             return self._call(schedule, arguments, device, sizes, ring.buffers_of_run)
 
     def _call(
+        self,
+        schedule: Schedule,
+        arguments: tuple[Any, ...],
+        device: torch.device,
+        sizes: Mapping[str, int],
+        buffers: Sequence[torch.Tensor],
+    ) -> Any:
+        with chosen_chunk(self._chunk_tokens(sizes)):
+            return self._call_with_chunk(schedule, arguments, device, sizes, buffers)
+
+    def _chunk_tokens(self, sizes: Mapping[str, int]) -> int | None:
+        """The tokens that this run takes at a time where it chooses, by its sizes."""
+        memory = self.plan.activations
+        if memory is None or memory.room_bytes is None:
+            return None
+        key = tuple(sizes.items())
+        if key not in self._chunks:
+            self._chunks[key], nbytes = memory.chosen_chunk_tokens(sizes, self.plan.sequence_counts(sizes))
+            if nbytes > memory.room_bytes:
+                logger.warning(
+                    "a run with sizes %s holds %.0f bytes of activations in chunks of %d tokens, the smallest there "
+                    "are; the memory budget leaves %.0f",
+                    dict(sizes),
+                    nbytes,
+                    self._chunks[key],
+                    memory.room_bytes,
+                )
+        return self._chunks[key]
+
+    def _call_with_chunk(
         self,
         schedule: Schedule,
         arguments: tuple[Any, ...],

@@ -11,6 +11,7 @@ as those of one chunk.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +26,9 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.source_lines import in_words, source_line
 from moepass.passes.ir.segment import TOKEN_LOOP, NotLowered
+from moepass.passes.ir.token_chunks import Chunk, chunks_of
 from moepass.passes.segments.partition import cut_into_segments
 from moepass.passes.segments.token_body import describe_body, memory_order
-from moepass.passes.segments.token_chunks import Chunk, chunks_of
 from moepass.passes.segments.token_program import (
     Factor,
     NotByTokenError,
@@ -37,8 +38,10 @@ from moepass.passes.segments.token_program import (
     read_token_program,
 )
 from moepass.runtime.lowering.boxed_code import run_by_list
+from moepass.runtime.lowering.chosen_chunk import chunk_tokens_of_run
 
 SEQUENCES, TOKENS, ALL_TOKENS = TokenFactor.SEQUENCES, TokenFactor.TOKENS, TokenFactor.ALL_TOKENS
+logger = logging.getLogger("moepass")
 LowerSegments = Callable[[GraphModule], GraphModule]
 
 
@@ -131,17 +134,25 @@ class TokenLoop:
             _evaluated(size, sizes) for size in (self.program.sequences, self.program.tokens_per_sequence)
         )
         outputs = [_empty(value, sizes) for value in self._outputs]
-        for chunk in chunks_of(sequences, length, self.chunk_tokens):
+        for chunk in chunks_of(sequences, length, chunk_tokens_of_run() or self.chunk_tokens):
             given: list[Any] = [chunk.count]
             given += [
                 tensor if dims is None else _dense(take(tensor, dims, chunk), order)
                 for tensor, dims, order in zip(tensors, self.program.inputs, self._orders, strict=True)
             ]
-            results = (self._run if self._holds(chunk.count) else self._run_alone)(given)
+            results = (self._run if self._is_right_for(chunk.count) else self._run_alone)(given)
             for result, whole, dims in zip(results, outputs, self.program.outputs, strict=True):
                 put(result, whole, dims, chunk)
             del results
         return tuple(outputs)
+
+    def _is_right_for(self, tokens: int) -> bool:
+        is_known, is_right = tokens in self._is_known, self._holds(tokens)
+        if not is_right and not is_known and tokens > 1:
+            logger.warning(
+                "chunks of %d tokens run operator by operator: what was compiled needs %s", tokens, self._guards
+            )
+        return is_right
 
     def _holds(self, tokens: int) -> bool:
         """Whether what was compiled is right for so many tokens: a symbolic size is 2 or more, and guards hold."""

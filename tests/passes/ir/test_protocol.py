@@ -110,6 +110,7 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
         "lower_complete_experts",
         "sink_token_gather",
         "hoist_token_return",
+        "activation_memory",
         "hybrid_prefill",
         "cost",
         "bank_parts",

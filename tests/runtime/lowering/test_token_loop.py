@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moepass.passes.segments.token_chunks import chunks_of, largest_chunk
+from moepass.passes.ir.token_chunks import chunks_of, largest_chunk
 from moepass.passes.segments.token_program import Factor, TokenDims, TokenFactor
 from moepass.runtime.lowering.lower_token_loop import put, take
 
