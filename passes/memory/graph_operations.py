@@ -31,7 +31,7 @@ from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
 from moepass.passes.memory.fusion import NO_FUSION, Fusion, fusion_of, is_computed
 from moepass.passes.memory.held_bytes import Operation, peaks
 from moepass.passes.memory.operator_workspace import workspace_bytes
-from moepass.passes.memory.value_bytes import tensor_bytes
+from moepass.passes.memory.value_bytes import row_bytes, tensor_bytes
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import (
     CHUNK_ROWS,
@@ -212,8 +212,9 @@ class _OperationWriter:
             if node not in outputs
         ]
         rows = size_expression(fake_value(program.row_inputs[0]).shape[0]).xreplace(dict(sizes))
-        of_a_row = sum(fake_value(node)[0].numel() * fake_value(node).itemsize for node in within)
+        of_a_row = sympy.Add(*(row_bytes(fake_value(node)) for node in within))
         makes = {number: nbytes for one in outputs.values() for number, nbytes in one.items()}
+        # As if one expert had all the rows that go through it together.
         temporary = sympy.Min(rows, CHUNK_ROWS) * of_a_row
         self._add(program.outputs[-1], _joined(shown.values()), makes, [temporary])
         return [frozenset(outputs[node]) for node in program.outputs]

@@ -19,3 +19,8 @@ def tensor_bytes(value: torch.Tensor) -> sympy.Expr:
     if all(isinstance(size, int) for size in value.shape):
         return sympy.Integer(math.prod(value.shape) * value.itemsize)
     return elements(value) * value.itemsize
+
+
+def row_bytes(value: torch.Tensor) -> sympy.Expr:
+    """Memory of one of a tensor's rows."""
+    return sympy.Mul(*(size_expression(size) for size in value.shape[1:])) * value.itemsize

@@ -55,7 +55,9 @@ def test_operators_one_by_one_are_counted(family: str, chunk_tokens: int | None)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in sorted(TINY_FAMILIES) if name not in ESTIMATED_TOO_LOW])
 def test_fused_segments_are_estimated(family: str) -> None:
-    measured, predicted, plan = _measured_and_predicted(tiny_model(family), BATCH, LENGTH, lower="inductor")
+    # jamba's recurrence is one step of the graph for each token: minutes of compilation at the other length.
+    length = 64 if family == "jamba" else LENGTH
+    measured, predicted, plan = _measured_and_predicted(tiny_model(family), BATCH, length, lower="inductor")
     assert predicted == pytest.approx(measured, rel=0.1)
     assert plan.activations is not None
     assert plan.activations.source == ESTIMATED
@@ -64,8 +66,10 @@ def test_fused_segments_are_estimated(family: str) -> None:
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk_tokens", [None, 64])
 def test_wide_experts_are_the_peak_and_chunks_lower_it(lower: str, chunk_tokens: int | None) -> None:
-    model = tiny_model("mixtral", intermediate_size=1024)
-    measured, predicted, _ = _measured_and_predicted(model, 1, 512, lower=lower, chunk_tokens=chunk_tokens)
+    model = tiny_model("mixtral", intermediate_size=1024, max_position_embeddings=4096)
+    # With Inductor some expert gets as many rows as go through one together.
+    length = 512 if lower == "eager" else 3000
+    measured, predicted, _ = _measured_and_predicted(model, 1, length, lower=lower, chunk_tokens=chunk_tokens)
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
