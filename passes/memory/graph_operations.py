@@ -43,7 +43,14 @@ from moepass.passes.segments.expert_program import (
 )
 from moepass.passes.segments.partition import cut_into_segments
 from moepass.passes.segments.token_body import describe_body, memory_order
-from moepass.passes.segments.token_program import NotByTokenError, TokenDims, TokenFactor, is_region, read_token_program
+from moepass.passes.segments.token_program import (
+    NotByTokenError,
+    TokenDims,
+    TokenFactor,
+    TokenProgram,
+    is_region,
+    read_token_program,
+)
 
 # The tokens of the largest chunk, in expressions of a plan.
 CHUNK_TOKENS = sympy.Symbol("chunk_tokens", integer=True, positive=True)
@@ -70,11 +77,32 @@ def operations_of(top: GraphModule, how: HowSegmentsRun) -> tuple[list[Operation
     return writer.operations, _joined(returned)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """What a segment does with a chunk of `tokens` tokens: `program`, and `top`, the segments that it is cut into."""
+
+    program: TokenProgram
+    top: GraphModule
+    tokens: sympy.Symbol
+
+
+def _body_of(segment: GraphModule, chunk_tokens: int) -> _Body | None:
+    """None where the segment cannot run in chunks."""
+    try:
+        program = read_token_program(segment)
+        _, symbol = describe_body(program, segment, chunk_tokens)
+    except NotByTokenError:
+        return None
+    return _Body(program, cut_into_segments(program.body).top, symbol)
+
+
 class _OperationWriter:
     def __init__(self, how: HowSegmentsRun) -> None:
         self.how = how
         self.operations: list[Operation] = []
         self._numbers = itertools.count()
+        # Layers share segments, and to describe the body of one takes most of the time of this pass.
+        self._bodies: dict[GraphModule, _Body | None] = {}
 
     def graph(self, top: GraphModule, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown]:
         """Add the operations of a graph of segments, whose inputs show what `shown` says. What its outputs show."""
@@ -164,12 +192,12 @@ class _OperationWriter:
     def _in_chunks(self, segment: GraphModule, shown: Mapping[Node, Shown], sizes: Sizes) -> Sequence[Shown] | None:
         """None where the segment cannot run in chunks."""
         assert self.how.chunk_tokens is not None
-        try:
-            program = read_token_program(segment)
-            _, symbol = describe_body(program, segment, self.how.chunk_tokens)
-        except NotByTokenError:
+        if segment not in self._bodies:
+            self._bodies[segment] = _body_of(segment, self.how.chunk_tokens)
+        described = self._bodies[segment]
+        if described is None:
             return None
-        body = cut_into_segments(program.body).top
+        program, body, symbol = described.program, described.top, described.tokens
         inner = _OperationWriter(self.how)
         here = {symbol: CHUNK_TOKENS, **{key: value for key, value in sizes.items() if key != symbol}}
         given: dict[Node, Shown] = {}

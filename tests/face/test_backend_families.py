@@ -184,6 +184,7 @@ def test_marked_dynamic_sizes_are_captured_once(lower: str) -> None:
     assert len(compilations) == 1
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_a_model_without_experts_compiles_and_the_plan_says_so(lower: str) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).requires_grad_(False)
@@ -208,6 +209,7 @@ def test_a_padded_batch_is_exact() -> None:
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.slow
 def test_tied_expert_layers_stream_one_bank_for_all() -> None:
     model = tiny_model("qwen3_moe")
     model.model.layers[2].mlp.experts = model.model.layers[0].mlp.experts

@@ -197,6 +197,7 @@ def test_advice_of_another_home() -> None:
     assert advice(made, None, ())[0] == "asyncep fits with --home hybrid"
 
 
+@pytest.mark.slow
 def test_advice_below_the_threshold() -> None:
     made = _forecast("qwen3-235b-a22b", "hybrid", 1, 512)
     assert made.chosen not in ("asyncep", "resident")
@@ -313,6 +314,7 @@ def test_a_model_is_explained_in_the_dtype_of_its_weights(
     assert moepass.explain(model, dtype="fp8").model.dtype == "fp8"
 
 
+@pytest.mark.slow
 def test_a_configuration_without_a_dtype_is_explained_as_bf16() -> None:
     config = original_model().config
     config.dtype = None
@@ -321,6 +323,7 @@ def test_a_configuration_without_a_dtype_is_explained_as_bf16() -> None:
     assert report.compiler.explanation.plans[0].blocks[0].dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_models_and_configurations_are_explained_too() -> None:
     model = original_model()
     for form in (torch.compile(model, backend="asyncep"), model, model.config):

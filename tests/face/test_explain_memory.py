@@ -19,6 +19,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_an_fp8_checkpoint_is_shown_as_stored_and_as_run() -> None:
     report, model = moepass.explain("deepseek-v3"), preset("deepseek-v3")
     stored = report.stored
@@ -64,6 +65,7 @@ def test_a_machine_without_fp8_computes_what_is_stored_in_fp8_in_bf16() -> None:
     assert stored.bank_slot_bytes > 1.9 * stored.bank_link_bytes
 
 
+@pytest.mark.slow
 def test_a_format_of_unknown_sizes_is_named_and_a_plain_checkpoint_has_none(tmp_path: Path) -> None:
     assert moepass.explain("olmoe-1b-7b").stored is None
     values = preset_config("olmoe-1b-7b", layers=1).to_dict()

@@ -71,6 +71,7 @@ def test_expert_parallelism_leaves_the_graph(form: str, lower: str) -> None:
     assert _devices(graphs) == {DEVICE}
 
 
+@pytest.mark.slow
 def test_what_does_not_come_to_a_gpu_yet_is_an_error() -> None:
     _, result = _with_parallel_experts("all_to_all", "eager")
     assert adoption(result.plan, DEVICE, AdoptionOptions()) is not None

@@ -149,6 +149,7 @@ def test_a_dumped_graph_is_python(tmp_path: Path) -> None:
         compile(path.read_text(), path.name, "exec")
 
 
+@pytest.mark.slow
 def test_every_graph_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     model = Stack("dense_bmm", depth=1)
     for number in range(3):

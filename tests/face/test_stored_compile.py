@@ -408,6 +408,7 @@ def test_other_settings_of_torch_have_another_key() -> None:
     assert _key(model) == before
 
 
+@pytest.mark.slow
 def test_another_key_is_compiled_anew(filled: Filled) -> None:
     store, _ = filled
     model = _stack()

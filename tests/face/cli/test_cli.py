@@ -369,6 +369,7 @@ def _process(*arguments: str | Path, text: str = "", **options: Any) -> subproce
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, **options)
 
 
+@pytest.mark.slow
 def test_help_and_version_do_not_import_torch() -> None:
     check = (
         "import sys\nfrom moepass.cli.main import app\n"

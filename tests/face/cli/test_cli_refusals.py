@@ -140,6 +140,7 @@ def test_a_tokenizer_never_runs_code(
     assert not (folder / "RAN").exists()
 
 
+@pytest.mark.slow
 def test_every_loader_of_transformers_is_told_to_run_no_code() -> None:
     root = Path(__file__).resolve().parents[3]
     loaders = 0
@@ -177,7 +178,7 @@ def _typed(folder: Path) -> None:
     edit_config(dtype="float8_e4m3fn")(folder)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", [_quantised, _typed])
 def test_an_fp8_checkpoint_is_refused_with_the_way_out(
     edit: Callable[[Path], None], checkpoint: Path, tmp_path: Path

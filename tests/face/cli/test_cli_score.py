@@ -90,6 +90,7 @@ def test_labels_in_the_input_are_kept_and_compared(checkpoint: Path) -> None:
     assert result.stderr == "moepass: note: 1 of 2 labels agree (50.00%)\n"
 
 
+@pytest.mark.slow
 def test_templates(checkpoint: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "mine.json"
     prompt.write_text('{"template": "this is {text}<sep>", "labels": ["dog", "cat"]}')
@@ -126,6 +127,7 @@ def test_templates_that_are_not_there(template: str, message: str, checkpoint: P
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_the_chat_template_of_a_checkpoint_comes_first(tmp_path: Path) -> None:
     folder = save_byte_checkpoint(tmp_path / "bytes")
     (folder / "prompt.json").write_text('{"template": "{text}!", "labels": ["Yes", "No"]}')
@@ -140,6 +142,7 @@ def test_the_chat_template_of_a_checkpoint_comes_first(tmp_path: Path) -> None:
     assert runs["chat"] != pytest.approx(runs["prompt"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_labels_of_the_prompt_are_known_by_their_names_as_they_are_to_a_server() -> None:
     text = _lines({"text": "Bitte geben Sie eine gültige Adresse ein"})
     (named,) = _probabilities(_run("score", "demo", "--eager", "--labels", "German,Dutch", text=text))
@@ -161,6 +164,7 @@ def test_a_label_without_the_blank_that_it_needs_is_a_warning_with_its_tokens(ch
     assert found.stderr.endswith("Which one was the model trained with?\n")
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("home", HOMES)
 def test_homes(home: str, checkpoint: Path) -> None:
     text = _lines(*({"text": one} for one in GOOD))

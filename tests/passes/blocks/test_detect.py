@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(every=54)
+@pytest.mark.slow
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
@@ -76,6 +76,7 @@ def test_banks_list_their_tensors_and_their_size() -> None:
     assert sum(spec.format.home_bytes for spec in plan.banks) == report.home_bytes
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", BLOCKS)
 def test_a_layer_that_is_applied_twice_is_two_blocks_with_one_bank(form: str) -> None:
     model = Stack(form, depth=2)
@@ -194,6 +195,7 @@ def test_top_k_is_found_where_rows_are_repeated() -> None:
     assert [match.record.top_k for match in find_blocks(captured.module.graph).matches] == [3]
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_routing_decision_are_blocks_of_their_own() -> None:
     class SharedRouting(nn.Module):
         def __init__(self) -> None:
@@ -237,7 +239,7 @@ class Branches(nn.Module):
         return x
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "strategy"), [(True, "asyncep"), (False, "synchronous")])
 def test_a_bank_that_is_read_in_a_branch_is_in_the_plan(first: bool, strategy: str) -> None:
     model = Branches(first)
@@ -257,6 +259,7 @@ def test_a_bank_that_is_read_in_a_branch_is_in_the_plan(first: bool, strategy: s
     assert ("synchronously" in plan.reason) != first
 
 
+@pytest.mark.slow
 def test_a_bank_in_files_cannot_be_read_in_a_branch(tmp_path: Path) -> None:
     model = Branches(True)
     with torch.no_grad():

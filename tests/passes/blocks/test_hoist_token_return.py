@@ -65,6 +65,7 @@ def _equal(captured: Captured, module: GraphModule) -> bool:
     return all(torch.equal(new, old) for new, old in zip(captured.run(module), captured.run(), strict=True))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_follows_the_last_gemm_stands_right_behind_it(kernels: None, dynamic: bool) -> None:
     captured = capture(_stack(), tokens(), dynamic=dynamic)
@@ -121,6 +122,7 @@ class AllRowsMeet(Weighted):
         return super().back(out - out.mean(0), order)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("block", [ReadTwice, FromZeros, Backwards, AllRowsMeet])
 def test_other_blocks_stay_as_they_are(kernels: None, block: type[Weighted]) -> None:
     captured = capture(_stack(block), tokens())

@@ -104,6 +104,7 @@ def test_blocks_read_gathers_of_banks_in_shards(form: str) -> None:
     assert [len(stay.shards) for stay in plan.slot_stays] == [4] * 3
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("odd", "reason"),
     [

@@ -28,7 +28,7 @@ from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", BLOCKS)
 def test_one_gather_per_block_and_the_operators_stay(form: str, bias: bool) -> None:

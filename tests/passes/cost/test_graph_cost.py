@@ -113,7 +113,7 @@ def test_a_family_costs_what_its_formula_says(family: str) -> None:
     check(config, from_config(config))
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b"])
 def test_a_preset_cut_to_two_layers_costs_what_its_formula_says(name: str) -> None:
     check(preset_config(name, layers=2), preset(name, layers=2))

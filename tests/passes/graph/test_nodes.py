@@ -60,6 +60,7 @@ def test_parts_of_an_unsafe_split_are_views(function: Callable[[torch.Tensor], t
     assert view_source(views[-1]).op == "placeholder"
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_parts_of_weights_are_read_before_the_release(lower: str, no_grad: None) -> None:
     class Splits(nn.Module):

@@ -98,6 +98,7 @@ def test_a_plan_survives_json(plan: Plan) -> None:
     assert json.loads(text)["schema"] == PLAN_SCHEMA
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(PLANS, PLANS)
 def test_plans_have_the_same_digest_exactly_if_they_are_equal(one: Plan, other: Plan) -> None:

@@ -119,7 +119,7 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
     assert result.refusals == result.plan.refusals
 
 
-@pytest.mark.sampled(every=27)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["dense_bmm", "grouped_mm"])
 def test_no_pass_edits_its_input(name: str, form: str) -> None:

@@ -155,6 +155,7 @@ def streaming() -> Streaming:
     return Streaming([0.006, 0.002, 0.006], slots=2, transfer_seconds=0.004)
 
 
+@pytest.mark.slow
 def test_a_recording_shows_what_ran(streaming: Streaming) -> None:
     with moepass.record_timeline() as recording:
         with pytest.raises(InputError, match="once the block of record_timeline has been left"):
@@ -241,7 +242,7 @@ def _predicted(streaming: Streaming, segment_seconds: Sequence[float]) -> Simula
     return simulate_plan(streaming.plan, segment_seconds, transfers)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "slots", "transfer_seconds"),
     [

@@ -42,7 +42,7 @@ def _families(*fast: str) -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in sorted(TINY_FAMILIES)]
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 100])
+@pytest.mark.parametrize("chunk_tokens", [pytest.param(None, marks=pytest.mark.slow), 100])
 @pytest.mark.parametrize("family", _families("qwen3_moe"))
 def test_operators_one_by_one_are_counted(family: str, chunk_tokens: int | None) -> None:
     model = tiny_model(family)
@@ -64,9 +64,9 @@ def test_fused_segments_are_estimated(family: str) -> None:
 
 
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("chunk_tokens", [None, 64])
+@pytest.mark.parametrize("chunk_tokens", [pytest.param(None, marks=pytest.mark.slow), 64])
 def test_wide_experts_are_the_peak_and_chunks_lower_it(lower: str, chunk_tokens: int | None) -> None:
-    model = tiny_model("mixtral", intermediate_size=1024, max_position_embeddings=4096)
+    model = tiny_model("mixtral", num_hidden_layers=1, intermediate_size=1024, max_position_embeddings=4096)
     # With Inductor some expert gets as many rows as go through one together.
     length = 512 if lower == "eager" else 3000
     measured, predicted, _ = _measured_and_predicted(model, 1, length, lower=lower, chunk_tokens=chunk_tokens)
@@ -105,14 +105,14 @@ def test_a_run_takes_the_largest_chunk_that_fits() -> None:
 
 
 def test_chunks_are_chosen_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model("mixtral", intermediate_size=1024, max_position_embeddings=4096)
+    model = tiny_model("mixtral", num_hidden_layers=1, intermediate_size=1024, max_position_embeddings=4096)
     inputs = tiny_inputs(model, 1, 1000)
     expected = model(**inputs).logits
     needed, _, _ = _measured_and_predicted(model, 1, 1000, lower="eager")
     torch._dynamo.reset()
     # Placed for shorter steps; the same budget has to do for longer ones.
     moepass.offload_experts(model, memory_budget=_weights(model) + needed // 2, slots=1, tokens=600)
-    run = torch.compile(model, backend="asyncep", options={"lower": "eager", "chunk_tokens": "auto"}, dynamic=True)
+    run = torch.compile(model, backend="asyncep", options={"lower": "eager", "chunk_tokens": "auto"}, dynamic=False)
     with moepass.record_compilations() as compilations:
         assert torch.allclose(run(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
     (compilation,) = compilations
@@ -135,6 +135,6 @@ def _weights(model: PreTrainedModel) -> int:
 
 
 def test_without_a_budget_nothing_can_be_chosen() -> None:
-    model = tiny_model("qwen3_moe")
+    model = tiny_model("qwen3_moe", num_hidden_layers=1)
     with pytest.raises(BackendCompilerFailed, match=r"OptionError.*memory_budget"):
         torch.compile(model, backend="asyncep", options={"chunk_tokens": "auto"})(**tiny_inputs(model))

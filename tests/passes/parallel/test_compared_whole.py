@@ -291,6 +291,7 @@ def test_numbers_that_are_read_off_constants_are_compared(monkeypatch: pytest.Mo
     assert first != second or not first, "what differs must show, or be refused"
 
 
+@pytest.mark.slow
 def test_equal_numbers_that_are_read_off_constants_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = _digests_of_experts(lambda rank: 4, monkeypatch)
     assert first == second

@@ -218,7 +218,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
         assert len(result.plan.banks) == 1
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize(("experts", "ranks", "top_k"), [(32, 2, 1), (128, 8, 8)])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int, ranks: int, top_k: int) -> None:
@@ -241,7 +241,7 @@ def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -
             assert "rank 0 holds none of its 3 experts" in refusal.reason
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_an_unknown_group_is_a_reason_to_refuse(form: str) -> None:
     one = capture(StackConfig(layers=1, max_tokens=12), form, 0, 2, 12)
@@ -393,7 +393,7 @@ def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
         assert ACTS_LATER[experts] in refusal.reason
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_single_token_is_taken(rank: int) -> None:
     """In a graph of one token torch writes what holds for no other number; a larger copy of it may pass by chance."""
@@ -533,6 +533,7 @@ def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
     assert "it computes in torch.float32 between" in result.refusals[0].reason
 
 
+@pytest.mark.slow
 def test_a_cut_along_a_dimension_that_is_not_there_is_no_form() -> None:
     one = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
     changed = copy_graph_module(one.module)

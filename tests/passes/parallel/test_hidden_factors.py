@@ -95,6 +95,7 @@ def test_a_constant_that_is_put_together_is_not_taken(places: Places) -> None:
     assert refusal("all_reduce", _variant(places), config=WIDE)
 
 
+@pytest.mark.slow
 def test_places_as_they_are_are_taken() -> None:
     """The variant itself is no reason to refuse, nor is what is computed once."""
     assert refusal("all_reduce", _variant(lambda order, ids, top_k: order), config=WIDE) == ""

@@ -210,7 +210,7 @@ CHANGES: tuple[Rows, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(every=15)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_a_number_that_ids_give_hides_no_threshold(change: Rows) -> None:
     assert refusal("all_to_all", _arrived(change), config=WIDE)
@@ -222,6 +222,7 @@ def test_no_way_to_a_small_number_hides_a_threshold(few: str) -> None:
     assert refusal("all_to_all", _arrived(_as_a_shift(_FEW[few])), config=WIDE)
 
 
+@pytest.mark.slow
 def test_rows_in_order_are_taken() -> None:
     """The variant itself is no reason to refuse, nor is a number that ids give, beside no truth."""
     assert refusal("all_to_all", _arrived(lambda rows, order, ids, number: rows[order]), config=WIDE) == ""
@@ -258,7 +259,7 @@ SLOTS: dict[str, Slots] = {
 }
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("slots", SLOTS)
 def test_the_slot_of_an_expert_hides_no_threshold(slots: str, moves: bool) -> None:

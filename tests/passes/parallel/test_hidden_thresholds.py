@@ -211,7 +211,7 @@ def test_what_no_single_comparison_shows_is_not_taken(experts: type[ShardedExper
     assert reason in refusal("all_to_all", experts)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_every_expert_is_tried_however_few_tokens_a_graph_is_for(tokens: int) -> None:
     """What a layer does with one of 64 experts is seen in a graph for one token, too."""

@@ -137,7 +137,7 @@ NESTED = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("experts", NESTED, ids=lambda experts: experts.__name__)
 def test_truths_that_were_never_tried_together_are_not_taken(experts: type[AllToAllExperts]) -> None:
     assert refusal("all_to_all", experts, config=WIDE)

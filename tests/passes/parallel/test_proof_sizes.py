@@ -59,7 +59,7 @@ class _Elements(TorchDispatchMode):
         return result
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_proof_touches_few_numbers_whatever_the_sizes(form: str) -> None:
     config = StackConfig(layers=1, hidden=256, width=128, experts=16, top_k=4, max_tokens=4096)
@@ -195,7 +195,7 @@ class MaskedByConstants(AllToAllExperts):
         return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [PairedAllToAll, PairedAllReduce, NormedAllToAll, MaskedByConstants])
 def test_what_was_copied_for_any_number_of_rows_is_right(
     experts: type[ShardedExperts], monkeypatch: pytest.MonkeyPatch
@@ -229,7 +229,7 @@ COINCIDENCES = {
 }
 
 
-@pytest.mark.sampled(every=42)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COINCIDENCES)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_sizes_that_are_equal_by_chance_are_told_apart(form: str, case: str) -> None:

@@ -100,7 +100,7 @@ class GatheredOnly(AllGatherExperts):
         return hidden_states * rows.mm(rows.new_ones(rows.shape[1], 1)).sum()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "experts"), [("all_to_all", NoWayBack), ("all_gather", GatheredOnly)])
 def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, form, experts)
@@ -212,7 +212,7 @@ def _foreign_operators() -> dict[str, tuple[Any, Callable[..., tuple[Any, ...]]]
 FOREIGN = _foreign_operators()
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_results_that_go_into_an_unknown_collective_are_refused(kind: str) -> None:
     captured = _with_other_way_back(*FOREIGN[kind])
@@ -384,6 +384,7 @@ def test_a_parameter_is_named_as_in_the_model(monkeypatch: pytest.MonkeyPatch) -
     assert "expected its rows and counts" in refusal.reason
 
 
+@pytest.mark.slow
 def test_a_refusal_points_to_what_is_wrong() -> None:
     class Clamped(AllToAllExperts):
         def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def test_tokens_that_are_computed_otherwise_on_a_rank_keep_their_all_reduce(what
     assert IN_THE_GRAPH[what] in refusal
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize("what", IN_THE_VALUES)
 def test_tokens_of_other_parameters_or_inputs_keep_their_all_reduce_in_the_same_run(what: str) -> None:
@@ -181,7 +181,7 @@ def test_a_bias_that_all_ranks_write_alike_is_taken() -> None:
         assert banks == 2
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["own", "own, one run later", "alike", "alike, one run later", "summed"])
 def test_what_a_graph_writes_to_its_buffers_is_part_of_how_tokens_are_computed(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +193,7 @@ def test_what_a_graph_writes_to_its_buffers_is_part_of_how_tokens_are_computed(
     assert (first.tokens == second.tokens) == (what.startswith("alike") or what == "summed")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("what", "why"), [("random", "draws random numbers"), ("scattered", "results differ by rank")])
 def test_a_buffer_that_no_rank_can_write_alike_keeps_its_all_reduce(
     what: str, why: str, monkeypatch: pytest.MonkeyPatch

@@ -167,6 +167,7 @@ def test_a_wide_activation_is_not_judged_by_a_narrow_one() -> None:
     assert "flip" in plan.refusals[0].reason
 
 
+@pytest.mark.slow
 def test_what_only_some_features_read_is_proved_too() -> None:
     """A GEMM that counts its rows wrongly, and that only the last features of many read."""
     config = dataclasses.replace(CONFIG, width=256)
@@ -387,7 +388,7 @@ def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
     assert "reads what ranks exchange at `_c10d_functional.all_gather" in refusal.reason
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["all_gather", "all_reduce"])
 def test_another_size_is_named(form: str) -> None:
     reason = _refusal(form, lambda _, g, u: g * u * torch.ones(g.shape[0] // 2 + 1).sum())

@@ -228,6 +228,7 @@ def _with_profile(form: str) -> Plan:
     return _plans(form, (), hardware="8xh100-80g")
 
 
+@pytest.mark.slow
 def test_a_profile_gives_the_crossover_and_says_why() -> None:
     plan, other = run_ranks(2, _with_profile, "all_to_all")
     assert plan.dispatch is not None

@@ -93,6 +93,7 @@ def test_reads_lie_between_acquire_and_release() -> None:
         assert all(place[tensors] < place[user] < place[done] for user in users)
 
 
+@pytest.mark.slow
 def test_inputs_stay_untouched() -> None:
     captured = streamed(Stack(depth=3), tokens())
     stages = [captured.module, *(up_to(name, captured.module).module for name in ("rewrite", "schedule"))]
@@ -210,6 +211,7 @@ def test_an_update_with_weights_is_a_read_and_keeps_its_place() -> None:
     assert torch.equal(model.kept, weight)
 
 
+@pytest.mark.slow
 def test_results_of_an_operator_with_several_stay_with_it() -> None:
     """The last read of a bank may give several tensors: the release stands behind their getitems."""
 

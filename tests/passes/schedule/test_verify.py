@@ -137,6 +137,7 @@ def test_every_rule_catches_its_broken_schedule_by_name(rule: str) -> None:
     assert f"rule {rule} ({RULES[rule].sentence})" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_error_names_the_nodes() -> None:
     module = copy_graph_module(scheduled().module)
     _wait_for_the_wrong_release(module, scheduled())
@@ -151,6 +152,7 @@ def test_a_refill_that_waits_for_nothing_is_caught() -> None:
         _verify(module, scheduled().plan)
 
 
+@pytest.mark.slow
 def test_a_first_filling_that_waits_is_caught() -> None:
     """The ring would keep what it has brought into the slot before the run, and believe that it is still there."""
     module = copy_graph_module(scheduled(slots=3).module)
@@ -209,6 +211,7 @@ def test_correct_schedules_are_accepted_and_left_alone(form: str, slots: int) ->
     assert fingerprint(result.module) == before
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_layers_applied_twice_are_scheduled_safely(slots: int) -> None:
     captured = streamed(Shared(), tokens(), torch.tensor([[0, 1]] * 6))

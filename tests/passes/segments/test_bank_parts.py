@@ -46,6 +46,7 @@ def _shape_of(node: Node) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
+@pytest.mark.slow
 def test_weights_of_grouped_gemms_come_in_parts_and_tables_whole() -> None:
     cut = _cut()
     plan = with_bank_parts(cut.module, _spread(cut.plan))
@@ -70,6 +71,7 @@ def test_what_does_not_rest_on_the_device_comes_whole(home: str) -> None:
     assert with_bank_parts(cut.module, plan) == plan
 
 
+@pytest.mark.slow
 def test_an_encoded_bank_comes_whole() -> None:
     cut = _cut()
     spread = _spread(cut.plan)

@@ -50,7 +50,7 @@ def _equal(got: tuple[object, ...], want: tuple[object, ...]) -> bool:
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.sampled(every=15)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("form", BLOCKS)

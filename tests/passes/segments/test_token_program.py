@@ -106,6 +106,7 @@ def test_some_tokens_at_a_time_give_the_same(forward: Forward, batch: int, lengt
     assert chunked(compilation) > 0
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     "forward", [_time_major, _mean_over_tokens, _attention, _attention_of_matrices, _written_side_by_side]
 )

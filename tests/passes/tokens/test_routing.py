@@ -80,7 +80,7 @@ REFUSED: dict[str, Routing] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=6)
 def test_routing_runs_some_tokens_at_a_time(name: str) -> None:
     model, ids = token_model(TAKEN[name])
     (operators,) = regions(hybrid(model, ids).module).values()
@@ -94,7 +94,7 @@ def test_routing_runs_some_tokens_at_a_time(name: str) -> None:
 
 # Rows by their place are seen when a region is to be cut, which it then is not.
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"rows by their place"}))
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=14)
 def test_other_routing_is_in_no_region(name: str) -> None:
     found = regions(hybrid(*token_model(REFUSED[name])).module)
     assert not any(GROUPED in operators for operators in found.values())

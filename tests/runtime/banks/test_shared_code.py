@@ -31,6 +31,7 @@ def _other(seed: int, depth: int = 2, form: str = "dense_bmm") -> Stack:
     return model
 
 
+@pytest.mark.slow
 def test_models_one_after_the_other_share_one_compilation() -> None:
     with moepass.record_compilations() as compilations:
         for seed in range(3):
@@ -60,6 +61,7 @@ def test_models_side_by_side_share_code_but_no_ring() -> None:
     assert {report.store.ring().statistics.ahead_wasted for report in reports} == {0}
 
 
+@pytest.mark.slow
 def test_a_model_with_other_slots_gets_a_plan_of_its_own() -> None:
     with moepass.record_compilations() as compilations:
         for slots in (1, 2):
@@ -85,6 +87,7 @@ def test_layers_compiled_one_by_one_share_one_compilation() -> None:
         assert not torch.equal(model(tokens()), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [12])
 def test_layers_of_a_family_compiled_one_by_one_all_stream(layers: int) -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=layers)
@@ -100,6 +103,7 @@ def test_layers_of_a_family_compiled_one_by_one_all_stream(layers: int) -> None:
     assert report.store.ring().statistics.copies >= 2 * layers
 
 
+@pytest.mark.slow
 def test_tied_layers_run_code_that_was_compiled_for_untied_ones() -> None:
     tied = _other(2)
     tied.blocks[1].load_state_dict(tied.blocks[0].state_dict())

@@ -109,6 +109,7 @@ def _attribute_of_parameter(factor: float) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize(
     "make",
     [

@@ -130,6 +130,7 @@ def test_results_are_those_of_the_model(seed: int, slots: int, counts: list[int]
     assert _wrong_runs(seed, _compiled(slots), counts, record)[0] == []
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("slots", [0, 1, 2, 3])
 def test_runs_of_one_shape_are_recorded_once_and_replayed(slots: int) -> None:
     wrong, executor, graphs = _wrong_runs(0, _compiled(slots), [5] * 9)

@@ -92,6 +92,7 @@ def _moves_and_goes() -> None:
         assert _home().ring() is None
 
 
+@pytest.mark.slow
 def test_parameters_lie_in_the_shard_and_go_with_the_model() -> None:
     run_ranks(2, _moves_and_goes)
 

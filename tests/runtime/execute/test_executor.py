@@ -93,6 +93,7 @@ def test_ring_bytes_are_slots_times_the_largest_bank_whatever_the_depth(depth: i
     assert executor.ring.statistics.copied_bytes == 2 * report.home_bytes + report.ring_bytes
 
 
+@pytest.mark.slow
 def test_banks_of_different_sizes_share_slots_of_the_largest() -> None:
     model = Stack("batched_mm", depth=3)
     model.blocks[1] = BLOCKS["batched_mm"](width=128)
@@ -182,6 +183,7 @@ def test_an_exception_in_a_segment_names_the_layer_and_the_ring_goes_on(number: 
             assert torch.equal(compiled(tokens()), expected)
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_copy_names_the_layer_and_the_ring_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack("dense_bmm", depth=4)
     with torch.no_grad():
@@ -338,6 +340,7 @@ def test_a_run_inside_a_run_of_the_same_thread_is_refused(shape: int) -> None:
             assert torch.equal(compiled(tokens(count)), expected[count])
 
 
+@pytest.mark.slow
 def test_a_refused_run_that_is_caught_does_not_disturb_the_outer_one() -> None:
     model = Stack("dense_bmm", depth=3)
     refused: list[moepass.InputError] = []
@@ -413,6 +416,7 @@ def test_a_deleted_model_takes_its_banks_its_ring_and_its_thread_along(lower: st
     assert _live_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_schedule_whose_model_is_gone_says_so() -> None:
     model = Stack("dense_bmm", depth=2)
     moepass.offload_experts(model)

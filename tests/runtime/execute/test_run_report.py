@@ -106,6 +106,7 @@ def test_what_is_not_known_says_why() -> None:
     assert "measured - (not measured: no run yet behind the first one)" in text
 
 
+@pytest.mark.slow
 def test_a_model_whose_experts_were_never_moved_is_measured_too() -> None:
     report = runs(tiny(), 2, 2).report()
     assert report.decisions.forms[0].form == "resident"

@@ -69,6 +69,7 @@ def _moves() -> None:
     assert shard_bytes(_home()) == sum(parameter.nbytes for parameter in _experts(model))
 
 
+@pytest.mark.slow
 def test_experts_move_into_the_shards_and_no_guard_notices() -> None:
     run_ranks(2, _moves)
 

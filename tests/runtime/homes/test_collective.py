@@ -152,7 +152,7 @@ def _idle_ranks_join(depth: int) -> int:
     return report.store.ring().statistics.copies
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_rank_without_work_joins_by_gathering_only(depth: int) -> None:
     busy, idle = run_ranks(2, _idle_ranks_join, depth)
@@ -191,7 +191,7 @@ def _idle_ranks_of_tied_models_join(how: str) -> int:
     return len(report.layers)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one layer", pytest.param("neighbours", marks=pytest.mark.slow), "shared weights"])
 def test_layers_that_come_twice_are_gathered_twice(how: str) -> None:
     assert run_ranks(2, _idle_ranks_of_tied_models_join, how) == [3, 3]

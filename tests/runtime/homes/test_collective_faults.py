@@ -71,6 +71,7 @@ def _plans_differ() -> list[str]:
     return _errors(lambda: compiled_model(model)(tokens()), lambda: model(tokens()))
 
 
+@pytest.mark.slow
 def test_another_plan_is_one_error_on_all_ranks_before_the_first_bank_comes() -> None:
     first, second = run_ranks(2, _plans_differ)
     assert first == second
@@ -93,6 +94,7 @@ def _a_rank_runs_fewer_steps() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_fewer_steps_is_named_within_the_timeout() -> None:
     first, second = run_ranks(2, _a_rank_runs_fewer_steps)
     assert first == second
@@ -122,6 +124,7 @@ def _one_drops_its_model() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_model_that_is_dropped_leaves_nothing_and_is_missed() -> None:
     text, _ = run_ranks(2, _one_drops_its_model)
     assert text.startswith("rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost")

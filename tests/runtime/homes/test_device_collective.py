@@ -250,6 +250,7 @@ def _runs_that_differ(seeds: int) -> int:
     return differ
 
 
+@pytest.mark.slow
 def test_a_compiled_model_stays_exact() -> None:
     assert run_ranks(2, _runs_that_differ, 4) == [0, 0]
 

@@ -69,6 +69,7 @@ def _stays_exact() -> int:
     return report.home_bytes
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_model_stays_exact(ranks: int) -> None:
     """Four experts on three ranks: parts of different sizes, in memory of one size."""

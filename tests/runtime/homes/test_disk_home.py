@@ -107,7 +107,7 @@ def test_every_family_of_transformers_is_the_same_or_refused(family: str, tmp_pa
     assert (tmp_path / "banks").exists() == (family in HAVE_TO_BE_MADE)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_compiled_model_streams_from_its_files(checkpoint: Path, slots: int) -> None:
     model = moepass.load_pretrained(checkpoint, home="disk", slots=slots)
@@ -198,7 +198,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_checkpoint_that_is_changed_is_an_error_in_the_next_run(change: str, tmp_path: Path) -> None:
     # Compiled: in eager mode dense weights, which are mapped, are read before any expert.
@@ -256,7 +256,7 @@ def test_weights_in_files_are_not_written(checkpoint: Path) -> None:
 # ---- Banks that have to be written -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", BLOCKS)
 def test_a_model_in_memory_is_written_and_streamed(form: str, tmp_path: Path) -> None:
     model = Stack(form, depth=3, bias=True)

@@ -154,6 +154,7 @@ def _at_different_layers() -> None:
     _check_figures(report.store)
 
 
+@pytest.mark.slow
 def test_ranks_that_drift_apart_stay_exact() -> None:
     run_ranks(3, _at_different_layers)
 

@@ -118,6 +118,7 @@ def _reads_outside_blocks_are_complete() -> None:
             torch.compile(model, backend="aot_eager")(tokens())
 
 
+@pytest.mark.slow
 def test_reads_outside_recognised_blocks_are_complete_or_refused() -> None:
     run_ranks(2, _reads_outside_blocks_are_complete)
 
@@ -180,6 +181,7 @@ def _one_runs_and_one_rests() -> None:
             store.set("the other", "done")
 
 
+@pytest.mark.slow
 def test_a_rank_that_rests_neither_waits_nor_is_waited_for() -> None:
     run_ranks(2, _one_runs_and_one_rests)
 
@@ -404,6 +406,7 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, home: str, tmp_path: P
     assert named_memory() <= named
 
 
+@pytest.mark.slow
 def test_a_rank_that_drops_its_model_and_ends_is_not_missed(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     with Worker(_serve, store, 0, 2, "eager") as stays, Worker(_serve, store, 1, 2, "eager") as leaves:

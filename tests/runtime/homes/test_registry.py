@@ -156,6 +156,7 @@ def attic() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("home", "rooms"), [("attic", 2), (Attic(rooms=3, link="emulate:1e9"), 3)])
 @torch.no_grad()
 def test_a_new_home_runs(home: str | HomeOptions, rooms: int, attic: None) -> None:

@@ -149,6 +149,7 @@ class _HalfwaySource(MemorySource):
         super().copy(offset_bytes + half, nbytes - half, address + half)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile(data: st.DataObject) -> None:

@@ -98,6 +98,7 @@ def lowered(form: str) -> tuple[GraphModule, Callable[[list[torch.Tensor]], Inpu
     return segment, found
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(counts=st.lists(st.integers(0, 9), min_size=EXPERTS, max_size=EXPERTS), beyond=st.integers(0, 3))
@@ -213,6 +214,7 @@ def test_what_is_no_work_on_single_rows_is_compiled_as_a_whole(function: Callabl
     assert raised.value.node.graph is segment.graph
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_segments_hand_on_no_rows_but_the_outputs_of_experts(streaming: bool, no_grad: None) -> None:
     config = StackConfig(layers=2, hidden=32, width=16, experts=4, top_k=3)

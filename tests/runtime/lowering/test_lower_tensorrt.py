@@ -139,6 +139,7 @@ def _in_part(given: Given) -> GraphModule:
     return made
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -171,6 +172,7 @@ def _stays(segments: tuple[Segment, ...]) -> dict[str, str]:
     return {segment.role: segment.tensorrt.stays for segment in segments if segment.tensorrt}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_a_cpu")
 def test_dense_segments_of_a_model_run_as_engines_and_its_experts_do_not(package: StandIn) -> None:
     model = Stack("dense_bmm", depth=3)
@@ -196,6 +198,7 @@ def test_dense_segments_of_a_model_run_as_engines_and_its_experts_do_not(package
     assert not any(segment.lowering and segment.lowering.how == TENSORRT for segment in second.segments)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_a_cpu")
 def test_a_refused_segment_runs_and_its_record_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     _put(monkeypatch, StandIn(_refuse))

@@ -82,6 +82,7 @@ def test_families_with_what_inductor_decomposes(family: str, kernels: list[Trito
     _assert_equal_to_the_model(family, INDUCTOR, kernels)
 
 
+@pytest.mark.slow
 def test_other_products_are_refused_by_line(no_grad: None) -> None:
     model = tiny_model("llama4")
     refused = []

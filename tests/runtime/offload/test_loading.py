@@ -269,6 +269,7 @@ def _stacked_on_a_rank(folder: Path) -> int:
     return sum(nbytes for key, nbytes in counts.items() if "block_sparse_moe" in key and "router" not in key)
 
 
+@pytest.mark.slow
 @on_linux
 def test_stacked_experts_are_cut(tmp_path: Path) -> None:
     _save(tmp_path, "granitemoe")

@@ -41,6 +41,7 @@ def test_a_report_says_what_was_moved(form: str) -> None:
         assert torch.equal(getattr(part, name.rpartition(".")[2]), value), name
 
 
+@pytest.mark.slow
 def test_memory_on_the_device_counts_what_eager_mode_holds_until_a_graph_is_compiled() -> None:
     model = Stack(depth=3)
     store = moepass.offload_experts(model).store
@@ -73,7 +74,7 @@ def test_a_ring_has_no_more_slots_than_there_are_banks() -> None:
     assert report.ring_bytes == report.store.ring().device_bytes == 2 * largest
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.parametrize("spare", [0, 1])
 def test_the_first_layers_stay_where_memory_allows(form: str, spare: int) -> None:
@@ -92,6 +93,7 @@ def test_the_first_layers_stay_where_memory_allows(form: str, spare: int) -> Non
     assert [stay.bank for stay in plan.slot_stays] == [0, 1]
 
 
+@pytest.mark.slow
 def test_any_layers_may_stay() -> None:
     model, reference = Stack(depth=4), Stack(depth=4)
     model.load_state_dict(reference.state_dict())

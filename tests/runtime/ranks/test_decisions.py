@@ -165,7 +165,7 @@ QUICK = {("all_to_all", "function"), ("all_gather", "constant"), ("all_reduce", 
 WHATS = {"function": "gelu", "limit": "0.5", "factor": "aten.mul.Tensor", "constant": "constant torch.float32"}
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "what"),
     [

@@ -159,6 +159,7 @@ def _compilations_by_step(lower: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_exchanged_form_is_compiled_before_a_run_needs_it(lower: str) -> None:
     assert run_ranks(2, _compilations_by_step, lower, timeout=280) == [[1, 1, 1]] * 2

@@ -129,5 +129,6 @@ def _models_that_keep_their_exchanges() -> None:
             torch.testing.assert_close(compiled(hidden_rows(SMALL, tokens, 0)), full(hidden_rows(SMALL, tokens, 0)))
 
 
+@pytest.mark.slow
 def test_where_exchanges_stay_eager_mode_is_no_error() -> None:
     run_ranks(2, _models_that_keep_their_exchanges)

@@ -91,7 +91,7 @@ def test_layers_of_one_name_may_compute_differently(kind: str) -> None:
         assert taken == ["experts"] * (2 if kind == TANH else 1)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
 def test_ranks_that_run_known_layers_in_another_order_are_an_error(kind: str) -> None:
     """Each of the graphs was decided on before: nobody compiles any more when ranks go apart."""

@@ -138,7 +138,7 @@ def _homes_of_ranks(home: str) -> None:
         FailureLook(dist.group.WORLD).check()  # type: ignore[arg-type]  # it is initialised
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["peer", "hybrid", "collective", "adopted"])
 def test_the_child_of_a_rank_is_refused_and_its_parent_goes_on(home: str) -> None:
     run_ranks(2, _homes_of_ranks, home)

@@ -177,6 +177,7 @@ def model_on_streams() -> _OnStreams:
         return _OnStreams()
 
 
+@pytest.mark.slow
 def test_a_model_computes_the_same_on_whatever_stream(no_grad: None, model_on_streams: _OnStreams) -> None:
     """Slots, and what segments and operators of the model allocate."""
     assert all(model_on_streams.stays_exact(seed) for seed in range(5))

@@ -114,6 +114,7 @@ def test_inductor_streams_and_decodes() -> None:
         torch.testing.assert_close(compiled(ROWS), expected)
 
 
+@pytest.mark.slow
 def test_a_weight_outside_a_block_is_decoded_too() -> None:
     model, _ = _offloaded()
     blocks: Any = model.get_submodule("blocks")
@@ -238,6 +239,7 @@ def _wrong_reads(
 RUNS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),

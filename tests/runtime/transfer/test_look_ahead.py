@@ -128,7 +128,7 @@ def test_after_an_exception_nothing_is_taken_from_before() -> None:
     assert ring.statistics.ahead_used == used + 2 * 2
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.usefixtures("no_grad")

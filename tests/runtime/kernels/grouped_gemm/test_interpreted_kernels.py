@@ -60,7 +60,7 @@ def _assert_right(activation: str, form: str, inputs: ExpertInputs) -> None:
     assert error <= TOLERANCES[result.dtype]
 
 
-@pytest.mark.sampled(every=20)
+@pytest.mark.sampled(every=40)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -132,7 +132,7 @@ def test_rows_of_odd_sizes_are_loaded_by_pointers(hidden: int, width: int, descr
     assert descriptors[1][1] == (width % 4 == 0)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_types_and_layouts_of_weights(dtype: torch.dtype, turned: bool) -> None:
@@ -208,6 +208,7 @@ def test_a_mask_of_rows_as_it_is_decomposed() -> None:
     assert torch.allclose(result, expected, atol=1e-5)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("cuts", [(2,), (1, 3), (0, 5), (1, 2, 3, 4)])
 def test_weights_in_parts(cuts: tuple[int, ...]) -> None:
     inputs = expert_inputs(SIZES, SKEWED)

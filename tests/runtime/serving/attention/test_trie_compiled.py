@@ -120,6 +120,7 @@ def test_a_graph_with_it_is_stored_and_serves_other_steps(store: CaptureStore) -
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_graphs_for_gpus_hold_it_once_a_layer() -> None:
     model = tiny_model("gpt_oss", num_hidden_layers=2)
     model.set_attn_implementation(TRIE_ATTENTION_NAME)

@@ -182,6 +182,7 @@ def test_windows_and_chunks_of_real_sizes_are_learned_from_a_few_tokens() -> Non
     assert found.position_limit is None
 
 
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("name", sorted(TINY_FAMILIES))
 def test_a_configuration_alone_says_the_same(name: str) -> None:
     model = tiny_model(name)
@@ -206,6 +207,7 @@ def test_rotations_that_depend_on_the_longest_sequence_of_a_step_have_a_limit() 
     assert survey_attention(tiny_model("qwen3_moe")).position_limit is None
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4", "deepseek_v3", "gemma2"])
 def test_a_request_gets_the_same_alone_in_company_and_with_a_cache(name: str) -> None:
     model = _model(name)

@@ -215,6 +215,7 @@ def test_new_scores_are_written_beside_their_own_tokens(case: Case) -> None:
             at += 1
 
 
+@pytest.mark.slow
 @many
 @given(cases())
 def test_flops_are_those_of_all_visible_pairs(case: Case) -> None:
@@ -247,6 +248,7 @@ def test_flops_are_those_of_all_visible_pairs(case: Case) -> None:
     assert case.packed.flops == sum(flops)
 
 
+@pytest.mark.slow
 @many
 @given(cases())
 def test_usage_counts_distinct_tokens(case: Case) -> None:

@@ -83,6 +83,7 @@ def named(all_pieces: Sequence[tuple[TokenPiece, ...]]) -> list[Request]:
     return [Request(str(number), some) for number, some in enumerate(all_pieces)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", ["trie", "rows"])
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(asked=st.lists(pieces(), min_size=1, max_size=4).map(named))

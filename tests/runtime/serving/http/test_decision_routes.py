@@ -204,6 +204,7 @@ def test_systemone_answers_as_transformers_own_pipeline(chat: Served) -> None:
         assert found["answers"][name] == pytest.approx(answer, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_with_labels_of_its_own_chooses_among_them_and_refuses_the_rest(demo: Served) -> None:
     choices = [{"value": "English"}, {"value": "<de>"}, {"value": "French"}]
     questions = [

@@ -399,6 +399,7 @@ ENDLESS = "a" * 10_000_000
 LABELLED = {"id": "is it so?", "type": "yes_no", "question": ""}
 
 
+@pytest.mark.sampled(every=25)
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -434,6 +435,7 @@ def test_an_error_names_the_field_that_it_is_about(chat: Served, path: str, body
     assert chat.refused(path, body, status)["param"] == param
 
 
+@pytest.mark.sampled(every=19)
 @pytest.mark.parametrize("path", POSTS)
 def test_absurd_bodies_are_refused_with_a_sentence(chat: Served, path: str) -> None:
     (fields,) = {frozenset(route.fields) for route in ROUTES if (route.method, route.path) == ("POST", path)}
@@ -472,6 +474,7 @@ def test_400_questions_are_answered(chat: Served) -> None:
     assert len(chat.backend.requests[-1].pieces) < 10
 
 
+@pytest.mark.slow
 def test_255_choices_are_answered(demo: Served) -> None:
     names = list(demo.writer.prompt.label_names.values())
     question = {"type": "choice", "instructions": "?", "choices": [{"value": name} for name in names]}
@@ -515,6 +518,7 @@ def test_too_many_items_and_tokens_are_refused(base: Served) -> None:
     assert str(MOST_REQUEST_TOKENS) in base.refused("/v1/score", body)["message"]
 
 
+@pytest.mark.slow
 def test_answers_of_too_many_numbers_are_refused_unasked(base: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "MOST_ANSWER_NUMBERS", 5)
     asked = len(base.backend.requests)
@@ -554,6 +558,7 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
         ServerSettings(**{"model_names": ("tiny",)} | wrong)
 
 
+@pytest.mark.slow
 def test_a_batch_in_the_servers_process_is_answered_as_over_http(chat: Served, tmp_path: Path) -> None:
     bodies = [*INVOCATIONS, ({"prompt": "a", "max_tokens": 9}, "/v1/completions"), ({}, "/no/route")]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -133,6 +133,7 @@ class _Patient:
         return self.backend.status()
 
 
+@pytest.mark.slow
 def test_what_is_open_when_the_time_to_drain_is_over_is_an_error_of_the_usual_shape(chat: Served) -> None:
     backend = _Patient(chat.backend)
     server = server_of(dataclasses.replace(chat.service, backend=backend), drain_seconds=1)

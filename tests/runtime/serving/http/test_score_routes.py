@@ -91,6 +91,7 @@ def _relevance(server: Served, query: str, document: str) -> float:
 DOCUMENTS = ["a dog ran", "the cat sat", "for i in range"]
 
 
+@pytest.mark.slow
 def test_coheres_client_gets_documents_by_relevance(chat: Served) -> None:
     client = cohere.ClientV2(api_key="any", base_url=chat.url)
     found = client.rerank(model="tiny", query="which animal?", documents=DOCUMENTS, top_n=2)
@@ -140,6 +141,7 @@ def test_a_model_with_one_output_scores_pairs_with_it(reward: Served) -> None:
         assert one["relevance_score"] == pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_compare_texts_say_so(demo: Served, classes: Served) -> None:
     assert "pair_template" in demo.refused("/rerank", {"query": "a", "documents": ["b"]})["message"]
     assert "3 classes" in classes.refused("/rerank", {"query": "a", "documents": ["b"]})["message"]
@@ -149,6 +151,7 @@ def test_models_that_cannot_compare_texts_say_so(demo: Served, classes: Served) 
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoints_own_template_of_pairs_is_used(checkpoint: Any) -> None:
     prompt = Prompt(pair_template="<|user|>{query} <sep> {document}<|end|>", pair_labels=("yes", "no"))
     with served(checkpoint, prompt=prompt) as running:

@@ -96,6 +96,7 @@ def is_closed_while_it_trickles(opened: socket.socket, part: bytes) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind_an_answer", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_head_that_never_ends_is_cut_off(impatient: tuple[str, int], behind_an_answer: bool) -> None:
     with connected(impatient) as opened:
@@ -134,6 +135,7 @@ def test_a_client_that_reads_no_answer_is_cut_off(impatient_server: tuple[Draini
         assert not server.server_state.tasks
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_its_answers(chat: Served, impatient: tuple[str, int]) -> None:
     size = MANY_ANSWERS * len(chat.client.get("/openapi.json").content)
     with ask_for_many(impatient) as opened:

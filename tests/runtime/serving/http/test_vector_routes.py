@@ -47,6 +47,7 @@ def test_embeddings_may_be_left_as_they_are(base: Served) -> None:
     assert float(np.linalg.norm(normalised)) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_ask_for_the_mean(checkpoint: Any) -> None:
     with served(checkpoint, prompt=Prompt(vector="mean")) as running:
         (found,) = running.post("/embed", {"inputs": TEXTS[0], "normalize": False})
@@ -72,6 +73,7 @@ def test_texts_are_classified(classes: Served, path: str) -> None:
         assert one["num_classes"] == 3
 
 
+@pytest.mark.slow
 def test_labels_of_a_checkpoint_are_classes(demo: Served) -> None:
     text = "Das ist gut so."
     (found,) = demo.post("/classify", {"input": text})["data"]

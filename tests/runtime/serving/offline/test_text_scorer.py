@@ -117,6 +117,7 @@ def test_scores_are_those_of_a_plain_loop(family: str, labels: list[str], tmp_pa
         assert list(probabilities) == labels
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(("most_texts", "step_tokens"), [(1, None), (2, None), (3, None), (100, None), (None, 5)])
 def test_steps_do_not_matter(checkpoint: Path, most_texts: int | None, step_tokens: int | None) -> None:
     alone = _scorer(checkpoint, LABELS)
@@ -125,6 +126,7 @@ def test_steps_do_not_matter(checkpoint: Path, most_texts: int | None, step_toke
         _assert_close(found, _scores(alone, [text])[0])
 
 
+@pytest.mark.slow
 def test_results_come_in_the_order_of_the_texts_window_by_window(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

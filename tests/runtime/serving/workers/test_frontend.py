@@ -204,6 +204,7 @@ def test_a_step_that_is_long_because_it_is_large_is_no_hang(tmp_path: Path) -> N
     run(work())
 
 
+@pytest.mark.slow
 def test_ranks_that_need_each_other_end_together(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ends_together=True) as frontend:
@@ -312,6 +313,7 @@ def test_steps_that_fail_are_no_fault_of_the_request(tmp_path: Path) -> None:
     run(work())
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1, options=slow) as frontend:
@@ -350,7 +352,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(limits: FrontendLimits
     run(work())
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [FrontendLimits(waiting_seconds=0.05), FrontendLimits(open_bytes=2000)])
 def test_an_idle_server_takes_a_call_whole_however_large(limits: FrontendLimits, tmp_path: Path) -> None:
     async def work() -> None:

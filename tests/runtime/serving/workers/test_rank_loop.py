@@ -157,6 +157,7 @@ def test_requests_are_answered_in_steps_in_the_order_in_which_they_came(frontend
     assert frontend.ended()
 
 
+@pytest.mark.slow
 def test_a_rank_says_that_it_lives_and_for_how_long_it_computes(frontend: Frontend) -> None:
     frontend.receive()
     while not isinstance(idle := frontend.receive_any(), Alive):
