@@ -42,6 +42,9 @@ MOST_BENCH_REQUESTS = 1_000_000
 MOST_LABELS = 1024
 MOST_BATCH_SIZE = 1 << 16
 
+# What stands for a number that each run chooses.
+AUTO = "auto"
+
 # Connections that clients have open at a server that is told no other number.
 MOST_CONNECTIONS = 4096
 

@@ -12,7 +12,8 @@ from typing import cast
 
 from moepass.models.errors import OptionError
 from moepass.models.homes import ADOPTED
-from moepass.options import AUTO, Options
+from moepass.models.limits import AUTO
+from moepass.options import Options
 from moepass.passes.ir.activation_memory import LEAST_CHUNK_TOKENS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext

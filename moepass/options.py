@@ -12,7 +12,7 @@ import torch
 
 from moepass.models.errors import OptionError, one_of
 from moepass.models.homes import ADOPTED
-from moepass.models.limits import check_wait
+from moepass.models.limits import AUTO, check_wait
 from moepass.passes.ir.segment import TENSORRT
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.homes.adopted_banks import AdoptionOptions
@@ -22,9 +22,6 @@ from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.agree import LARGEST_EXACT
 from moepass.runtime.transfer.link import parse_link
 from moepass.runtime.transfer.transports import check_transport
-
-# Runs choose.
-AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moepass.cli.arguments import LoweringName, ServedDtype
-from moepass.cli.rank_options import RankOptions
+from moepass.cli.rank_options import RankOptions, check_kernel_tuning, parse_chunk_tokens
 from moepass.cli.streams import check_compiler_cache
 from moepass.cli.torchrun import checked_ranks, launched_process, run_launched_rank
 from moepass.models.byte_counts import parse_bytes
@@ -119,11 +119,11 @@ def serve(
         ),
     ] = 30.0,
     chunk_tokens: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1,
             metavar="N",
-            help="Between attentions, run at most so many tokens of a step at a time: longer inputs fit into memory.",
+            help="Between attentions, run at most so many tokens of a step at a time: longer inputs fit into memory. "
+            "**auto**: as many as the memory budget leaves room for.",
             show_default="all at once",
         ),
     ] = None,
@@ -214,7 +214,7 @@ def rank_options_of(
     hardware: str | None,
     kv_cache: str | None,
     step_tokens: int | None,
-    chunk_tokens: int | None,
+    chunk_tokens: str | None,
     tune_kernels: bool,
     lower: LoweringName,
     eager: bool,
@@ -228,14 +228,8 @@ def rank_options_of(
         home = home_named(home).name
     except InputError as error:
         raise OptionError(str(error), name=error.name, value=error.value, expected=error.expected) from error
-    if tune_kernels and (not device.startswith("cuda") or eager or lower is LoweringName.eager):
-        raise OptionError(
-            f"tune_kernels is given, but with device {device!r}, lower {lower.value!r}{' and eager' if eager else ''} "
-            "experts have no Triton kernels; they have with device cuda and lower inductor",
-            name="tune_kernels",
-            value=True,
-            expected=(False,),
-        )
+    if tune_kernels:
+        check_kernel_tuning(device, lower.value, eager)
     return RankOptions(
         model=model,
         ranks=ranks,
@@ -253,7 +247,7 @@ def rank_options_of(
         hardware=hardware,
         cache_bytes=None if cache_bytes is None else int(cache_bytes),
         step_tokens=step_tokens,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=parse_chunk_tokens(chunk_tokens, home, memory_budget),
         tune_kernels=tune_kernels,
     )
 

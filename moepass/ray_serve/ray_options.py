@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from moepass.cli.rank_options import RankOptions
+from moepass.cli.rank_options import RankOptions, check_kernel_tuning, parse_chunk_tokens
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import OptionError
 from moepass.models.homes import home_named
@@ -44,7 +44,8 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hardware: str | None = None
     kv_cache: str | None = None
     step_tokens: int | None = None
-    chunk_tokens: int | None = None
+    chunk_tokens: int | str | None = None
+    tune_kernels: bool = False
     lower: Literal["inductor", "eager"] = "inductor"
     eager: bool = False
     link: str = "real"
@@ -69,10 +70,13 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def rank_options(self, key: bytes) -> RankOptions:
         """What the ranks of all replicas are told. Raises InputError and OptionError."""
         cache_bytes = 0 if self.kv_cache == "off" else parse_bytes(self.kv_cache, "kv_cache")
+        home = home_named(self.home).name
+        if self.tune_kernels:
+            check_kernel_tuning(self.device, self.lower, self.eager)
         return RankOptions(
             model=self.model,
             ranks=self.ranks,
-            home=home_named(self.home).name,
+            home=home,
             device=self.device,
             lower=self.lower,
             compiled=not self.eager,
@@ -86,7 +90,8 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             hardware=self.hardware,
             cache_bytes=None if cache_bytes is None else int(cache_bytes),
             step_tokens=self.step_tokens,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=parse_chunk_tokens(self.chunk_tokens, home, self.memory_budget),
+            tune_kernels=self.tune_kernels,
         )
 
 

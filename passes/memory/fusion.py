@@ -6,6 +6,7 @@ A model of `torch._inductor.lowering` and its scheduler, after their rules as of
     written are: results of the graph; operands and results of what Inductor calls, as GEMMs, attention and sorts;
         reductions; a value with several readers that reads more than a few others, or takes an exponential
     values of equal sizes that are computed of the same ones are written by one kernel, as soon as the first is needed
+    what is computed or reduced between two calls runs as one kernel
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ _COMPUTED = frozenset({
     "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu",
     "where", "zeros", "zeros_like", "rsub", "repeat", "flip", "roll", "silu", "gelu", "_unsafe_index", "unsafe_index",
 })  # fmt: skip
-# Written to memory by a kernel of Inductor's own, not by a call.
-_REDUCTIONS = frozenset({
+# Written to memory by a kernel of Inductor's own, not by a call: reductions, and what others write their results into.
+_WRITTEN = frozenset({
     "amax", "amin", "sum", "mean", "prod", "any", "all", "var", "var_mean", "std", "argmax", "argmin", "max", "min",
-    "cumsum", "_softmax", "_log_softmax", "logsumexp", "native_layer_norm", "_fused_rms_norm", "linalg_vector_norm",
+    "cat", "cumsum", "_softmax", "_log_softmax", "logsumexp", "native_layer_norm", "_fused_rms_norm",
+    "linalg_vector_norm",
 })  # fmt: skip
 _EXPENSIVE = frozenset({"exp", "sigmoid", "silu"})
 
@@ -46,7 +48,7 @@ def is_computed(node: Node) -> bool:
 
 def is_kernel(node: Node) -> bool:
     """True for what Inductor writes code for; everything else is called."""
-    return is_computed(node) or base_operation(node) in _REDUCTIONS
+    return is_computed(node) or base_operation(node) in _WRITTEN
 
 
 @dataclasses.dataclass(frozen=True)

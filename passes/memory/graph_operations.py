@@ -26,9 +26,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, module_path
-from moepass.passes.graph.operations import operation
+from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
-from moepass.passes.memory.fusion import NO_FUSION, Fusion, fusion_of, is_computed
+from moepass.passes.memory.fusion import NO_FUSION, Fusion, fusion_of, is_computed, is_kernel
 from moepass.passes.memory.held_bytes import Operation, peaks
 from moepass.passes.memory.operator_workspace import workspace_bytes
 from moepass.passes.memory.value_bytes import row_bytes, tensor_bytes
@@ -101,6 +101,10 @@ class _OperationWriter:
         self.how = how
         self.operations: list[Operation] = []
         self._numbers = itertools.count()
+        # Storages that several values are written into: Inductor overwrites none.
+        self._joined_into: set[int] = set()
+        # The kernel that the next operation may be a part of.
+        self._kernel: int | None = None
         # Layers share segments, and to describe the body of one takes most of the time of this pass.
         self._bodies: dict[GraphModule, _Body | None] = {}
 
@@ -137,6 +141,7 @@ class _OperationWriter:
         for node in segment.graph.nodes:
             if node.op != "output":
                 self._node(node, shown, sizes, fusion)
+        self._kernel = None
         return _returned(segment.graph, shown)
 
     def _node(self, node: Node, shown: dict[Node, Shown], sizes: Sizes, fusion: Fusion = NO_FUSION) -> None:
@@ -161,8 +166,15 @@ class _OperationWriter:
         for one in (node, *fusion.with_first.get(node, ())):
             if one not in shown:
                 shown[one] = self._written(fake_value(one), sizes, makes)
+        if not (self.how.is_fused and is_kernel(node)):
+            self._kernel = None
+        elif self._kernel is None:
+            self._kernel = next(self._numbers)
         workspace = workspace_bytes(node).xreplace(dict(sizes))
-        self._add(node, reads, makes, [workspace], overwrites=self.how.is_fused and is_computed(node))
+        if base_operation(node) == "cat":
+            self._joined_into |= makes.keys()
+        may_overwrite = self.how.is_fused and is_computed(node)
+        self._add(node, reads, makes, [workspace], reads - self._joined_into if may_overwrite else _NOTHING)
 
     def _written(self, value: Any, sizes: Sizes, makes: dict[int, sympy.Expr]) -> Shown:
         """Storages for `value`, which are added to `makes`."""
@@ -183,11 +195,11 @@ class _OperationWriter:
         reads: frozenset[int],
         makes: Mapping[int, sympy.Expr] | None = None,
         temporary: Sequence[sympy.Expr] = (),
-        overwrites: bool = False,
+        overwrites: frozenset[int] = _NOTHING,
     ) -> None:
         path = module_path(node)
         where = f"{path} ({operation(node)})" if path else operation(node)
-        self.operations.append(Operation(where, reads, makes or {}, temporary, overwrites))
+        self.operations.append(Operation(where, reads, makes or {}, temporary, overwrites, self._kernel))
 
     def _in_chunks(self, segment: GraphModule, shown: Mapping[Node, Shown], sizes: Sizes) -> Sequence[Shown] | None:
         """None where the segment cannot run in chunks."""

@@ -1,7 +1,8 @@
 """Follow a run's memory operation by operation: what each takes, and until when it is held.
 
     storage     memory that one operation allocates; views of it hold it too
-    held        storages from the operation that makes them to the last one that reads them, itself or a view of it
+    held        storages from the operation that makes them to the last one that reads them, itself or a view of it;
+                where that one is a part of a kernel, to the kernel's end
     peak        the largest sum of what is held at once: while an operation runs its operands, its results, and what it
                 allocates only for itself
 
@@ -26,14 +27,16 @@ class Operation:
     """One operation of a run: the storages it `makes`, with their bytes, and those it reads.
 
     `temporary` are bytes that it allocates and gives back while it runs; several where it has several peaks of its own.
-    `overwrites`: a result takes the place of an operand of the same size that nothing reads afterwards.
+    A result takes the place of one of `overwrites` of the same size that nothing reads afterwards. `kernel`: equal for
+    operations side by side that run as one; None: alone.
     """
 
     where: str
     reads: frozenset[int]
     makes: Mapping[int, sympy.Expr]
     temporary: Sequence[sympy.Expr] = ()
-    overwrites: bool = False
+    overwrites: frozenset[int] = frozenset()
+    kernel: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +61,16 @@ def peaks(operations: Sequence[Operation], kept: Iterable[int] = ()) -> list[Pea
     held: dict[sympy.Expr, sympy.Expr] = {}
     size_of: dict[int, sympy.Expr] = {}
     found: list[Peak] = []
+    # What the operations of a kernel read no more.
+    over: list[int] = []
     for place, operation in enumerate(operations):
         gone = [storage for storage in ending.get(place, ()) if storage in size_of]
-        if operation.overwrites:
-            for size in operation.makes.values():
-                overwritten = next((storage for storage in gone if size_of[storage] == size), None)
-                if overwritten is not None:
-                    gone.remove(overwritten)
-                    _add(held, size_of.pop(overwritten), -1)
+        for size in operation.makes.values():
+            may = (storage for storage in gone if storage in operation.overwrites and size_of[storage] == size)
+            overwritten = next(may, None)
+            if overwritten is not None:
+                gone.remove(overwritten)
+                _add(held, size_of.pop(overwritten), -1)
         for storage, size in operation.makes.items():
             size_of[storage] = size
             _add(held, size, 1)
@@ -76,8 +81,11 @@ def peaks(operations: Sequence[Operation], kept: Iterable[int] = ()) -> list[Pea
                 sum_here = dict(held)
                 _add(sum_here, extra, 1)
                 _note(found, Peak(sum_here, operation.where))
-        for storage in gone:
-            _add(held, size_of.pop(storage), -1)
+        over += gone
+        if operation.kernel is None or place + 1 == len(operations) or operations[place + 1].kernel != operation.kernel:
+            for storage in over:
+                _add(held, size_of.pop(storage), -1)
+            over = []
     return found
 
 

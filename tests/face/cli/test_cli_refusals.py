@@ -296,6 +296,22 @@ def test_a_compiler_cache_that_cannot_be_written_is_named(command: str, checkpoi
         assert finished.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["0"], "chunk_tokens is '0'; it must be a number of tokens from 1 on, or 'auto'"),
+        (["all"], "chunk_tokens is 'all'; it must be"),
+        (["auto"], "there is no memory budget that chunks could fit into"),
+        (["auto", "--memory-budget", "1GB", "--home", "device"], "and a home that experts are streamed from"),
+    ],
+)
+def test_chunks_are_a_number_or_fit_into_a_budget(checkpoint: Path, given: list[str], words: str) -> None:
+    result = _run("serve", checkpoint, "--chunk-tokens", *given)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_kernels_are_tuned_where_there_are_kernels(checkpoint: Path) -> None:
     for options in (["--device", "cpu"], ["--device", "cuda", "--eager"], ["--device", "cuda", "--lower", "eager"]):
         result = _run("serve", checkpoint, *options, "--tune-kernels")

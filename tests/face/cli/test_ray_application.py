@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from error_fields import refused
 from test_serve import serving
 
 from moepass.models.errors import InputError, OptionError
@@ -58,6 +59,18 @@ def test_numbers_of_bytes_are_refused_by_the_names_of_their_options() -> None:
         _ = parse_options({"model": "demo", "queue_bytes": "lots"}).open_bytes
     with pytest.raises(InputError, match=r"^kv cache 'lots'"):
         parse_options({"model": "demo", "kv_cache": "lots"}).rank_options(bytes(16))
+
+
+def test_chunks_and_tuned_kernels_are_as_those_of_a_server() -> None:
+    ranks = parse_options({"chunk_tokens": "auto", "memory_budget": "1GB", "model": "demo"}).rank_options(bytes(16))
+    assert ranks.chunk_tokens == "auto"
+    assert parse_options({"chunk_tokens": "64", "model": "demo"}).rank_options(bytes(16)).chunk_tokens == 64
+    with refused(OptionError, name="chunk_tokens", value="auto"):
+        parse_options({"chunk_tokens": "auto", "model": "demo"}).rank_options(bytes(16))
+    with refused(OptionError, name="tune_kernels", value=True):
+        parse_options({"tune_kernels": True, "model": "demo"}).rank_options(bytes(16))
+    on_gpu = parse_options({"tune_kernels": True, "device": "cuda", "model": "demo"})
+    assert on_gpu.rank_options(bytes(16)).tune_kernels
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

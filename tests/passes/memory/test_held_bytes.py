@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import sympy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,8 +61,19 @@ def test_peaks_that_sizes_decide_between_are_kept_and_no_others() -> None:
 
 def test_a_result_may_take_the_place_of_a_dying_operand_of_its_size() -> None:
     first = Operation("first", frozenset(), {0: TOKENS})
-    fused = Operation("fused", frozenset({0}), {1: TOKENS}, overwrites=True)
+    fused = Operation("fused", frozenset({0}), {1: TOKENS}, overwrites=frozenset({0}))
     (peak,) = peaks([first, fused], {1})
     assert peak.expression == TOKENS
     (peak,) = peaks([first, fused], {0, 1})
     assert peak.expression == 2 * TOKENS
+    (peak,) = peaks([first, dataclasses.replace(fused, overwrites=frozenset())], {1})
+    assert peak.expression == 2 * TOKENS
+
+
+def test_a_kernel_holds_everything_to_its_end() -> None:
+    read = Operation("read", frozenset(), {0: TOKENS})
+    parts = [Operation(f"part {one}", frozenset({one}), {one + 1: TOKENS}) for one in range(3)]
+    (peak,) = peaks([read, *parts])
+    assert peak.expression == 2 * TOKENS
+    (peak,) = peaks([read, *(dataclasses.replace(part, kernel=7) for part in parts)])
+    assert peak.expression == 4 * TOKENS
