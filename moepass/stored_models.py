@@ -1,9 +1,9 @@
-"""The list of what `moepass.stored_compile` has stored for later starts, and its removal: `moepass cache`."""
+"""The list of what is stored for later starts, compiled models and tuned kernels, and its removal: `moepass cache`."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from moepass.models.errors import InputError
 from moepass.runtime.captures.capture_store import CaptureStore, Entry, find_store
+from moepass.runtime.kernels.grouped_gemm.tuned_tiles import TunedTiles
 from moepass.runtime.system.own_files import FOLDER_VARIABLE
 
 
@@ -27,14 +28,22 @@ def list_cache() -> None:
         for entry in entries:
             table.add_row(*map(_shown, _cells(entry)))
         console.print(table)
-    console.print(f"{_amount(entries)} in {store.folder}", highlight=False, soft_wrap=True)
+    tuned = TunedTiles(store.folder).files()
+    _tell(entries, [path.lstat().st_size for path in tuned], f"in {store.folder}")
 
 
 def clear_cache() -> None:
     """Raises InputError as `list_cache`, and where a file cannot be removed."""
     store = _store()
-    console = Console()
-    console.print(f"Removed {_amount(store.clear())} from {store.folder}", highlight=False, soft_wrap=True)
+    removed = store.clear()
+    tuned = TunedTiles(store.folder).files()
+    sizes = [path.lstat().st_size for path in tuned]
+    for path in tuned:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"{path} cannot be removed: {error.strerror}", path=path) from error
+    _tell(removed, sizes, f"removed from {store.folder}")
 
 
 def _store() -> CaptureStore:
@@ -60,6 +69,13 @@ def _cells(entry: Entry) -> tuple[str, str, str, str]:
     return entry.header.model, stored, size, versions
 
 
-def _amount(entries: Iterable[Entry]) -> str:
-    sizes = [entry.nbytes for entry in entries]
-    return f"{len(sizes)} compiled {'graph' if len(sizes) == 1 else 'graphs'}, {decimal(sum(sizes))},"
+def _tell(entries: Iterable[Entry], tuned: Sequence[int], where: str) -> None:
+    """`tuned` are the bytes of each tuned kernel."""
+    amounts = [_amount("compiled graph", [entry.nbytes for entry in entries])]
+    if tuned:
+        amounts.append(_amount("tuned kernel", tuned))
+    Console().print(f"{' and '.join(amounts)} {where}", highlight=False, soft_wrap=True)
+
+
+def _amount(what: str, sizes: Sequence[int]) -> str:
+    return f"{len(sizes)} {what}{'' if len(sizes) == 1 else 's'}, {decimal(sum(sizes))},"

@@ -364,7 +364,7 @@ def cache(
     list_: Annotated[bool, typer.Option("--list", help="Show what is stored; the default.")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Remove it all.")] = False,
 ) -> None:
-    """Show or remove the compiled models that later starts of **score** and **demo** run at once.
+    """Show or remove the compiled models and tuned kernels that later starts use at once.
 
     They are kept in the folder that MOEPASS_CACHE_DIR names, by default beside the code that torch's compiler keeps.
     Where MOEPASS_CACHE_DIR is empty, nothing is stored or used. A model is compiled anew where anything that it depends

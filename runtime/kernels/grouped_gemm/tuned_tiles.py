@@ -99,6 +99,10 @@ class TunedTiles:
         except (OSError, UnusableFileError) as error:
             logger.warning("tuned sizes of tiles are not stored in %s: %s", path, error)
 
+    def files(self) -> list[Path]:
+        """Empty where there is no folder."""
+        return sorted(self.folder.glob(f"*{_SUFFIX}"))
+
     def _path(self, identity: KernelIdentity) -> Path:
         return self.folder / f"{identity.key()}{_SUFFIX}"
 

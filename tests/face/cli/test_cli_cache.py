@@ -70,7 +70,7 @@ def test_a_second_score_compiles_nothing_and_a_damaged_file_is_reported(
     assert counters["stats"]["unique_graphs"] == 0  # what was compiled instead took its place
 
     cleared = _run("cache", "--clear")
-    assert "Removed 1 compiled graph," in cleared.stdout
+    assert "1 compiled graph," in cleared.stdout
     assert list(folder.iterdir()) == []
 
 
@@ -99,6 +99,16 @@ def test_cache_lists_what_nobody_wrote_on_purpose(folder: Path, field: str, valu
     assert result.exit_code == 0, result.output
     assert shown in result.stdout
     assert "\x1b" not in result.stdout
+
+
+def test_tuned_kernels_are_counted_and_removed(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "a.tiles.json").write_text("{}")
+    (folder / "of somebody else.json").write_text("{}")
+    assert "0 compiled graphs, 0 bytes, and 1 tuned kernel, 2 bytes, in " in _run("cache", "--list").stdout
+    assert "1 tuned kernel, 2 bytes, removed from " in _run("cache", "--clear").stdout
+    assert [path.name for path in folder.iterdir()] == ["of somebody else.json"]
+    assert "tuned kernel" not in _run("cache").stdout
 
 
 def test_cache_refuses_what_it_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
