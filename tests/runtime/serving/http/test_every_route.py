@@ -178,7 +178,6 @@ def guarded(checkpoint: Path) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.sampled(every=29)
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_the_key_guards_every_route_but_health(guarded: Served, route: Any) -> None:
     for headers in (
