@@ -84,8 +84,8 @@ class Lowering:
     `tensorrt` (an engine of TensorRT).
     `refusal` is None where that is what was wanted.
 
-    With `chunk_tokens` it runs at most so many tokens at a time, and `experts` is how the experts in it run; empty
-    where it has none.
+    With `chunk_tokens` it runs at most so many tokens at a time, or as many as a run chooses where the plan's
+    activations have `room_bytes`; and `experts` is how the experts in it run, empty where it has none.
     """
 
     how: str
