@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.blocks.hoist_token_return import TokenReturn, token_return
-from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, view_source
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.plan import dtype_name
 from moepass.passes.ir.segment import EXPERTS, PART_KEY
@@ -167,12 +167,14 @@ def _values_with_rows(
     count = fake_value(gemms[0].rows).shape[0]
     by_node = {gemm.node: gemm for gemm in gemms}
     rows: set[Node] = set()
+    # There may be as many experts as rows.
+    weights = {view_source(gemm.weights) for gemm in gemms}
     returning = set(returns).union(*(found.making_inverse for found in returns.values()))
     for node in graph.nodes:
         if node in returning:
             continue
         if node.op == "placeholder":
-            if node is not ends and _has_rows(node, count) and not _is_only_looked_up(node):
+            if node is not ends and node not in weights and _has_rows(node, count) and not _is_only_looked_up(node):
                 rows.add(node)
         elif node.op == "call_function" and any(used in rows for used in node.all_input_nodes):
             if node in by_node:
@@ -271,7 +273,11 @@ def _is_scalar_work(node: Node) -> bool:
 def constant_number(node: Node) -> float | bool | None:
     """The number that `node` is a tensor of, as decompositions write what a mask fills in; None where it is none."""
     value = node.args[0] if is_call(node, aten.scalar_tensor.default) else None
-    return value if isinstance(value, (bool, int, float)) else None
+    if not isinstance(value, (bool, int, float)):
+        return None
+    dtype = fake_value(node).dtype
+    # A tensor of another type holds another number: 1 where 1.5 fills in integers.
+    return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
 
 
 def _is_pointwise(node: Node) -> bool:

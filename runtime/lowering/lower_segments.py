@@ -203,8 +203,6 @@ def _lower_inductor(segment: GraphModule) -> LoweredSegment:
         return LoweredSegment.of(by_expert, segment, boxed=True, lowering=Lowering(how))
     # Inductor edits the graph that it compiles; the partitioned one stays readable.
     private = copy_graph_module(segment)
-    for node in graph_inputs(private.graph):
-        node.meta["val"] = _own_symbol(fake_value(node))
     inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(private.graph)]
     fake_mode = _fake_mode_of(segment, inputs)
     run = compile_with_inductor(private, fake_mode)
@@ -240,6 +238,8 @@ def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
     from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
 
+    for node in graph_inputs(module.graph):
+        node.meta["val"] = _own_symbol(fake_value(node))
     inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(module.graph)]
     # Inductor's layout optimisation gives wrong results for depthwise 1-d convolutions on CPUs (seen with torch 2.13.0
     # on jamba, whole graph and segment alike), and has nothing to gain in a language model.

@@ -41,7 +41,7 @@ def lower_to_triton(segment: GraphModule, compile_graph: Compile) -> TritonExper
         reason = in_words(str(error), segment.graph, error.node)
         line = source_line(error.node) or source_line(experts[0])
         return NotLowered(TRITON, error.node.name, reason, line)
-    before = None if kernels.before is None else compile_graph(_graph_of(kernels.before))
+    before = None if kernels.before is None else compile_graph(_graph_of(kernels.before, _sizes(segment)))
     return TritonExperts(segment, program, kernels, generated, before)
 
 
@@ -78,6 +78,7 @@ class TritonExperts:
         read = [node for kernel in kernels.kernels for node in kernel.operands]
         self._fixed = FixedValues(segment, program, [*read, *(() if kernels.before is None else kernels.before.inputs)])
         self._before = before
+        self._sizes = _sizes(segment)
         # What nothing reads any more, kernel by kernel.
         later = set(program.outputs)
         self._dead: list[list[Node]] = []
@@ -93,7 +94,7 @@ class TritonExperts:
         inputs.clear()
         if self.kernels.before is not None:
             assert self._before is not None
-            results = self._before([found[node] for node in self.kernels.before.inputs])
+            results = self._before([found[node] for node in (*self._sizes, *self.kernels.before.inputs)])
             found.update(zip(self.kernels.before.outputs, results, strict=True))
         rows = len(found[self.program.row_inputs[0]])
         ends = found[self.program.ends]
@@ -108,11 +109,19 @@ class TritonExperts:
         return tuple(found[node] for node in self.program.outputs)
 
 
-def _graph_of(work: RowWork) -> GraphModule:
-    """`work` for all rows at once, as a graph of its own whose nodes have the fake values of the segment's."""
+def _sizes(segment: GraphModule) -> list[Node]:
+    """The inputs that are sizes: Inductor reads the tokens of a number of rows, such as twice the tokens, from them."""
+    return [node for node in graph_inputs(segment.graph) if isinstance(fake_value(node), torch.SymInt)]
+
+
+def _graph_of(work: RowWork, sizes: Sequence[Node]) -> GraphModule:
+    """`work` for all rows at once, as a graph of its own whose nodes have the fake values of the segment's.
+
+    It takes `sizes`, and then what `work` reads.
+    """
     graph = Graph()
     values: dict[Node, Node] = {}
-    for index, node in enumerate(work.inputs):
+    for index, node in enumerate([*sizes, *work.inputs]):
         values[node] = graph.placeholder(f"input_{index}")
         values[node].meta.update(node.meta)
     for node in work.nodes:

@@ -276,9 +276,11 @@ def _load(kernel: GemmKernel, value: Loaded) -> str:
     if value.columns == ONE_COLUMN or column_dim >= dims or column_dim < 0:
         pass
     elif value.columns.step == 0:
-        pointer += f" + {value.columns.start} * {name}_stride_{column_dim}"
+        pointer += f" + tl.cast({value.columns.start}, tl.int64) * {name}_stride_{column_dim}"
     else:
-        pointer += f" + ({_columns('column', value.columns)})[None, :] * {name}_stride_{column_dim}"
+        # Rows may be the inner dimension in memory, and columns far apart.
+        column = f"({_columns('column', value.columns)})[None, :].to(tl.int64)"
+        pointer += f" + {column} * {name}_stride_{column_dim}"
         mask = ", mask=is_column[None, :], other=0"
     return f"tl.load({pointer}{mask})"
 
@@ -303,7 +305,10 @@ def _compute(value: Computed, held: Sequence[torch.dtype]) -> str:
             continue
         target = torch.bool if is_choice and number == 0 else wanted
         arguments.append(cast(f"value_{argument.place}", held[argument.place], target))
-    return write_operator(value.operator, arguments)
+    written = write_operator(value.operator, arguments, wanted)
+    # Constants of Triton have types of their own, and so has what it chooses among them.
+    has_own_type = held_type(value.dtype).is_floating_point or value.operator in COMPARISONS
+    return written if has_own_type else f"{written}.to({triton_type(value.dtype)})"
 
 
 aten = torch.ops.aten

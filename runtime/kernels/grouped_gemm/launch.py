@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import hashlib
@@ -85,7 +86,8 @@ class GeneratedGemm:
             contextvars.copy_context().run(self._start, launch, programs, sizes)
 
         if rows:
-            run(sizes or self._fastest(weights, rows, len(ends), run))
+            with _current(ends.device):
+                run(sizes or self._fastest(weights, rows, len(ends), run))
         return outputs
 
     def _start(self, launch: Launch, programs: int, sizes: TileSizes) -> None:
@@ -148,7 +150,8 @@ class GeneratedGemm:
     ) -> Launch:
         """What the kernel is launched with to write `outputs`."""
         rows, experts = len(outputs[0]), len(ends)
-        arguments: list[Any] = [expert_addresses(weights), *weights[0].stride()[1:], ends, rows]
+        # Kernels read `ends` side by side; models also take them as a column of where experts begin and end.
+        arguments: list[Any] = [expert_addresses(weights), *weights[0].stride()[1:], ends.contiguous(), rows]
         for tensor in operands:
             arguments += [tensor, *tensor.stride()]
         arguments += [len(operands[number]) for number in self._tables]
@@ -194,6 +197,11 @@ class GeneratedGemm:
             and rows.stride(1) == 1
             and _is_described(rows.stride(0), rows)
         )
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current GPU, whichever its arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _is_described(stride: int, tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -40,19 +40,39 @@ def cast(value: str, held: torch.dtype, wanted: torch.dtype) -> str:
         return f"({value} != 0)"
     if held == wanted:
         return value
+    if held != torch.float32 and held_type(wanted) != wanted:
+        value = f"{value}.to(tl.float32)"  # as torch does; the interpreter rounds to bfloat16 from there alone
     rounded = f"{value}.to({triton_type(wanted)})"
     return rounded if held_type(wanted) == wanted else f"{rounded}.to({triton_type(held_type(wanted))})"
 
 
-def write_operator(operator: Any, arguments: Sequence[str | float | bool | None]) -> str:
-    """The expression of `operator`. Arguments that are text are values, or text that the operator takes (a mode).
+def write_operator(operator: Any, arguments: Sequence[str | float | bool | None], held: torch.dtype) -> str:
+    """The expression of `operator`, whose values are `held`. Arguments that are text are values, or a mode.
 
     Raises NoTileFunctionError for other operators, and for arguments that are not handled.
     """
-    write = _WRITERS.get(operator)
+    write = _WRITERS_BY_KIND.get((operator, _kind(held))) or _WRITERS.get(operator)
     if write is None:
         raise NoTileFunctionError(f"{operator}")
+    for argument in arguments:
+        if _is_integer(argument) and _kind(held) == "integer" and not _holds(held, argument):
+            # Torch wraps it around, and Triton does not compile it.
+            raise NoTileFunctionError(f"{operator} with {argument}, which {held} does not hold")
     return write(*arguments)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "truth"
+    return "number" if dtype.is_floating_point else "integer"
+
+
+def _is_integer(argument: object) -> TypeGuard[int]:
+    return isinstance(argument, int) and not isinstance(argument, bool)
+
+
+def _holds(dtype: torch.dtype, number: int) -> bool:
+    return bool(torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max)
 
 
 def literal(value: str | float | bool | None) -> str:
@@ -111,9 +131,17 @@ def _gelu(value: Any, approximate: Any = "none") -> str:
     return f"(0.5 * {x} * (1 + tl.erf({x} * {math.sqrt(0.5)})))"
 
 
+def _log1p(value: Any) -> str:
+    # 1 + x loses digits of a small x; what it lost is in the ratio of x to what is left of it.
+    x = literal(value)
+    ratio = f"tl.where(1 + {x} == 1, {x}, tl.log(1 + {x}) * ({x} / ((1 + {x}) - 1)))"
+    return f"tl.where(tl.abs({x}) < 0.5, {ratio}, tl.log(1 + {x}))"
+
+
 def _softplus(value: Any, beta: Any = 1, threshold: Any = 20) -> str:
     x, scaled = literal(value), f"({literal(value)} * {literal(beta)})"
-    return f"tl.where({scaled} > {literal(threshold)}, {x}, tl.log(1 + tl.exp({scaled})) / {literal(beta)})"
+    small = _log1p(f"tl.exp({scaled})")
+    return f"tl.where({scaled} > {literal(threshold)}, {x}, {small} / {literal(beta)})"
 
 
 def _power(value: Any, exponent: Any) -> str:
@@ -191,15 +219,22 @@ _WRITERS: dict[Any, Write] = {
     aten.exp.default: _function("tl.exp({})"),
     aten.exp2.default: _function("tl.exp2({})"),
     aten.log.default: _function("tl.log({})"),
+    aten.log1p.default: _log1p,
     aten.erf.default: _function("tl.erf({})"),
     aten.sigmoid.default: _function("tl.sigmoid({})"),
     aten.tanh.default: _tanh,
     aten.silu.default: _function("({0} * tl.sigmoid({0}))"),
     aten.gelu.default: _gelu,
-    aten.relu.default: _function("tl.where({0} < 0, 0.0, {0})"),
+    aten.relu.default: _function("tl.where({0} < 0, 0, {0})"),
     aten.leaky_relu.default: _leaky_relu,
     aten.softplus.default: _softplus,
     aten.pow.Tensor_Scalar: _power,
     aten.clone.default: lambda value, memory_format=None: literal(value),
     aten.alias.default: literal,
+}
+# Where values of one kind are computed differently. A negation of Triton's is 0 - x, which makes 0 of 0 and not -0, and
+# its sum of two truths is their difference.
+_WRITERS_BY_KIND: dict[tuple[Any, str], Write] = {
+    (aten.neg.default, "number"): _function("({} * -1)"),
+    (aten.add.Tensor, "truth"): lambda left, right, alpha=1: _operator("|")(left, right),
 }

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import moepass
 from moepass.models.testing.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
@@ -110,3 +112,27 @@ def test_experts_on_a_gpu_become_kernels_and_others_a_loop() -> None:
         experts = lower_segments._by_expert(expert_segment("sigmoid gate", "biases", ExpertInputs(*on_gpu)))
     assert isinstance(experts, TritonExperts)
     assert [len(kernel.operands) for kernel in experts.kernels.kernels] == [4, 3]
+
+
+@pytest.mark.slow
+def test_work_before_the_first_gemm_for_any_number_of_tokens() -> None:
+    """Inductor compiles it. Of the tokens it sees the rows alone, of which there are twice as many."""
+    product = torch.ops.transformers.grouped_mm_fallback
+
+    def compute(tokens: int, rows: torch.Tensor, up: torch.Tensor, other: torch.Tensor, ends: torch.Tensor) -> Any:
+        return (product(rows, up, ends) + product(rows.tanh() * 0.5, other, ends),)
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    tokens = mode.from_tensor(torch.empty(5), symbolic_context=context).shape[0]
+    with mode:
+        fakes = (torch.empty(2 * tokens, 8), torch.empty(3, 8, 4), torch.empty(3, 8, 4))
+        segment = make_fx(compute)(tokens, *fakes, torch.empty(3, dtype=torch.int32))
+    lowered = lower_to_triton(segment, lambda graph: lower_segments.compile_with_inductor(graph, mode))
+    assert isinstance(lowered, TritonExperts)
+    assert lowered.kernels.before is not None
+    for number in (5, 1, 8):
+        given = (torch.randn(2 * number, 8), torch.randn(3, 8, 4), torch.randn(3, 8, 4))
+        ends = torch.tensor([2, 2, 2 * number], dtype=torch.int32)
+        (found,) = lowered([number, *given, ends])
+        torch.testing.assert_close(found, compute(number, *given, ends)[0])
