@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
 from moepass.passes.ir.token_chunks import largest_chunk
 
@@ -44,8 +45,11 @@ class ActivationMemory:
         """The bytes for these sizes, and the operation that runs when they are held; 0 where nothing is.
 
         `sequences` are the number of sequences and the tokens of each; None: not known, so that chunks count as full
-        ones. `chunk_tokens` stand in for those of this record. Raises InputError where a size is missing.
+        ones. `chunk_tokens` stand in for those of this record. Raises InputError where a size is missing or below 0.
         """
+        for name, size in sizes.items():
+            if isinstance(size, (int, float)) and size < 0:
+                raise InputError(f"{name} is {size}, and no size is below 0", name=name, value=size, expected=0)
         most = self.chunk_tokens if chunk_tokens is None else chunk_tokens
         if most is not None:
             sizes = {**sizes, "chunk_tokens": most if sequences is None else largest_chunk(*sequences, most)}

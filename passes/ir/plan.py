@@ -275,7 +275,7 @@ class Plan:
     def largest_activations(self, sizes: Mapping[str, float]) -> tuple[float, str]:
         """The most bytes that activations of a run with these sizes take at once, and in which operation.
 
-        Raises InputError where a size is missing, ValueError where pass activation_memory did not run.
+        Raises InputError where a size is missing or below 0, ValueError where pass activation_memory did not run.
         """
         if self.activations is None:
             raise ValueError("the plan has no activations: pass activation_memory is disabled")

@@ -177,8 +177,8 @@ def ratio(total: sympy.Expr, unit: sympy.Expr) -> sympy.Expr | None:
         return sympy.Integer(1)
     if total.is_Integer and unit.is_Integer:
         return sympy.Integer(total // unit) if unit != 0 and total % unit == 0 else None
-    if total.is_Mul and unit.free_symbols < total.free_symbols and (unit.is_Mul or unit.is_Symbol):
-        # Products alone, such as sequences times tokens of each.
+    if _is_product(total) and _is_product(unit) and unit.free_symbols <= total.free_symbols:
+        # Products alone, such as sequences times tokens of each. These may be as many, under one symbol.
         quotient = total / unit
         return quotient if quotient.as_numer_denom()[1] == 1 else None
     if not total.free_symbols or (unit.free_symbols and total.free_symbols != unit.free_symbols):
@@ -186,7 +186,7 @@ def ratio(total: sympy.Expr, unit: sympy.Expr) -> sympy.Expr | None:
     # A sum of hundreds of symbols takes long to factor: one of its terms tells the factor, and a product verifies it.
     terms = total.as_coefficients_dict()
     term = min((term for term in terms if not term.is_number), key=str)
-    above, below = terms[term], unit.as_coefficients_dict()[term] if unit.free_symbols else unit
+    above, below = terms[term], sympy.Integer(unit.as_coefficients_dict()[term]) if unit.free_symbols else unit
     if not above.is_Integer or not below.is_Integer or below == 0 or above % below:
         return None
     if not unit.free_symbols:
@@ -195,6 +195,11 @@ def ratio(total: sympy.Expr, unit: sympy.Expr) -> sympy.Expr | None:
         return quotient if whole else None
     times = sympy.Integer(above // below)
     return times if sympy.expand(times * unit) == total else None
+
+
+def _is_product(size: sympy.Expr) -> bool:
+    """Of sizes that a run tells, and numbers."""
+    return bool(size.is_Symbol or size.is_Mul or size.is_Pow)
 
 
 def broadcast(layouts: Iterable[Layout], shape: Sequence[Any]) -> Layout | None:

@@ -7,6 +7,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -21,6 +22,9 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.source_lines import named
 from moepass.passes.segments.token_program import NotByTokenError, TokenDims, TokenProgram
+
+# Stands in for a size that only a run tells.
+_ANY_SIZE = 4096
 
 
 def describe_body(
@@ -78,8 +82,17 @@ def _fake_input(mode: FakeTensorMode, node: Node, dims: TokenDims | None, shape:
 
 def memory_order(value: torch.Tensor) -> list[int]:
     """The dimensions from the outermost in memory to the innermost."""
-    return sorted(range(value.dim()), key=lambda dim: (-_hint(value.stride(dim)), dim))
+    strides: Sequence[Any] = value.stride()
+    is_known = all(stride.node.has_hint() for stride in strides if isinstance(stride, torch.SymInt))
+    # Of sizes that only a run tells any number tells the order: a stride is the product of the sizes inside of it.
+    steps = list(map(_hint if is_known else _with_any_sizes, strides))
+    return sorted(range(value.dim()), key=lambda dim: (-steps[dim], dim))
 
 
-def _hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+def _hint(stride: Any) -> int:
+    return int(stride.node.hint) if isinstance(stride, torch.SymInt) else int(stride)
+
+
+def _with_any_sizes(stride: Any) -> int:
+    expression = size_expression(stride)
+    return int(expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(_ANY_SIZE))))

@@ -18,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.graph.nodes import is_call, is_view, view_source
+from moepass.passes.graph.nodes import fake_value, is_call, is_view, view_source
 from moepass.passes.graph.operations import base_operation
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.tokens.token_flow import TokenFlow
@@ -97,7 +98,8 @@ def find_regions(nodes: Sequence[Node], flow: TokenFlow, first_number: int) -> R
                 bank = next(iter(banks), bank)
                 region.add(node)
         members = [node for node in left if node in region]
-        wanted = _ancestors(members, needs, early) if region else early
+        # A region needs the sizes in its shapes, which it need not read.
+        wanted = _ancestors([*members, *filter(_is_size, early)], needs, early) if region else early
         first = [node for node in left if node in wanted]
         order += [*first, *members]
         placed.update(first, members)
@@ -107,13 +109,19 @@ def find_regions(nodes: Sequence[Node], flow: TokenFlow, first_number: int) -> R
     return Regions(tuple(order), number)
 
 
+def _is_size(node: Node) -> bool:
+    return isinstance(fake_value(node), torch.SymInt)
+
+
 def _banks(node: Node) -> set[Node]:
     return {source for used in node.all_input_nodes if is_call(source := view_source(used), gather)}
 
 
 def _ancestors(members: Sequence[Node], needs: Mapping[Node, Sequence[Node]], among: set[Node]) -> set[Node]:
+    """What `members` need of the nodes `among`, which may hold some of them."""
     found: set[Node] = set()
-    waiting = [used for node in members for used in needs[node] if used in among]
+    waiting = [node for node in members if node in among]
+    waiting += [used for node in members for used in needs[node] if used in among]
     while waiting:
         node = waiting.pop()
         if node not in found:

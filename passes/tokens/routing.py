@@ -31,6 +31,7 @@ from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, features_per_row, no_rows, size_of
 from moepass.passes.rows.row_rules import Layouts, RowRules, several
+from moepass.passes.tokens.expert_ids import never_negative
 
 PAIRS, TOKENS, ROWS, COUNTS, ENDS, EMPTY = "pairs", "tokens", "rows", "counts", "ends", "empty"
 _CASTS = ("_to_copy", "convert_element_type")
@@ -128,6 +129,8 @@ class RoutingRules(RowRules):
             return None
         if ids in self._never:
             self._refuse(node, "brings rows into an order that leaves what treats every token alone")
+        if not never_negative(ids):
+            self._refuse(node, "sorts experts of which it is not known that none is below zero")
         self._ids[node] = ids
         rows = Layout((_rows_of(node, layout.dimensions[0]),))
         if is_tuple:
@@ -168,8 +171,9 @@ class RoutingRules(RowRules):
         if len(indices) != 1 or indices[0] not in self.facts or table in self.facts or not self._has_rows(table):
             return None
         fact, layout = self.facts[indices[0]], self._layout(table)
+        if fact.sort is None:  # counts and ends are numbers of rows
+            return None
         ids = self._layout(fact.ids).dimensions[0]
-        assert fact.sort is not None
         rows = _rows_of(fact.sort, ids)
         wanted = {TOKENS: (ids[0],), PAIRS: ids, ROWS: rows}.get(fact.kind)
         if wanted is None or layout.dimensions[0] != wanted or len(layout.shares) != 1:
@@ -208,20 +212,22 @@ class RoutingRules(RowRules):
         ids = self._sorted.get(source, source)
         bins, least, most = given["bins"], given["min"], given["max"]
         is_per_id = ids in self._ids.values() and isinstance(bins, int) and (least, most) == (0, bins - 1)
-        if not is_per_id:
+        if not is_per_id or not _holds_counts(node):
             return None
         self._note(node, Fact(COUNTS, ids))
         return Routed(no_rows(fake_value(node).shape))
 
     def _ends(self, node: Node, given: dict[str, Any]) -> Routed | None:
         fact = self.facts.get(given["self"])
-        if fact is None or fact.kind != COUNTS or given["dim"] not in (0, -1):
+        if fact is None or fact.kind != COUNTS or given["dim"] not in (0, -1) or not _holds_counts(node):
             return None
         self._note(node, Fact(ENDS, fact.ids))
         return Routed(no_rows(fake_value(node).shape))
 
     def _cast(self, node: Node, given: dict[str, Any]) -> Routed | None:
         source = next(iter(given.values()))
+        if not _holds_counts(node):
+            return None
         if source in self._sorted:
             self._sorted[node] = self._sorted[source]
             return Routed(self._layout(source))
@@ -233,6 +239,8 @@ class RoutingRules(RowRules):
 
     def _grouped(self, node: Node) -> Layouts:
         """Rows of each expert times its weights, which no token went into."""
+        if len(node.args) < 3:
+            self._refuse(node, "does not say where the rows of each expert end")
         rows, weights, ends = node.args[:3]
         assert isinstance(rows, Node)
         fact = self.facts.get(ends) if isinstance(ends, Node) else None
@@ -260,6 +268,12 @@ class RoutingRules(RowRules):
 
     def _note(self, node: Node, fact: Fact) -> None:
         self.facts[node] = fact
+
+
+def _holds_counts(node: Node) -> bool:
+    """True for types in which numbers of rows are exact: with others, those of all tokens may be wrong where those of
+    some are right."""
+    return fake_value(node).dtype in (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 def _are_pairs(dimension: Dimension) -> bool:

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from error_fields import refused
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import PreTrainedModel
 
 import moepass
+from moepass.models.errors import InputError
 from moepass.models.testing.peak_memory import peak_bytes
 from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
 from moepass.passes.ir.activation_memory import LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS, ActivationMemory, ActivationPeak
@@ -97,6 +99,12 @@ def test_new_sizes_need_no_new_plan() -> None:
 def test_a_plan_without_the_pass_says_so() -> None:
     with pytest.raises(ValueError, match="activation_memory"):
         Plan().largest_activations({})
+
+
+def test_a_size_below_zero_is_refused() -> None:
+    memory = ActivationMemory((ActivationPeak("8*tokens**2", "whole"),), COUNTED)
+    with refused(InputError, name="tokens", value=-3):
+        memory.largest({"tokens": -3})
 
 
 def test_a_run_takes_the_largest_chunk_that_fits() -> None:

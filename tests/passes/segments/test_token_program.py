@@ -118,6 +118,25 @@ def test_sizes_may_be_symbols(forward: Forward) -> None:
     assert chunked(compilation) > 0
 
 
+def test_as_many_sequences_as_tokens_have_one_symbol() -> None:
+    model, ids = token_model(_attention_of_matrices, batch=5, length=5)
+    expected = model(ids)
+    found, compilation = compiled(model, ids, 4, dynamic=True)
+    torch.testing.assert_close(found, expected)
+    assert len(compilation.plan.sizes) == 1
+    assert chunked(compilation) > 0
+
+
+def test_sizes_may_have_no_value_before_a_run() -> None:
+    model, ids = token_model(_time_major)
+    for dim in (0, 1):
+        torch._dynamo.decorators.mark_unbacked(ids, dim)
+    expected = model(ids)
+    found, compilation = compiled(model, ids, 4, dynamic=None)
+    torch.testing.assert_close(found, expected)
+    assert chunked(compilation) > 0
+
+
 def _value_of_each_sequence(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
     return model.mlp(model.embed(ids) + model.of_sequence).softmax(1)
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import itertools
 
 import torch
+from backend_helper import capture
 from token_models import TokenModel, hybrid, regions, token_model
 
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.segment import REGION_KEY
+from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
+from moepass.passes.tokens.token_flow import token_inputs
 
 
 def _running_sum(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
@@ -28,6 +34,24 @@ def test_the_nodes_of_a_region_stand_side_by_side() -> None:
     module = hybrid(*token_model(_running_sum)).module
     numbers = [node.meta.get(REGION_KEY) for node in module.graph.nodes if node.op == "call_function"]
     assert [number for number, _ in itertools.groupby(numbers) if number is not None] == [0, 1]
+
+
+def test_sizes_stand_before_the_region_that_has_them() -> None:
+    """Here they are read from an input, behind what has them in its shape."""
+    module = capture(*token_model(_running_sum), dynamic=True).module
+    graph = module.graph
+    ids = next(iter(token_inputs(graph)))
+    last = next(node for node in graph.nodes if is_call(node, torch.ops.aten.cumsum.default))
+    with graph.inserting_before(last):
+        size = graph.call_function(torch.ops.aten.sym_size.int, (ids, 1))
+        scaled = graph.call_function(torch.ops.aten.mul.Tensor, (last.args[0], size))
+    size.meta["val"] = fake_value(ids).shape[1]
+    scaled.meta["val"] = fake_value(last)
+    last.update_arg(0, scaled)
+    written = hybrid_prefill(module, Plan(), PassContext(chunk_tokens=4)).module
+    places = [node.meta.get(REGION_KEY) for node in written.graph.nodes if node.op == "call_function"]
+    sizes = [is_call(node, torch.ops.aten.sym_size.int) for node in written.graph.nodes if node.op == "call_function"]
+    assert sizes.index(True) < places.index(0)
 
 
 def _no_tokens_alone(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:

@@ -56,10 +56,14 @@ TAKEN = {
     "values of a sort": Routing(sort=lambda flat: flat.sort().indices),
     "one expert for each token": Routing(top_k=1),
     "as many as there are experts": Routing(top_k=EXPERTS),
+    "pairs without an expert": Routing(ids=lambda ids: torch.where(ids > 2, EXPERTS, ids).reshape(-1)),
 }
 # Each gives the same numbers as before only for all tokens together, or for luck.
 REFUSED: dict[str, Routing] = {
     "experts from the last to the first": Routing(sort=lambda flat: torch.argsort(flat, descending=True, stable=True)),
+    "pairs without an expert in front of all others": Routing(
+        ids=lambda ids: torch.where(ids > 2, -1, ids).reshape(-1)
+    ),
     "ids of other pairs": Routing(ids=lambda ids: ids.flip(0).reshape(-1)),
     "pairs in the order of experts": Routing(ids=lambda ids: ids.t().reshape(-1)),
     "another number of experts of a token": Routing(tokens=lambda order, top_k: order // (top_k + 1)),
@@ -67,6 +71,9 @@ REFUSED: dict[str, Routing] = {
     "counts of other ids": Routing(counted=lambda flat, order: (flat[order] + 1) % EXPERTS),
     "counts of half of the range": Routing(
         counts=lambda ids: torch.histc(ids.float(), bins=EXPERTS, min=0, max=2 * EXPERTS - 1)
+    ),
+    "counts in a narrow type": Routing(
+        counts=lambda ids: torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).to(torch.bfloat16)
     ),
     "counts of counts": Routing(ends=lambda counts: counts.cumsum(0).cumsum(0).clamp(max=36)),
     "ends that are moved": Routing(ends=lambda counts: counts.cumsum(0).roll(1)),
@@ -132,6 +139,31 @@ def _two_sorts(model: TokenModel, ids: torch.Tensor) -> Any:
     ends = torch.histc(flat[order].float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0).to(torch.int32)
     rows = torch.ops.transformers.grouped_mm_fallback(x[other // TOP_K], model.experts, ends)
     return rows[torch.argsort(other)].view(-1, TOP_K, model.width).sum(1)
+
+
+def _rows_at_ends(model: TokenModel, ids: torch.Tensor) -> Any:
+    """Counts of rows as places of tokens."""
+    x = model.embed(ids).flatten(0, 1)
+    flat = model.router(x).topk(TOP_K, dim=-1).indices.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    ends = torch.histc(flat[order].float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0).to(torch.int64)
+    return model.mlp(x) + x.repeat(TOP_K + 1, 1)[ends].sum(0)
+
+
+def _rows_without_ends(model: TokenModel, ids: torch.Tensor) -> Any:
+    """As many rows for each expert, which is a sequence."""
+    x = model.mlp(model.embed(ids))
+    rows = torch._grouped_mm(x.to(torch.bfloat16), model.experts.to(torch.bfloat16))
+    return x + rows.to(x.dtype)
+
+
+@pytest.mark.parametrize("forward", [_rows_at_ends, _rows_without_ends])
+def test_what_is_no_routing_runs_whole(forward: Callable[..., Any]) -> None:
+    model, ids = token_model(forward, batch=EXPERTS)
+    expected = model(ids)
+    found, compilation = compiled(model, ids, 5)
+    torch.testing.assert_close(found, expected)
+    assert chunked(compilation) > 0
 
 
 @pytest.mark.parametrize("forward", [_shared_sort, _two_sorts])

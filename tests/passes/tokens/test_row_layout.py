@@ -1,0 +1,38 @@
+"""How often one size goes into another one, whatever the sizes of a run are."""
+
+from __future__ import annotations
+
+import sympy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moepass.passes.rows.row_layout import ratio
+
+SEQUENCES, TOKENS = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
+
+
+def _product(numbers: tuple[int, int, int]) -> sympy.Expr:
+    factor, of_sequences, of_tokens = numbers
+    return sympy.Integer(factor) * SEQUENCES**of_sequences * TOKENS**of_tokens
+
+
+PRODUCTS = st.tuples(st.integers(1, 12), st.integers(0, 3), st.integers(0, 3)).map(_product)
+
+
+@given(PRODUCTS, PRODUCTS)
+def test_a_ratio_times_the_unit_is_the_whole(total: sympy.Expr, unit: sympy.Expr) -> None:
+    found = ratio(total, unit)
+    if found is not None:
+        assert sympy.expand(found * unit) == total
+        assert all(term.is_Integer for term in found.as_coefficients_dict().values())
+
+
+@given(PRODUCTS, PRODUCTS)
+def test_what_was_multiplied_is_found_again(one: sympy.Expr, other: sympy.Expr) -> None:
+    assert ratio(sympy.expand(one * other), other) == one
+
+
+@given(PRODUCTS, PRODUCTS, PRODUCTS)
+def test_sums_have_no_ratio_that_they_are_not(one: sympy.Expr, other: sympy.Expr, unit: sympy.Expr) -> None:
+    found = ratio(one + other, unit)
+    assert found is None or sympy.expand(found * unit) == one + other
