@@ -14,7 +14,6 @@ from torch.fx import Node
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.operations import base_operation
-from moepass.passes.graph.source_lines import ARGUMENT_KEY
 
 # One of several results, or the only one, are places.
 _GIVE_PLACES = {"topk", "sort", "max", "min", "kthvalue", "mode", "median"}
@@ -61,11 +60,8 @@ def never_negative(node: Node) -> bool:
 
 def _read_by(node: Node) -> list[Any] | None:
     """The numbers that must not be below zero, so that those of `node` are not; None where that is not known."""
-    if node.op == "placeholder":
-        # A table of experts, not what a caller gives.
-        return [] if not node.meta.get(ARGUMENT_KEY, True) else None
-    if node.op == "get_attr":
-        return []
+    if node.op != "call_function":
+        return None  # in a table of experts, -1 may stand for none
     value, base, given = fake_value(node), base_operation(node), all_arguments(node)
     if base == "getitem":
         source, place = node.args
@@ -82,6 +78,8 @@ def _read_by(node: Node) -> list[Any] | None:
         # In narrower numbers large ones turn negative.
         is_whole = not fake_value(source).is_floating_point() and value.dtype in (torch.int32, torch.int64)
         return [source] if is_whole else None
+    if base == "add" and given.get("alpha", 1) != 1:
+        return None
     if base in _FULL:
         return [next(one for name, one in given.items() if name in ("fill_value", "s"))]
     if base in ("arange", "iota"):

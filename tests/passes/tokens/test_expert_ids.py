@@ -34,6 +34,8 @@ UNKNOWN: dict[str, Ids] = {
     "cut from above": lambda scores, given: scores.argmax(-1).clamp(max=-1),
     "in fewer bits": lambda scores, given: (scores.argmax(-1) + 200).to(torch.int8),
     "of numbers with a fraction": lambda scores, given: scores.to(torch.int64),
+    "one less, with a factor": lambda scores, given: torch.add(scores.argmax(-1), 1, alpha=-1),
+    "read from a table": lambda scores, given: torch.tensor([-1, 0, 1, -1])[scores.argmin(-1)],
     "values of a top-k": lambda scores, given: given.topk(2, largest=False).values,
 }
 
