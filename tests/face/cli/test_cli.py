@@ -407,3 +407,8 @@ def test_demo_compares_every_prediction(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert "equal: 0 of 40 predictions differ" in shown
     assert "asyncep (eager), streamed" in shown
+    # What an engine compiles while it is made is told too, and what was copied for it.
+    words = " ".join(shown.split())
+    found = re.search(r"compiled \((\d+) graphs?\).* ([\d.]+) (MB|GB) of experts went through the ring", words)
+    assert found is not None
+    assert int(found[1]) > 0
