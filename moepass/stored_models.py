@@ -14,7 +14,7 @@ from rich.text import Text
 from moepass.models.errors import InputError
 from moepass.runtime.captures.capture_store import CaptureStore, Entry, find_store
 from moepass.runtime.kernels.grouped_gemm.tuned_tiles import TunedTiles
-from moepass.runtime.system.own_files import FOLDER_VARIABLE
+from moepass.runtime.system.own_files import FOLDER_VARIABLE, remove_files
 
 
 def list_cache() -> None:
@@ -38,11 +38,7 @@ def clear_cache() -> None:
     removed = store.clear()
     tuned = TunedTiles(store.folder).files()
     sizes = [path.lstat().st_size for path in tuned]
-    for path in tuned:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise InputError(f"{path} cannot be removed: {error.strerror}", path=path) from error
+    remove_files(tuned)
     _tell(removed, sizes, f"removed from {store.folder}")
 
 
@@ -69,11 +65,10 @@ def _cells(entry: Entry) -> tuple[str, str, str, str]:
     return entry.header.model, stored, size, versions
 
 
-def _tell(entries: Iterable[Entry], tuned: Sequence[int], where: str) -> None:
-    """`tuned` are the bytes of each tuned kernel."""
+def _tell(entries: Iterable[Entry], tuned_bytes: Sequence[int], where: str) -> None:
     amounts = [_amount("compiled graph", [entry.nbytes for entry in entries])]
-    if tuned:
-        amounts.append(_amount("tuned kernel", tuned))
+    if tuned_bytes:
+        amounts.append(_amount("tuned kernel", tuned_bytes))
     Console().print(f"{' and '.join(amounts)} {where}", highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,7 @@
-"""What the server tells its ranks when it starts them: one JSON object on standard input."""
+"""What the server tells its ranks when it starts them: one JSON object on standard input.
+
+And the checks of single options that the command line and Ray share.
+"""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from moepass.runtime.system.own_files import (
     check_own_folder,
     find_cache_folder,
     read_own,
+    remove_files,
     write_own,
 )
 
@@ -139,11 +140,7 @@ class CaptureStore:
         """
         removed = [entry for entry in self.entries() if entry.path.is_symlink() or not entry.path.is_dir()]
         # What a process began to write, and did not finish, goes too.
-        for path in [*(entry.path for entry in removed), *self._listed(f".*{UNFINISHED_SUFFIX}")]:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise InputError(f"{path} cannot be removed: {error.strerror}", path=path) from error
+        remove_files([*(entry.path for entry in removed), *self._listed(f".*{UNFINISHED_SUFFIX}")])
         return removed
 
     def _listed(self, pattern: str) -> list[Path]:

@@ -10,7 +10,10 @@ import errno
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+
+from moepass.models.errors import InputError
 
 FOLDER_VARIABLE = "MOEPASS_CACHE_DIR"
 # What a process that was killed began to write.
@@ -77,6 +80,15 @@ def read_own(path: Path, most_bytes: int) -> bytes:
     except OSError as error:
         problem = "it is a link" if error.errno == errno.ELOOP else f"it cannot be read: {error.strerror}"
         raise UnusableFileError(problem) from error
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Raises InputError where one cannot be removed. A file that is gone already is no error."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"{path} cannot be removed: {error.strerror}", path=path) from error
 
 
 def check_own_folder(folder: Path) -> None:
