@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
 from moepass.passes.ir.protocol import PlanError
@@ -202,6 +202,15 @@ class _Search:
         self.counts = counts
         self.banks = streamed_phases(phases)
         self.compute_seconds = sum(phase.compute_seconds for phase in phases)
+        # What a bank that stays saves of the link, for the memory that it takes more.
+        self.seconds_per_byte = {
+            place: phases[place].transfer_seconds / max(1, phases[place].stay_bytes) for place in self.banks
+        }
+        # Most layers of a model are of one size: it is the number of those that stay which takes memory.
+        self._size_of = {
+            place: (phase.bank_bytes, phase.shard_bytes, phase.slot_bytes) for place, phase in enumerate(phases)
+        }
+        self._memory: dict[tuple[int, frozenset[tuple[object, int]]], int] = {}
         self.tried = 0
         self.is_exhaustive = True
         self.best: _Tried | None = None
@@ -212,12 +221,12 @@ class _Search:
 
     # ---- Memory
 
-    def _seconds_per_byte(self, place: int) -> float:
-        """What a bank that stays saves of the link, for the memory that it takes more."""
-        return self.phases[place].transfer_seconds / max(1, self.phases[place].stay_bytes)
-
     def memory(self, slots: int, resident: frozenset[int]) -> int:
-        return ring_schedule(self.phases, slots, resident).memory_bytes
+        sizes = Counter(map(self._size_of.__getitem__, resident))
+        key = slots, frozenset(sizes.items())
+        if key not in self._memory:
+            self._memory[key] = ring_schedule(self.phases, slots, resident).memory_bytes
+        return self._memory[key]
 
     def fits(self, slots: int, resident: frozenset[int]) -> bool:
         return self.memory(slots, resident) <= self.memory_bytes
@@ -332,7 +341,7 @@ class _Search:
     def _rankings(self, slots: int, must_stay: frozenset[int]) -> Iterator[list[int]]:
         """In which order banks are made resident while there is room."""
         movable = [place for place in self.banks if place not in must_stay]
-        yield sorted(movable, key=self._seconds_per_byte, reverse=True)
+        yield sorted(movable, key=self.seconds_per_byte.__getitem__, reverse=True)
         # Evenly spread, so that each streamed bank has as much computation to hide behind as the others.
         room = self.memory_bytes - self.memory(slots, must_stay)
         size = max(sum(self.phases[place].stay_bytes for place in movable) // len(movable), 1) if movable else 1
@@ -388,7 +397,7 @@ class _Search:
         self, slots: int, resident: frozenset[int], entering: int | None, leaving: int | None
     ) -> frozenset[int]:
         """`resident` with one bank more, or one less, and as many of the others as fit then."""
-        value = {place: self._seconds_per_byte(place) for place in self.banks}
+        value = self.seconds_per_byte
         changed = resident - {leaving} | ({entering} if entering is not None else set())
         for place in sorted(changed - {entering}, key=value.__getitem__):
             if self.fits(slots, changed):

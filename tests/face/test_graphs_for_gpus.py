@@ -126,4 +126,11 @@ def test_families_become_the_plans_of_a_cpu_and_cuda_graphs(family: str, capabil
     assert len(result.plan.blocks) > 0
     assert _essence(result.plan) == _essence(expected)
     uses = [segment.cuda_graph for segment in with_cuda_graphs(result.plan.segments, result.module)]
-    assert [str(use.refusal) for use in uses if use and use.refusal] == []
+    refusals = [str(use.refusal) for use in uses if use and use.refusal]
+    if family == "phimoe":
+        # It computes its rotary frequencies on the host in every run, and copies them.
+        (refusal,) = refusals
+        assert "compute_default_rope_parameters" in refusal
+        assert "makes a tensor on cpu" in refusal
+    else:
+        assert refusals == []
