@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from importlib import resources
 
 import msgspec
 import pytest
@@ -32,6 +34,17 @@ def test_a_preset_of_fewer_layers_is_read_from_its_configuration() -> None:
     assert len(preset("deepseek-v3", layers=5).layers) == 5
     with pytest.raises(InputError, match="no preset is called 'deepseek'"):
         preset("deepseek")
+
+
+def test_stored_captures_have_every_field_of_a_plan() -> None:
+    """What a plan has learned to carry since they were stored would be read as its default."""
+    content = (resources.files("moepass.explaining") / compiler_part.STORED_FILE).read_bytes()
+    stored, read = msgspec.json.decode(content), msgspec.json.decode(content, type=compiler_part.StoredCaptures)
+    for name, parts in read.parts.items():
+        for written, part in zip(stored["parts"][name], parts, strict=True):
+            # msgspec leaves out what a dataclass has by default.
+            complete = msgspec.json.encode(dataclasses.asdict(part.explanation))
+            assert msgspec.json.decode(complete) == written["explanation"], AGAIN
 
 
 @pytest.mark.slow
