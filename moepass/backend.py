@@ -149,7 +149,7 @@ def _compile(
     )
     note_compilation(executor, context)
     _log(result.plan)
-    _warn_of_whole_banks(result.plan)
+    _warn_of_memory(result.plan)
     watch = current_watch()
     return executor if watch is None else watch.watched(captured, lowered, executor)
 
@@ -200,21 +200,33 @@ def _log(plan: Plan) -> None:
             logger.info("%s (%s): %s", segment.name, segment.role, segment.cuda_graph.refusal)
 
 
-def _warn_of_whole_banks(plan: Plan) -> None:
-    """Where slots must be larger than layers were placed for, and no longer fit into the memory budget."""
+def _warn_of_memory(plan: Plan) -> None:
+    """Where a step of this graph no longer fits into the memory budget that layers were placed for, and why."""
     if plan.decisions is None:  # the pass that predicts was left out
         return
     memory, budget = plan.decisions.memory, plan.decisions.memory_budget_bytes
+    if memory is None or budget is None or memory.peak_bytes <= budget:
+        return
+    needed = (
+        f"a step needs {memory.peak_bytes:.0f} bytes, more than the memory budget of {budget:.0f} that layers were "
+        "placed for"
+    )
     whole = [bank for bank in plan.banks if rests_on_device(bank) and not bank.in_parts]
-    if whole and memory is not None and budget is not None and memory.peak_bytes > budget:
+    if whole:
+        banks = whole[0].name if len(whole) == 1 else f"{whole[0].name} and {len(whole) - 1} others"
         logger.warning(
-            "a step needs %.0f bytes, more than the memory budget of %.0f: layers were placed for slots without this "
-            "rank's own experts, but this graph reads whole banks (%s). lower='inductor' takes them in parts where "
-            "experts are grouped GEMMs (transformers: experts_implementation='grouped_mm'). Else ask for a smaller "
-            "budget",
-            memory.peak_bytes,
-            budget,
-            whole[0].name if len(whole) == 1 else f"{whole[0].name} and {len(whole) - 1} others",
+            "%s: slots were to be without this rank's own experts, but this graph reads whole banks (%s). "
+            "lower='inductor' takes them in parts where experts are grouped GEMMs (transformers: "
+            "experts_implementation='grouped_mm'). Else ask for a smaller budget",
+            needed,
+            banks,
+        )
+    elif plan.activations is None or plan.activations.room_bytes is None:
+        logger.warning(
+            "%s by a formula: activations of this graph take %.0f bytes. chunk_tokens='auto' runs as many tokens at a "
+            "time as there is room for, where that helps. Else ask for a smaller budget",
+            needed,
+            memory.activation_bytes,
         )
 
 

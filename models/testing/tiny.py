@@ -33,6 +33,7 @@ __all__ = [
     "TinyModelUnavailableError",
     "discover_expert_families",
     "discovered_tiny_model",
+    "main_result",
     "tiny_inputs",
     "tiny_model",
 ]
@@ -101,6 +102,13 @@ def tiny_inputs(model: PreTrainedModel, batch: int = 2, seq: int = 12, seed: int
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids = torch.randint(_FIRST_ORDINARY_ID, vocabulary, (batch, seq), generator=generator)
     return {"input_ids": ids.to(model.device)}
+
+
+def main_result(output: Any) -> torch.Tensor:
+    """The logits [batch, seq, vocabulary] that a model gave, or, of a model without a head, its hidden states."""
+    value = output.logits if "logits" in output else output[0]
+    assert isinstance(value, torch.Tensor)
+    return value
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

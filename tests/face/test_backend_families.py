@@ -16,6 +16,7 @@ from moepass.models.testing.tiny import (
     ExpertFamily,
     discover_expert_families,
     discovered_tiny_model,
+    main_result,
     tiny_inputs,
     tiny_model,
 )
@@ -45,12 +46,6 @@ def _slow_unless(fast: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def _first(output: Any) -> torch.Tensor:
-    value = output.logits if "logits" in output else output[0]
-    assert isinstance(value, torch.Tensor)
-    return value
-
-
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
@@ -60,7 +55,7 @@ def _compile(
 ) -> tuple[torch.Tensor, list[moepass.Compilation]]:
     with moepass.record_compilations() as compilations:
         output = torch.compile(model, backend="asyncep", options=options)(**inputs)
-    return _first(output), compilations
+    return main_result(output), compilations
 
 
 # 7 of 8 combinations apart, every family and every combination is in the sample.
@@ -71,7 +66,7 @@ def test_eager_lowering_is_bit_identical(family: str, implementation: str, dtype
     model = tiny_model(family, dtype=dtype, experts_implementation=implementation)
     inputs = tiny_inputs(model)
     layers = list(find_expert_modules(model))
-    expected = _first(model(**inputs))
+    expected = main_result(model(**inputs))
     if streaming:
         moepass.offload_experts(model)
     logits, compilations = _compile(model, inputs, lower="eager", debug=streaming)
@@ -109,7 +104,7 @@ def _check_numbers(family: str, model: PreTrainedModel, compilation: moepass.Com
 def test_inductor_is_within_1e_5_in_fp32(family: str, streaming: bool) -> None:
     model = tiny_model(family)
     inputs = tiny_inputs(model)
-    expected = _first(model(**inputs))
+    expected = main_result(model(**inputs))
     if streaming:
         moepass.offload_experts(model)
     logits, compilations = _compile(model, inputs, lower="inductor", debug=streaming)
@@ -120,12 +115,12 @@ def test_inductor_is_within_1e_5_in_fp32(family: str, streaming: bool) -> None:
 def _rewritten_or_refused(record: ExpertFamily, implementation: str) -> None:
     model = discovered_tiny_model(record, experts_implementation=implementation)
     inputs = tiny_inputs(model)
-    expected = _first(model(**inputs))
+    expected = main_result(model(**inputs))
     report = moepass.offload_experts(model)
     output, compilations = _compile(model, inputs, lower="eager", debug=True)
     if record.name in CAPTURE_CHANGES:
         torch._dynamo.reset()
-        captured = _first(torch.compile(model, backend="eager")(**inputs))
+        captured = main_result(torch.compile(model, backend="eager")(**inputs))
         assert not torch.equal(captured, expected), f"{record.name} need not be in CAPTURE_CHANGES any more"
         torch.testing.assert_close(captured, expected, rtol=1e-5, atol=1e-6)
         expected = captured
@@ -157,13 +152,13 @@ def test_discovery_covers_what_the_installed_transformers_has() -> None:
 def test_changing_shapes_are_captured_twice_at_most(streaming: bool) -> None:
     model = tiny_model("qwen3_moe")
     shapes = [(2, 12), (3, 9), (5, 17), (2, 30), (7, 4), (4, 12)]
-    expected = {shape: _first(model(**tiny_inputs(model, *shape))) for shape in shapes}
+    expected = {shape: main_result(model(**tiny_inputs(model, *shape))) for shape in shapes}
     if streaming:
         moepass.offload_experts(model)
     with moepass.record_compilations() as compilations:
         compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": streaming})
         for shape in shapes:
-            assert torch.equal(_first(compiled(**tiny_inputs(model, *shape))), expected[shape]), shape
+            assert torch.equal(main_result(compiled(**tiny_inputs(model, *shape))), expected[shape]), shape
     assert 1 <= len(compilations) <= 2
 
 
@@ -172,7 +167,7 @@ def test_changing_shapes_are_captured_twice_at_most(streaming: bool) -> None:
 def test_marked_dynamic_sizes_are_captured_once(lower: str) -> None:
     model = tiny_model("qwen3_moe")
     shapes = [(2, 12), (3, 9), (5, 17), (2, 30)]
-    expected = {shape: _first(model(**tiny_inputs(model, *shape))) for shape in shapes}
+    expected = {shape: main_result(model(**tiny_inputs(model, *shape))) for shape in shapes}
     moepass.offload_experts(model)
     with moepass.record_compilations() as compilations:
         compiled = torch.compile(model, backend="asyncep", options={"lower": lower, "debug": True})
@@ -180,7 +175,7 @@ def test_marked_dynamic_sizes_are_captured_once(lower: str) -> None:
             inputs = tiny_inputs(model, *shape)
             torch._dynamo.mark_dynamic(inputs["input_ids"], 0)
             torch._dynamo.mark_dynamic(inputs["input_ids"], 1)
-            torch.testing.assert_close(_first(compiled(**inputs)), expected[shape], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(main_result(compiled(**inputs)), expected[shape], rtol=1e-4, atol=1e-4)
     assert len(compilations) == 1
 
 
@@ -203,7 +198,7 @@ def test_a_padded_batch_is_exact() -> None:
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, :4] = 0
     inputs["attention_mask"] = mask
-    expected = _first(model(**inputs))
+    expected = main_result(model(**inputs))
     moepass.offload_experts(model)
     logits, _ = _compile(model, inputs, lower="eager", debug=True)
     assert torch.equal(logits, expected)
@@ -214,7 +209,7 @@ def test_tied_expert_layers_stream_one_bank_for_all() -> None:
     model = tiny_model("qwen3_moe")
     model.model.layers[2].mlp.experts = model.model.layers[0].mlp.experts
     inputs = tiny_inputs(model)
-    expected = _first(model(**inputs))
+    expected = main_result(model(**inputs))
     report = moepass.offload_experts(model)
     assert len(report.layers) == 2
     logits, (compilation,) = _compile(model, inputs, lower="eager", debug=True)

@@ -35,6 +35,7 @@ from moepass.models.testing.tiny import (
     TinyModelUnavailableError,
     discover_expert_families,
     discovered_tiny_model,
+    main_result,
     tiny_inputs,
     tiny_model,
 )
@@ -88,7 +89,7 @@ def _check_same(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
     assert model.name_or_path == reference.name_or_path
     inputs = tiny_inputs(model)
     with torch.no_grad():
-        assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
+        assert torch.equal(main_result(model(**inputs)), main_result(reference(**inputs)))
 
 
 def _check_dense_same(model: PreTrainedModel, reference: PreTrainedModel) -> None:

@@ -70,7 +70,7 @@ def _placed(home: str, folder: Path | None, banks: float, lower: str) -> tuple[t
     else:
         model = moepass.load_pretrained(folder, **wishes)  # type: ignore[arg-type]
         report = moepass.offload_report(model)
-    with torch.no_grad(), moepass.record_compilations() as compilations:
+    with torch.no_grad(), _messages() as said, moepass.record_compilations() as compilations:
         compiled = torch.compile(model, backend="asyncep", options={"lower": lower})
         tolerance = 0.0 if lower == "eager" else 1e-5
         for _ in range(2):
@@ -79,7 +79,9 @@ def _placed(home: str, folder: Path | None, banks: float, lower: str) -> tuple[t
     memory = compilation.plan.decisions.memory
     measured = compilation.report()
     assert memory is not None
-    assert memory.peak_bytes <= budget
+    assert memory.peak_bytes - memory.activation_bytes < budget
+    # Layers are placed by a formula of activations. A graph of so few tokens may need more, and says so then.
+    assert any("activations of this graph take" in message for message in said) == (memory.peak_bytes > budget)
     # On the device, a rank of two reads half of every bank where it rests.
     ring_bytes = report.ring_bytes // 2 if home == "peer" else report.ring_bytes
     assert measured.slots.measured == ring_bytes
