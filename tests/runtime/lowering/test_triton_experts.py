@@ -61,7 +61,8 @@ def _assert_equal_to_the_model(family: str, lower: str, kernels: list[TritonExpe
         compiled = torch.compile(model, backend="asyncep", options={"lower": lower}, dynamic=True)
         found = [compiled(**given).logits for given in (inputs, others)]
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+        # Of the largest result: so far is the uncompiled model from float64, and Inductor without kernels from both.
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
     ways = {segment.lowering.how for item in compilations for segment in item.plan.segments if segment.lowering}
     assert kernels
     assert all(experts.program.orders != (None,) for experts in kernels)
