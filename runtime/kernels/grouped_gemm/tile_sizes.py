@@ -74,6 +74,10 @@ def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> 
     room = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
     for sizes in all_tile_sizes(kernel, capability, dtype):
         found[sizes] = None
+        if sizes.rows < 64:
+            # Else the compiler, for more tiles at a time, spills some of these on sm_90, where weights are biased and
+            # as wide as no number of tiles (gpt-oss-120b).
+            sizes = dataclasses.replace(sizes, registers=255)
         if capability >= _TMA_CAPABILITY and dtype.itemsize == 2:
             # [Empirical] for no GPU yet, so that none is a default: compiled, they spill nothing, and most take fewer
             # registers. Float32 spills with them. Loops are not specialised by warps: with Triton 3.7, that changes

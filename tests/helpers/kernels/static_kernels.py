@@ -1,10 +1,11 @@
 """Compile the kernels of one segment for GPUs; run as a process of its own, because Triton is interpreted in tests.
 
     python static_kernels.py '{"activation": ..., "form": ..., "dtype": ..., "capabilities": [90], "turned": false,
-                               "tiles": "all"}'
+                               "tiles": "all", "geometry": "qwen3-30b-a3b"}'
 
 prints a JSON list with one entry for each capability, kernel and size of tiles. `tiles` says of which sizes: "largest",
-"all" that are used by default, or "candidates", which a tuner tries.
+"all" that are used by default, or "candidates", which a tuner tries; "few rows" are the smallest of those. `geometry`
+is a key of SIZES.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ from moepass.passes.graph.nodes import fake_value
 from moepass.runtime.kernels.grouped_gemm.gpu_code import compile_segment
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import all_tile_sizes, candidate_sizes
 
-# Experts as in qwen3-30b-a3b, for 4096 tokens.
-SIZES = ExpertSizes(tokens=4096, pairs=32768, experts=128, hidden=2048, width=768)
+# For 4096 tokens. No tile divides the widths of gpt-oss-120b.
+SIZES = {
+    "qwen3-30b-a3b": ExpertSizes(tokens=4096, pairs=32768, experts=128, hidden=2048, width=768),
+    "gpt-oss-120b": ExpertSizes(tokens=4096, pairs=16384, experts=128, hidden=2880, width=2880),
+}
 TILES = {
     "largest": lambda *kernel: all_tile_sizes(*kernel)[:1],
     "all": all_tile_sizes,
     "candidates": candidate_sizes,
+    "few rows": lambda *kernel: tuple(sizes for sizes in candidate_sizes(*kernel) if sizes.rows < 64),
 }
 
 
 def compiled_kernels(
-    activation: str, form: str, dtype: str, capabilities: Sequence[int], turned: bool, tiles: str
+    activation: str, form: str, dtype: str, capabilities: Sequence[int], turned: bool, tiles: str, geometry: str
 ) -> Iterator[dict[str, Any]]:
-    sizes = dataclasses.replace(SIZES, dtype=getattr(torch, dtype))
+    sizes = dataclasses.replace(SIZES[geometry], dtype=getattr(torch, dtype))
     segment = expert_segment(activation, form, expert_inputs(sizes, device="meta", turned=turned))
     for capability in capabilities:
         for kernel, tile, code in compile_segment(segment, capability, TILES[tiles]):

@@ -41,10 +41,16 @@ def test_the_newest_tensor_core_instructions_are_named() -> None:
 
 
 def _compiled(
-    activation: str, form: str, dtype: str, *capabilities: int, turned: bool = False, tiles: str = "all"
+    activation: str,
+    form: str,
+    dtype: str,
+    *capabilities: int,
+    turned: bool = False,
+    tiles: str = "all",
+    geometry: str = "qwen3-30b-a3b",
 ) -> list[dict[str, Any]]:
     asked = {"activation": activation, "form": form, "dtype": dtype, "capabilities": capabilities}
-    words = [sys.executable, str(SCRIPT), json.dumps({**asked, "turned": turned, "tiles": tiles})]
+    words = [sys.executable, str(SCRIPT), json.dumps({**asked, "turned": turned, "tiles": tiles, "geometry": geometry})]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -108,3 +114,15 @@ def test_all_types_and_layouts(form: str, turned: bool, dtype: str) -> None:
 )
 def test_all_that_a_tuner_tries(activation: str, form: str, dtype: str, capability: int) -> None:
     _check(_compiled(activation, form, dtype, capability, tiles="candidates"), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_a_tuner_tries_for_few_rows_where_no_tile_divides_the_width() -> None:
+    """Here the compiler would spill for the sake of more tiles at a time."""
+    _check(
+        _compiled(
+            "clamped, interleaved", "biases, returned", "bfloat16", 90, tiles="few rows", geometry="gpt-oss-120b"
+        ),
+        "bfloat16",
+    )
