@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import collections
 import heapq
+import itertools
 
 from moepass.runtime.serving.router.open_work import Place, Work
 
-_Heap = list[tuple[Place, Work]]
+# Entries are numbered: one of work that was taken elsewhere stays, and a part of that work may come to the same place.
+_Heap = list[tuple[Place, int, Work]]
 
 
 class WaitingQueue:
@@ -28,13 +30,14 @@ class WaitingQueue:
         self._parked_ranks = 0
         # The same work once more, by its place for ranks that it does not wait for.
         self._patient: _Heap = []
+        self._numbers = itertools.count()
 
     def push(self, work: Work) -> None:
         self._count(work)
         if not self._line or self._line[-1].place < work.place:
             self._line.append(work)
         else:
-            heapq.heappush(self._heap, (work.place, work))
+            self._add(self._heap, work.place, work)
 
     def park(self, work: Work, rank: int, patience_seconds: float | None) -> None:
         """Work waits for `rank`, and others get it only in the place of what comes so much later; None: never."""
@@ -42,10 +45,10 @@ class WaitingQueue:
         work.is_parked = True
         work.may_wait = False
         key, order, part = work.place
-        heapq.heappush(self._parked[rank], (work.place, work))
+        self._add(self._parked[rank], work.place, work)
         self._parked_ranks |= 1 << rank
         if patience_seconds is not None:
-            heapq.heappush(self._patient, ((key + patience_seconds, order, part), work))
+            self._add(self._patient, (key + patience_seconds, order, part), work)
 
     def pop(self, open_ranks: int) -> Work | None:
         """The first piece of work that any of `open_ranks` may have."""
@@ -64,10 +67,10 @@ class WaitingQueue:
 
     def unpark(self, rank: int) -> None:
         """What waits for `rank` waits for any."""
-        for place, work in self._parked[rank]:
+        for place, _, work in self._parked[rank]:
             if work.is_parked:
                 work.is_parked = False
-                heapq.heappush(self._heap, (place, work))
+                self._add(self._heap, place, work)
         self._parked[rank] = []
         self._parked_ranks &= ~(1 << rank)
 
@@ -76,6 +79,9 @@ class WaitingQueue:
         work.is_closed = True
         self.flops -= work.flops
         self.count -= 1
+
+    def _add(self, heap: _Heap, place: Place, work: Work) -> None:
+        heapq.heappush(heap, (place, next(self._numbers), work))
 
     def _count(self, work: Work) -> None:
         self.flops += work.flops
@@ -98,13 +104,13 @@ class WaitingQueue:
         line = self._line
         if line and (not best or line[0].place < best[0][0]):
             return line.popleft()
-        return heapq.heappop(best)[1] if best else None
+        return heapq.heappop(best)[-1] if best else None
 
 
 def _without_taken(heap: _Heap) -> _Heap:
     """The heap; at its top what was closed, or taken from elsewhere, is dropped."""
     while heap:
-        first = heap[0][1]
+        first = heap[0][-1]
         if first.is_parked and not first.is_closed:
             break
         heapq.heappop(heap)

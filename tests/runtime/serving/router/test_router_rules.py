@@ -12,10 +12,12 @@ from router_oracle import LinearAndPairs
 from moepass.models.errors import InputError
 from moepass.runtime.serving.router import prefix_router
 from moepass.runtime.serving.router.decisions import Assignment, RankLoss
+from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
-from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
+from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest, questions_of
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
+from moepass.runtime.serving.router.waiting_queue import WaitingQueue
 
 TOKENS = LinearAndPairs(per_token=1, per_pair=0)
 
@@ -196,6 +198,20 @@ def test_work_is_passed_over_for_as_long_as_the_saturated_rank_needs_by_the_plan
 
     assert first_on_rank_one(9.0) == ["x", "y"]
     assert first_on_rank_one(11.0) == ["hot", "x"]
+
+
+def test_a_part_waits_for_the_rank_that_the_whole_waited_for() -> None:
+    """It has the place of the whole, which another rank took meanwhile. The entry of the whole is still there."""
+    waiting = WaitingQueue(2)
+    both = asked("a", 40, [5, 7], blocks=(1,))
+    whole = Work(both, (0.0, 1, 0), 40, questions_of(both, TOKENS), 52)
+    waiting.park(whole, 0, 1.0)
+    assert waiting.pop(0b10) is whole
+    part = whole.part(whole.questions[:1])
+    waiting.park(part, 0, 1.0)
+    assert waiting.pop(0b01) is part
+    assert waiting.pop(0b11) is None
+    assert (waiting.count, waiting.flops) == (0, 0)
 
 
 def test_a_prefix_that_takes_longer_than_the_wait_is_never_computed_again() -> None:
