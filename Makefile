@@ -16,7 +16,7 @@ help:
 	@echo "make demo        score real text with the embedded model, its experts streamed; then ask it over HTTP"
 	@echo "make install     a virtual environment in $(VENV) with pinned versions (the other targets do this first)"
 	@echo "make test        ruff, mypy and the fast tests (about 6 minutes on 2 cores)"
-	@echo "make test-slow   the tests that take longer (more than an hour on 2 cores)"
+	@echo "make test-slow   the tests that take longer (two to four hours on 2 cores)"
 	@echo "make test-gpu    the tests that need a CUDA device, and a torch that knows it; benchmark-gpu measures there"
 	@echo "                 (with PYTHON_GPU=python3: by that Python and the packages that it has, nothing is installed)"
 	@echo "make lint        ruff alone"

@@ -82,7 +82,8 @@ def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> 
             # [Empirical] for no GPU yet, so that none is a default: compiled, they spill nothing, and most take fewer
             # registers. Float32 spills with them. Loops are not specialised by warps: with Triton 3.7, that changes
             # nothing on sm_90 with 8 warps, does not compile there with 4, and spills on sm_100 (SwiGLU, 128 x 128).
-            found[dataclasses.replace(sizes, descriptors=True)] = None
+            # Without all registers, Triton 3.6 spills 8 bytes on sm_100 (mixtral-8x7b, down), for two tiles at a time.
+            found[dataclasses.replace(sizes, descriptors=True, registers=255)] = None
         for neighbour in _neighbours(sizes):
             if neighbour.stages * _stage_bytes(kernel, neighbour, dtype) <= room:
                 found[neighbour] = None
