@@ -87,6 +87,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/compile_time.py serve
 	$(BIN)/python benchmarks/two_ranks.py
 	$(BIN)/python benchmarks/idle_rank.py
+	$(BIN)/python benchmarks/ranks/project_styles.py
 	$(BIN)/python benchmarks/load_memory.py
 	$(BIN)/python benchmarks/memory/hybrid_prefill.py
 	$(BIN)/python benchmarks/disk_home.py

@@ -12,6 +12,8 @@ from moepass.passes.blocks.sink_token_gather import sink_token_gather
 from moepass.passes.cost.graph_cost import cost
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
+from moepass.passes.loops.sort_masks import sort_masks
+from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.memory.activation_memory import activation_memory
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.schedule.assign_slots import plan
@@ -23,7 +25,9 @@ from moepass.passes.segments.partition import partition
 from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
 
 PASSES: tuple[Pass, ...] = (
-    eliminate_expert_parallelism,  # first: everything after it sees local blocks only
+    sort_masks,  # first: loops over experts cut what masks select, and sizes that a run tells hide what is equal
+    write_grouped_gemms,  # all others know experts by their grouped GEMMs
+    eliminate_expert_parallelism,  # everything after it sees local blocks only
     lower_complete_experts,  # beside it, for models that ask for complete experts: detect must see their gathers
     detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms

@@ -34,6 +34,7 @@ ROOMS = {
         "checkpoint": ("sizes", "demo"),
         "reference": ("formulas",),
         "testing": ("sizes", "formulas", "checkpoint", "reference"),
+        "testing/project_styles": ("reference",),
     },
     "passes": {
         "machine": (),
@@ -42,6 +43,7 @@ ROOMS = {
         "blocks": _GRAPH,
         "cost": _GRAPH,
         "rows": _GRAPH,
+        "loops": ("rows", "blocks", *_GRAPH),
         "tokens": ("rows", "blocks", *_GRAPH),
         "parallel/match": ("blocks", *_GRAPH),
         "parallel/local_form": ("parallel/match", "rows", *_GRAPH),

@@ -13,6 +13,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.nodes import fake_value, is_call, is_view, module_path, view_source
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, source_line
 from moepass.passes.ir.plan import Refusal
@@ -124,7 +125,8 @@ def _is_expert_weight(node: Node) -> bool:
     if is_call(node, BANK_TENSOR) or gather_of(node) is not None:
         return True
     # A weight has a fixed shape, and nobody passes it from call to call.
-    is_weight = node.op == "placeholder" and not node.meta.get(ARGUMENT_KEY, False)
+    is_input = node.op == "placeholder" or is_expert_stack(node)
+    is_weight = is_input and not any(one.meta.get(ARGUMENT_KEY, False) for one in parameters_of(node))
     return is_weight and all(isinstance(size, int) for size in value.shape)
 
 

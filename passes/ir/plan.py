@@ -60,6 +60,9 @@ class BankSpec:
     one shard, the complete bank. Where this rank's shard consists of parameters of the graph itself, `group` is the
     process group of the ranks that have the others.
 
+    `one_by_one` are positions of tensors of which this rank's shard comes as one parameter [..] for each of its
+    experts; all others come as one [experts of the rank, ..].
+
     `in_parts` are positions of tensors that a slot holds without this rank's experts: whoever reads these reads them
     where they rest, and the others in the slot. See `slot_layout`.
     """
@@ -72,6 +75,7 @@ class BankSpec:
     expert_bounds: tuple[int, ...] = ()
     group: str = ""
     in_parts: tuple[int, ...] = ()
+    one_by_one: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

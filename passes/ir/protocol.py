@@ -251,9 +251,20 @@ def _same_interface(before: GraphModule, after: GraphModule, contract: PassContr
     for role, op in (("inputs", "placeholder"), ("output", "output")):
         old = [_signature(node) for node in before.graph.nodes if node.op == op]
         new = [_signature(node) for node in after.graph.nodes if node.op == op]
-        if old != new:
+        if not _agree(old, new):
             return f"the {role} changed from {old} to {new}"
     return None
+
+
+def _agree(old: Any, new: Any) -> bool:
+    """Equal, but for sizes of which nothing was known before."""
+    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
+        return len(old) == len(new) and all(map(_agree, old, new))
+    return old in (new, ANY_SIZE)
+
+
+# Of a size that only a run tells.
+ANY_SIZE = "any size"
 
 
 def _signature(node: Node) -> object:
@@ -264,8 +275,17 @@ def _signature(node: Node) -> object:
 
 def _value_signature(value: object) -> Any:
     if isinstance(value, torch.Tensor):
-        return (str(tuple(value.shape)), str(value.dtype), str(value.device))
-    return str(value)
+        return (tuple(map(_size_signature, value.shape)), str(value.dtype), str(value.device))
+    return _size_signature(value)
+
+
+def _size_signature(size: object) -> str:
+    """What is known of a size before a run; sizes that are read from tensors are `ANY_SIZE`."""
+    if isinstance(size, torch.SymInt):
+        env = size.node.shape_env
+        if any(env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols):
+            return ANY_SIZE
+    return str(size)
 
 
 def _same_collectives(before: GraphModule, after: GraphModule, contract: PassContract) -> str | None:

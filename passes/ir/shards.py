@@ -86,6 +86,25 @@ def shard_layout(bank: BankSpec, rank: int) -> ShardLayout:
     return pack_layout((tensor.name, (count, *tensor.shape[1:]), tensor.torch_dtype) for tensor in bank.tensors)
 
 
+def parameter_places(bank: BankSpec, rank: int) -> tuple[TensorSpec, ...]:
+    """The place in the shard of `rank` of each parameter that it is made of, in order: a tensor's part, or an expert's.
+
+    `bank` must list all of its tensors. Raises InputError as `expert_range`.
+    """
+    places: list[TensorSpec] = []
+    for position, part in enumerate(shard_layout(bank, rank).tensors):
+        if position not in bank.one_by_one:
+            places.append(part)
+            continue
+        count, *shape = part.shape
+        expert_bytes = math.prod(shape) * part.torch_dtype.itemsize
+        places += [
+            TensorSpec(f"{part.name} {expert}", tuple(shape), part.dtype, part.offset_bytes + expert * expert_bytes)
+            for expert in range(count)
+        ]
+    return tuple(places)
+
+
 def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
     """The pieces that bring the shard of `rank` into a slot, one per tensor; none for a rank without experts.
 

@@ -25,14 +25,15 @@ import hashlib
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.homes import ADOPTED
+from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, map_nodes, positions
+from moepass.passes.graph.graph_writer import describe_again, described_sizes
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
 from moepass.passes.graph.source_lines import describe_shape, named
@@ -44,6 +45,7 @@ from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.block_text import block_text
 from moepass.passes.parallel.experts_text import experts_text
 from moepass.passes.parallel.local_form.local_experts import LocalForm
+from moepass.passes.parallel.match.exchanged_rows import exchange_rows
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
@@ -63,6 +65,7 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
     if not any(True for _ in communications_of(module.graph)):
         return PassResult(module, plan)
     local = copy_graph_module(module)
+    exchange_rows(local.graph, max((group.ranks for group in context.groups.values()), default=1))
     blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)
@@ -176,17 +179,17 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
             if node not in before:
                 graph.erase_node(node)
         raise
-    has_other_sizes = _sizes(fake_value(block.sink)) != _sizes(fake_value(result))
+    has_other_sizes = described_sizes(fake_value(block.sink)) != described_sizes(fake_value(result))
     block.sink.replace_all_uses_with(result)
     for node in sorted(doomed, reverse=True):
         graph.erase_node(node)
-    for node in reversed(block.region):
+    for node in (*reversed(block.region), *filter(is_expert_stack, block.expert_tensors)):
         if not node.users:
             graph.erase_node(node)
     # A collective that something else still reads would have been found above; one that stays is a mistake here.
     assert not {exchange.node for exchange in block.exchanges}.intersection(graph.nodes)
     if has_other_sizes:
-        _describe_again(graph, result)
+        describe_again(graph, result)
     return gathered, result
 
 
@@ -199,15 +202,18 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
         role = f"weight_{weights.index(node)}" if node in weights else f"bias_{number - len(set(weights))}"
         tensors.append((role, (block.experts, *(int(size) for size in value.shape[1:])), value.dtype))
     layout = pack_layout(tensors)
+    one_by_one = tuple(place for place, node in enumerate(block.expert_tensors) if is_expert_stack(node))
+    size = BankFormat.plain(layout.nbytes)
     return BankSpec(
-        index, block.name, ADOPTED.name, BankFormat.plain(layout.nbytes), layout.tensors, block.bounds, block.group_name
+        index, block.name, ADOPTED.name, size, layout.tensors, block.bounds, block.group_name, one_by_one=one_by_one
     )
 
 
 def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> tuple[Node, dict[Node, Node]]:
     """A gather of the bank, and the complete tensor of each local expert tensor of the block."""
     shards = block.expert_tensors
-    bank_node = graph.call_function(gather, (list(shards),), {"bank": bank.index})
+    parameters = [parameter for shard in shards for parameter in parameters_of(shard)]
+    bank_node = graph.call_function(gather, (parameters,), {"bank": bank.index})
     bank_node.meta["moepass_block"] = block.name
     bank_node.meta["moepass_parallel"] = block.form
     bank_node.meta[TOKENS_KEY] = routed_tokens(block)
@@ -282,28 +288,6 @@ def _only_asserted(nodes: set[Node]) -> set[Node]:
         if not other:
             return kept
         kept -= other
-
-
-def _describe_again(graph: Graph, changed: Node) -> None:
-    """Fake values of what depends on `changed`, as far as their sizes are other ones now."""
-    fresh = {changed}
-    with fake_value(changed).fake_mode:
-        for node in graph.nodes:
-            if node.op != "call_function" or not any(used in fresh for used in node.all_input_nodes):
-                continue
-            if node.target is gather:
-                continue
-            args, kwargs = map_nodes((node.args, node.kwargs), fake_value)
-            value = node.target(*args, **kwargs)
-            if _sizes(value) != _sizes(fake_value(node)):
-                node.meta["val"] = value
-                fresh.add(node)
-
-
-def _sizes(value: Any) -> object:
-    if isinstance(value, torch.Tensor):
-        return str(tuple(value.shape)), str(value.stride())
-    return [_sizes(item) for item in value] if isinstance(value, (tuple, list)) else str(value)
 
 
 def _describe_weights(block: ParallelBlock) -> str:

@@ -131,7 +131,7 @@ def _take(pending: list[Part], wanted: sympy.Expr) -> Dimension | None:
         part = pending.pop(0)
         rest = ratio(wanted, size)
         times = None if rest is None else ratio(rest, part.size)
-        if times is None and rest is not None and part.size.is_Integer and (cut := ratio(part.size, rest)):
+        if times is None and rest is not None and rest != 1 and (cut := ratio(part.size, rest)):
             inner, part = _cut(part, rest, cut)
             pending.insert(0, inner)
         elif times is None:

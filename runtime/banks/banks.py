@@ -17,7 +17,7 @@ from moepass.models.homes import home_named
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, shard_layout
+from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, parameter_places
 from moepass.runtime.banks.identity import BankKeeper, register_bank
 from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.transfer.home_protocol import Home
@@ -86,8 +86,8 @@ def _encoded(spec: BankSpec, plain: torch.Tensor, decoder: str, pin: bool) -> tu
 
 
 def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
-    """Write `parts`, the experts of `rank` of every tensor of the bank, into `shard`, flat uint8."""
-    for place, part in zip(shard_layout(spec, rank).tensors, parts, strict=True):
+    """Write `parts`, the parameters that the shard of `rank` is made of, into `shard`, flat uint8."""
+    for place, part in zip(parameter_places(spec, rank), parts, strict=True):
         place.view(shard).copy_(part.detach())
 
 

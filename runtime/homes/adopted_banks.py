@@ -352,7 +352,7 @@ class ParameterBanks(BankKeeper):
 def _watch(
     packer: PeerPacker, shard: torch.Tensor, number: int, parts: Sequence[torch.Tensor], lie_there: Sequence[bool]
 ) -> MutationGuard:
-    kept = [place.view(shard) for place in packer.layout(number).tensors]
+    kept = [place.view(shard) for place in packer.parameters(number)]
     return MutationGuard(parts, kept, None if packer.is_copied_on_write else lie_there)
 
 

@@ -183,13 +183,13 @@ class DevicePacker(PeerPacker):
     def tensors_in_shard(
         self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
     ) -> list[torch.Tensor]:
-        shard, tensors = self._memory(index), self.layout(index).tensors
+        shard, places = self._memory(index), self.parameters(index)
         return [
             self._taken[index]
             .memory.with_own_storage(shard.narrow(0, part.offset_bytes, part.nbytes), when_freed)
             .view(part.torch_dtype)
             .view(part.shape)
-            for part in (tensors[position] for position in positions)
+            for part in (places[position] for position in positions)
         ]
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:

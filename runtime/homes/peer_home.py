@@ -16,8 +16,8 @@ from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.checkpoint.weight_recipes import recipe_digest
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import PULL
-from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import ShardLayout, expert_range, shard_layout, shard_pieces
+from moepass.passes.ir.plan import BankSpec, TensorSpec
+from moepass.passes.ir.shards import ShardLayout, expert_range, parameter_places, shard_layout, shard_pieces
 from moepass.runtime.banks.banks import Bank, describe_bank, write_parts
 from moepass.runtime.banks.mutation_guard import sample_of
 from moepass.runtime.homes.collective import CollectiveTransport
@@ -103,7 +103,7 @@ class PeerPacker:
         return self.pack_part(index, [tensor.detach()[experts.start : experts.stop] for tensor in tensors.values()])
 
     def pack_part(self, index: int, parts: Sequence[torch.Tensor]) -> Bank:
-        """As `pack`, from this rank's part of each tensor, [experts of this rank, ...]."""
+        """As `pack`, from the parameters that this rank's shard is made of: see `parameter_places`."""
         spec, rank = self._specs[index], self.group.rank
         with self.group.rendezvous.telling_failures():
             shard = self._memory(index)
@@ -113,7 +113,7 @@ class PeerPacker:
     def tensors_in_shard(
         self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """This rank's part of the tensors of bank `index` at `positions`, where its shard lies.
+        """The parameters of this rank's shard of bank `index` at `positions`, where the shard lies.
 
         Each has a storage of its own, as savers of models expect; none may be empty. `when_freed` is called once the
         last is gone, or with each of them, in any thread. Raises SharedMemoryError where the shard cannot be mapped.
@@ -126,12 +126,16 @@ class PeerPacker:
             torch.frombuffer(mapping, dtype=torch.uint8, count=part.nbytes, offset=part.offset_bytes)
             .view(part.torch_dtype)
             .view(part.shape)
-            for part in (self.layout(index).tensors[position] for position in positions)
+            for part in (self.parameters(index)[position] for position in positions)
         ]
 
     def layout(self, index: int) -> ShardLayout:
         """The layout of this rank's shard of bank `index`."""
         return shard_layout(self._specs[index], self.group.rank)
+
+    def parameters(self, index: int) -> tuple[TensorSpec, ...]:
+        """The places of the parameters in this rank's shard of bank `index`."""
+        return parameter_places(self._specs[index], self.group.rank)
 
     def connect(self, banks: Sequence[Bank]) -> None:
         """Make `banks` complete, by the shards of all other ranks. Raises PeerError where ranks are gone or late."""

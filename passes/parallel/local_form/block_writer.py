@@ -112,7 +112,7 @@ class BlockWriter:
         return functools.reduce(lambda left, right: self._emit(_OPERATORS[expression.func], left, right), terms)
 
     def _symbol(self, name: str) -> Node:
-        for node in graph_inputs(self.graph):
+        for node in (*graph_inputs(self.graph), *self.block.sources.values()):
             value = fake_value(node)
             for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if str(size) == name:

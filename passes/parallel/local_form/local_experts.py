@@ -21,6 +21,7 @@ from moepass.passes.graph.nodes import fake_value, is_call, is_view, map_nodes, 
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
+from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after
 from moepass.passes.rows.row_layout import ratio
 
@@ -53,6 +54,9 @@ class LocalForm(BlockWriter):
         self.ends: Node
         self.outputs: Node
         self.row_ids: Node | None = None
+        # Where the rows are moved again behind the experts, and what is computed of their results before that.
+        self.end: Node = block.down.node
+        self.after: set[Node] = set()
 
     def write(self) -> Node:
         """The value that takes the place of the block's sink. Raises NotThisForm."""
@@ -70,6 +74,8 @@ class LocalForm(BlockWriter):
         sources = self.block.sources
         if self.block.form == "all_to_all":
             return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
+        if self.block.form == "all_to_all_slots":
+            return self._all_slots(sources["rows"])
         if self.block.form == "all_to_all_capacity":
             return self._slots_by_counts(sources["rows"], self._flat(sources["counts"]))
         return self._weighted_sum(sources["hidden"], sources["ids"], sources["weights"])
@@ -88,6 +94,21 @@ class LocalForm(BlockWriter):
         every = self._arange(self.block.experts, fake_value(rows).device)
         chosen = self._emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
         return self._emit(aten.index.Tensor, every, [chosen])
+
+    def _all_slots(self, slots: Node) -> Node:
+        """Slots, as many for each expert, all of them computed, whether a token is in them or not."""
+        experts, device = self.block.experts, fake_value(slots).device
+        total = self._size(fake_value(slots).shape[0])
+        each = total // experts if isinstance(total, int) else self._emit(operator.floordiv, total, experts)
+        counts = self._emit(aten.full.default, [experts], each, dtype=torch.int64, device=device)
+        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        return self._experts(slots, ends, lambda: self._expert_of_each_slot(slots, each))
+
+    def _expert_of_each_slot(self, slots: Node, each: Any) -> Node:
+        every = self._emit(aten.unsqueeze.default, self._arange(self.block.experts, fake_value(slots).device), -1)
+        return self._emit(
+            aten.reshape.default, self._emit(aten.expand.default, every, [self.block.experts, each]), [-1]
+        )
 
     def _slots_by_counts(self, slots: Node, counts: Node) -> Node:
         """Slots of a fixed number for each expert, the first `counts` of them filled; empty ones give zeros."""
@@ -147,9 +168,24 @@ class LocalForm(BlockWriter):
             values[up.node] = self._biased(up.node, values[up.node], values)
         self.starts = dict(values)
         activations = self._translate(down.activations, values)
-        result = self._gemm(len(ups), activations, ends)
-        self.outputs = self._biased(down.node, result, {})
+        values[down.node] = result = self._gemm(len(ups), activations, ends)
+        self.outputs = self._biased(down.node, result, values)
+        bias = bias_after(down.node)
+        self.end = down.node if bias is None or bias.sum not in values else bias.sum
+        if self.block.travelling:
+            self._go_on_behind(values)
         return self.outputs
+
+    def _go_on_behind(self, values: dict[Node, Node]) -> None:
+        """Rows may be weighed by what travelled with them before they go back."""
+        found = moved_values(self.block.exchanges[-1].input)
+        if len(found) != 1 or self.end in found:
+            return
+        before = set(self.copied)
+        self.starts[self.end] = self.outputs
+        (self.end,) = found
+        self.outputs = self._translate(self.end, values)
+        self.after = self.copied - before
 
     def _gemm(self, number: int, rows: Node, ends: Node) -> Node:
         gemm = self.block.gemms[number]
@@ -209,6 +245,9 @@ class LocalForm(BlockWriter):
             if known(current) is not None:
                 pending.pop()
                 continue
+            if (travelled := self._travelled(current)) is not None:
+                self.starts[current] = values[current] = travelled
+                continue
             if isinstance(fake_value(current), torch.SymInt) and (size := self._of_rows(current)) is not None:
                 self.sizes[current] = size
                 continue
@@ -234,6 +273,18 @@ class LocalForm(BlockWriter):
         result = known(node)
         assert isinstance(result, Node)
         return result
+
+    def _travelled(self, node: Node) -> Node | None:
+        """What stands for `node` where that is what travelled with the rows, in whatever order."""
+        value = fake_value(node)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return None
+        found = exchanged_by(node) if self.block.travelling else None
+        if found not in self.block.dispatches[1:]:
+            return None
+        source = found.input
+        is_moved = value.dtype == fake_value(source).dtype and value.shape[1:] == fake_value(source).shape[1:]
+        return source if is_moved else None
 
     def _of_rows(self, node: Node) -> int | Node | None:
         """What stands for a size that is a multiple of the number of the experts' rows; None where it is not."""

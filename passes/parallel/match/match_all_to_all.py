@@ -2,65 +2,161 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
-from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.collectives import Collective, collective_of
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import CaptureNotes, Group
-from moepass.passes.parallel.match.near_experts import is_size, most_nodes
+from moepass.passes.parallel.match.near_experts import communications_before, is_size, most_nodes
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
 from moepass.passes.parallel.match.region_walk import check_leaves, reshaped, walk_back
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# What makes numbers from constants and sizes alone.
+_MAKE_NUMBERS = (
+    prims.iota.default, aten.arange.start_step, aten.full.default, aten.cumsum.default, aten._to_copy.default,
+    prims.convert_element_type.default, aten.mul.Tensor, aten.add.Tensor,
+)  # fmt: skip
 
 
 def match_all_to_all(
     match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int], capture: CaptureNotes
 ) -> ParallelBlock:
+    brings_rows = {one.node for one in communications_before(match.gemms[0].activations)}
     region, exchanges, leaves = walk_back(
         combine.result,
         place,
         most_nodes(group.ranks),
+        stop_at=frozenset(_sizes_of_rows(brings_rows)),
         stop_at_inputs_of=lambda found: (
-            found.kind == "all_to_all" and found.group_name == combine.group_name and found != combine
+            (found.kind == "all_to_all" or (found.kind == "all_gather" and not found.is_float))
+            and found.group_name == combine.group_name
+            and found != combine
         ),
     )
     exchanges.remove(combine)
-    dispatches = [exchange for exchange in exchanges if exchange.is_float]
+    floats = [exchange for exchange in exchanges if exchange.is_float]
     counts = [exchange for exchange in exchanges if not exchange.is_float]
-    if len(dispatches) != 1 or len(counts) != 1:
-        raise NotThisForm(_other_exchanges(dispatches, counts, capture))
-    (dispatch,), (count,) = dispatches, counts
-    rows, counted = dispatch.input, reshaped(count.input)
+    dispatches = [exchange for exchange in floats if exchange.node in brings_rows]
+    beside = [exchange for exchange in floats if exchange not in dispatches]
+    is_beside = len(dispatches) == 1 and all(_sizes(one) == _sizes(dispatches[0]) for one in beside)
+    if not is_beside or len(counts) > 1 or (not counts and not _are_slots(match)):
+        raise NotThisForm(_other_exchanges(floats, counts, capture))
+    (dispatch,) = dispatches
+    rows = dispatch.input
+    sources = {"rows": rows}
+    if counts:
+        sources["counts"] = reshaped(counts[0].input)
+    sources |= {f"travels_{number}": one.input for number, one in enumerate(beside)}
     if fake_value(rows).dim() != 2 or not is_size(fake_value(rows).shape[1], match.record.hidden):
         raise NotThisForm(
             f"the AllToAll before its GEMMs, {named(dispatch.node)}, carries {describe_shape(fake_value(rows))}; "
             f"expected rows of tokens [., {match.record.hidden}]"
         )
-    bounds = _bounds_from_counts(count, group, match.record.experts)
-    if dispatch.send != combine.receive or dispatch.receive != combine.send:
+    own = match.record.experts
+    bounds = _bounds(counts[0] if counts else None, dispatch, group, own)
+    if _sizes(dispatch) != _sizes(combine)[::-1]:
         raise NotThisForm(
             f"the AllToAll after its GEMMs, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
             "before them; expected the input_split_sizes of each as the output_split_sizes of the other"
         )
     # Without tokens what a rank sends is constant too: nothing.
     static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
-    tensors = expert_tensors(match, {rows, counted})
-    check_leaves(leaves - {rows, counted, *tensors}, place)
+    form = "all_to_all_slots" if not counts else "all_to_all_capacity" if static else "all_to_all"
+    tensors = expert_tensors(match, set(sources.values()))
+    check_leaves(leaves - {*sources.values(), *tensors}, place)
     return ParallelBlock(
-        "all_to_all_capacity" if static else "all_to_all",
+        form,
         match.record.name,
         combine.group_name,
         group,
         bounds,
         match.gemms,
         tensors,
-        {"rows": rows, "counts": counted},
+        sources,
         combine.result,
-        (count, dispatch, combine),
+        (*counts, dispatch, *beside, combine),
         tuple(region),
     )
+
+
+def _sizes_of_rows(exchanges: Iterable[Node]) -> Iterator[Node]:
+    """Sizes that the host has read, and that the rows have before they are exchanged, as the number of their slots.
+
+    Whatever they were computed from, they are known where the block begins.
+    """
+    sent = [found.input for node in exchanges if (found := collective_of(node)) is not None and found.is_float]
+    symbols = {
+        symbol for node in sent for size in fake_value(node).shape for symbol in size_expression(size).free_symbols
+    }
+    for node in sent[0].graph.nodes if sent else ():
+        if is_call(node, aten._local_scalar_dense.default) and size_expression(fake_value(node)) in symbols:
+            yield node
+
+
+def _sizes(exchange: Collective) -> tuple[list[str], list[str]]:
+    """The sizes that are sent to each rank, and received from it, as text: equal numbers may be several nodes."""
+    return [*map(_text, exchange.send)], [*map(_text, exchange.receive)]
+
+
+def _bounds(count: Collective | None, dispatch: Collective, group: Group, own: int) -> tuple[int, ...]:
+    """Which experts each rank holds."""
+    if count is None:
+        return _bounds_from_slots(dispatch, group, own)
+    if count.kind == "all_gather":
+        return _bounds_from_gathered(count, group, own)
+    return _bounds_from_counts(count, group, own)
+
+
+def _bounds_from_gathered(count: Collective, group: Group, own: int) -> tuple[int, ...]:
+    """Every rank is told the counts of all ranks for all experts: each holds as many as this one."""
+    numbers = fake_value(count.input).numel()
+    if numbers != own * group.ranks:
+        raise NotThisForm(
+            f"this rank holds {own} experts of {group.ranks} ranks, but {named(count.node)} gathers {numbers} counts "
+            f"of each; expected {own * group.ranks}, one for each expert"
+        )
+    return tuple(own * rank for rank in range(group.ranks + 1))
+
+
+def _are_slots(match: BlockMatch) -> bool:
+    """True where every expert has the same number of rows, however tokens are routed."""
+    return all(is_call(node, *_MAKE_NUMBERS) for node in _calls_before(match.gemms[0].key))
+
+
+def _calls_before(node: Node) -> Iterator[Node]:
+    """`node` and all operations on tensors that it is computed from."""
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        if current.op == "call_function":
+            yield current
+        for used in current.all_input_nodes:
+            if used not in seen and isinstance(fake_value(used), torch.Tensor):
+                seen.add(used)
+                pending.append(used)
+
+
+def _bounds_from_slots(dispatch: Collective, group: Group, own: int) -> tuple[int, ...]:
+    """Which experts each rank holds where all have as many slots: as many experts everywhere, if slots are alike."""
+    if len(dispatch.send) != group.ranks or len({_text(size) for size in (*dispatch.send, *dispatch.receive)}) != 1:
+        raise NotThisForm(
+            f"slots are exchanged by {named(dispatch.node)} in parts of different sizes, and no counts are; expected "
+            "as many slots for each rank as from it, or an exchange of counts"
+        )
+    return tuple(own * rank for rank in range(group.ranks + 1))
+
+
+def _text(size: object) -> str:
+    return str(size_expression(fake_value(size) if isinstance(size, Node) else size))
 
 
 def _other_exchanges(dispatches: list[Collective], counts: list[Collective], capture: CaptureNotes) -> str:

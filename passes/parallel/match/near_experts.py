@@ -72,7 +72,8 @@ def keeps_features(node: Node, width: int) -> bool:
     ):
         return False  # a norm: the block has ended, and the next one has its own collectives
     value = fake_value(node)
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and is_size(value.shape[-1], width)
+    values = value if isinstance(value, (tuple, list)) else (value,)  # rows that are split
+    return all(isinstance(one, torch.Tensor) and one.dim() > 0 and is_size(one.shape[-1], width) for one in values)
 
 
 def _is_row_statistic(node: Node) -> bool:

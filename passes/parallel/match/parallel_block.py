@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_gemms import ExpertGemm
+from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.nodes import fake_value, is_call, view_source
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -20,12 +21,18 @@ from moepass.passes.parallel.match.near_experts import is_size
 aten = torch.ops.aten
 
 
+# Forms in which every expert has a fixed number of slots.
+FIXED_SLOTS = ("all_to_all_capacity", "all_to_all_slots")
+
+
 @dataclasses.dataclass(frozen=True)
 class ParallelBlock:
     """A block of expert parallelism.
 
     `sources` are the values that the local form of the block starts from, by role:
         all_to_all, all_to_all_capacity   `rows`, sorted by expert, and `counts`, rows by expert over all ranks
+        all_to_all_slots                  `rows`, as many for each expert, all of which are computed
+        all of these                      `travels_0`, ..: what is exchanged row by row beside the rows
         all_gather, all_reduce            `hidden`, `ids`, `weights`
     `sink` is the value that the local form gives. `region` is what lies between, in host order.
     `expert_tensors` are this rank's: the weights of the GEMMs, then their biases.
@@ -48,6 +55,16 @@ class ParallelBlock:
     def experts(self) -> int:
         """Over all ranks."""
         return self.bounds[-1]
+
+    @property
+    def travelling(self) -> tuple[Node, ...]:
+        """What is exchanged beside the rows, something for each of them."""
+        return tuple(node for role, node in self.sources.items() if role.startswith("travels_"))
+
+    @property
+    def dispatches(self) -> tuple[Collective, ...]:
+        """The exchanges of the rows and of what travels with them."""
+        return self.exchanges[-2 - len(self.travelling) : -1]
 
     @property
     def own_experts(self) -> range:
@@ -73,7 +90,7 @@ def bias_after(gemm: Node) -> Bias | None:
             for other in user.args:
                 if is_call(other, aten.index.Tensor, aten.index_select.default):
                     tensor = view_source(other.args[0])  # type: ignore[union-attr, arg-type]
-                    if tensor.op == "placeholder":
+                    if tensor.op == "placeholder" or is_expert_stack(tensor):
                         return Bias(user, tensor)
     return None
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.fx import Node
 
+from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective, collective_of
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -39,7 +40,7 @@ def walk_back(
     exchanges: list[Collective] = []
     while heap:
         _, node = heapq.heappop(heap)
-        if node in stops or node.op in ("placeholder", "get_attr"):
+        if node in stops or node.op in ("placeholder", "get_attr") or is_expert_stack(node):
             leaves.add(node)
             continue
         region.append(node)

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
 from moepass.passes.graph.contents import MAKE_EMPTY
+from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nodes
 from moepass.passes.graph.operations import base_operation
@@ -138,7 +139,7 @@ class MockBlock:
         self.result = result
         self.region = Steps(block.region, block.sink)
         self.local_form = Steps(local.written, result)
-        given = {local.rows, local.ends, *([local.row_ids] if local.row_ids is not None else [])}
+        given = {local.rows, local.ends, *block.travelling, *([local.row_ids] if local.row_ids is not None else [])}
         self.experts = Steps.between(local.written, given, local.outputs)
         self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
         self.sizes = symbol_sizes(block)
@@ -182,8 +183,8 @@ class MockRun:
         """The local form's result for this rank's own `sources`."""
         return self._evaluate(self.mock.local_form, sources, _no_collectives)
 
-    def experts(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The experts alone, activation function and biases included: expert `ids[i]` on `rows[i]`.
+    def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """The experts alone, activation function and biases included: expert `ids[i]` on `rows[i]`, with what travels.
 
         As the local form has them, for any number of rows: whoever brings them.
         """
@@ -191,6 +192,7 @@ class MockRun:
         local = self.local
         ends = torch.bincount(sorted_ids, minlength=self.block.experts).cumsum(0, dtype=torch.int32)
         values: dict[Node, Any] = {local.rows: rows[order], local.ends: ends}
+        values.update((node, beside[order]) for node, beside in zip(self.block.travelling, travelling, strict=True))
         if local.row_ids is not None:
             values[local.row_ids] = sorted_ids
         outputs = torch.empty(len(rows), self.mock.widths[-1][1], dtype=torch.float64)
@@ -249,7 +251,8 @@ class MockRun:
         functions = self.mock.functions
         if node in functions.calls:
             function, read = functions.calls[node]
-            return function_of_rows(function, list(map(value_of, read)), self.mock.widths[-1][0])
+            width = self.mock.widths[-1][node in functions.outputs]
+            return function_of_rows(function, list(map(value_of, read)), width)
         if node in functions.masks:
             return masked_rows(node, functions.masks[node], value_of)
         if node in functions.counts:
@@ -361,14 +364,20 @@ def symbol_sizes(block: ParallelBlock) -> dict[Any, int]:
 
 
 def _known_symbols(block: ParallelBlock) -> Iterator[Any]:
+    of_sources = {symbol for node in block.sources.values() for symbol in _symbols_of(node)}
     for node in (*block.sources.values(), *block.region):
         value = fake_value(node)
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt):
                 env = size.node.shape_env
                 for symbol in sorted(size.node.expr.free_symbols, key=str):
-                    if not env.is_unbacked_symint(symbol):
+                    # How many rows a mask left is known where the block begins.
+                    if symbol in of_sources or not env.is_unbacked_symint(symbol):
                         yield symbol
+
+
+def _symbols_of(node: Node) -> set[Any]:
+    return {symbol for size in fake_value(node).shape for symbol in size_expression(size).free_symbols}
 
 
 def concrete(size: Any, sizes: Mapping[Any, int]) -> int:

@@ -27,7 +27,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
-from moepass.passes.parallel.match.parallel_block import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS, ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.proof.mock_run import SYMBOL_SIZES, MockBlock
 from moepass.passes.parallel.proof.small_copy import BlockCopier, SmallCopy
@@ -45,12 +45,20 @@ def with_own_symbol(mock: MockBlock, data: set[Node]) -> SmallCopy:
 
 
 def _tokens(block: ParallelBlock) -> sympy.Expr | None:
-    """How many tokens the rank brings, or rows where nothing says that; None where it is not computed before a run."""
+    """How many tokens the rank brings, or rows where nothing says that, or slots for each expert.
+
+    None where it is not computed before a run.
+    """
     rows = fake_value(block.sources["rows" if "rows" in block.sources else "hidden"]).shape[0]
     if not isinstance(rows, torch.SymInt):  # slots
         return None
-    routed = routed_tokens(block)
-    tokens = sympy.expand(size_expression(rows) if routed is None else routed)
+    if block.form in FIXED_SLOTS:
+        tokens = ratio(sympy.expand(size_expression(rows)), sympy.Integer(block.experts))
+        if tokens is None:
+            return None
+    else:
+        routed = routed_tokens(block)
+        tokens = sympy.expand(size_expression(rows) if routed is None else routed)
     is_computed = bool(tokens.atoms(Application))
     return tokens if is_computed and not any(map(rows.node.shape_env.is_unbacked_symint, tokens.free_symbols)) else None
 

@@ -35,7 +35,7 @@ def check_run(run: MockRun) -> None:
     """Raises ContractBroken where the block, or its local form, does not follow the contract in this run."""
     scenario = run.scenario
     try:
-        if run.block.form in ("all_to_all", "all_to_all_capacity"):
+        if run.block.form.startswith("all_to_all"):
             _check_exchange(run)
         else:
             _check_partial_sums(run)
@@ -62,36 +62,55 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _check_exchange(run: MockRun) -> None:
     """Check that what this rank sends, and what it sends back for the rows of others, follows the contract."""
     block = run.block
-    rows_node, counts_node = block.sources["rows"], block.sources["counts"]
+    rows_node, counts_node = block.sources["rows"], block.sources.get("counts")
     slots = run.mock.shape(rows_node)[0]
-    capacity = slots // block.experts if block.form == "all_to_all_capacity" else None
+    capacity = None if block.form == "all_to_all" else slots // block.experts
     own_pairs = slots if capacity is None else run.pairs_in_slots(capacity, block.experts)
     own = _Rows.draw(run, run.scenario.own, own_pairs, range(block.experts), capacity)
     peers = [
         _Rows.draw(run, run.scenario.peers, run.peer_pairs(peer, own_pairs, capacity), block.own_experts, capacity)
         for peer in range(block.group.ranks)
     ]
-    counts_exchange, dispatch, combine = block.exchanges
+    if any(exchange.kind == "all_gather" for exchange in block.exchanges):
+        # What this rank has for itself is known to it here.
+        peers[block.group.rank] = own.part_of(block.own_experts, block.bounds, block.group.rank)
+    counts_exchanges, dispatch, combine = (
+        block.exchanges[: -2 - len(block.travelling)],
+        block.dispatches[0],
+        block.exchanges[-1],
+    )
+
+    def check_sizes(send: list[int], receive: list[int]) -> None:
+        _demand(send == own.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
+        _demand(receive == [len(part.rows) for part in peers], f"it expects rows in parts of {receive}")
 
     def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        if collective.node is counts_exchange.node:
+        if any(collective.node is exchange.node for exchange in counts_exchanges):
             _demand(_equal(sent.reshape(-1), own.counts), "it sends counts that are not those of its rows")
+            if collective.kind == "all_gather":
+                return torch.stack([part.all_counts for part in peers]).reshape(-1, *sent.shape[1:]).to(sent.dtype)
             arriving = torch.stack([part.counts[block.own_experts.start : block.own_experts.stop] for part in peers])
             unit = sent.numel() // max(1, sent.shape[0])
             _demand(receive == [len(block.own_experts) // max(unit, 1)] * block.group.ranks, "it expects other counts")
             return arriving.reshape(-1, *sent.shape[1:]).to(sent.dtype)
         if collective.node is dispatch.node:
             _demand(_equal(sent, own.rows), "it sends other rows than it counted")
-            _demand(send == own.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
-            _demand(receive == [len(part.rows) for part in peers], f"it expects rows in parts of {receive}")
+            check_sizes(send, receive)
             return torch.cat([part.rows for part in peers])
+        for number, exchange in enumerate(block.dispatches[1:]):
+            if collective.node is exchange.node:
+                _demand(_equal(sent, own.travelling[number]), "it sends something else beside its rows")
+                check_sizes(send, receive)
+                return torch.cat([part.travelling[number] for part in peers])
         if collective.node is combine.node:
             expected = _expert_outputs(run, peers)
             _demand(_equal(sent, expected), "it sends back other outputs than its experts' for the rows")
             return _expert_outputs(run, [own])
         raise ContractBroken(f"it needs an answer to {collective.kind}")
 
-    values = {rows_node: own.rows, counts_node: own.counts.view(run.mock.shape(counts_node))}
+    values = {rows_node: own.rows, **dict(zip(block.travelling, own.travelling, strict=True))}
+    if counts_node is not None:
+        values[counts_node] = own.counts.view(run.mock.shape(counts_node))
     run.run_block(values, answer)
     outputs = run.run_local_form(values)
     _demand(_equal(outputs, _expert_outputs(run, [own])), "its local form gives something else")
@@ -105,6 +124,9 @@ class _Rows:
     counts: torch.Tensor
     experts: range
     capacity: int | None
+    travelling: tuple[torch.Tensor, ...] = ()
+    # Of a rank that tells its counts for the experts of all ranks.
+    all_counts: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @staticmethod
     def draw(
@@ -120,11 +142,27 @@ class _Rows:
             chosen = experts.start + draw(run.generator, pairs, len(experts))
             counts = torch.bincount(chosen, minlength=total)
         width = run.mock.widths[0][0]
+        others = torch.randint(0, 5, (total,), generator=run.generator)
+        all_counts = torch.where(
+            (torch.arange(total) >= experts.start) & (torch.arange(total) < experts.stop), counts, others
+        )
         if capacity is None:
-            return _Rows(run.random_rows(pairs if len(experts) else 0, width), counts, experts, None)
+            number = pairs if len(experts) else 0
+            beside = _beside(run, number)
+            return _Rows(run.random_rows(number, width), counts, experts, None, beside, all_counts)
         counts = counts.clamp(max=capacity)
+        if run.block.form == "all_to_all_slots":
+            counts = torch.zeros(total, dtype=torch.int64).index_fill(0, torch.arange(total)[experts], capacity)
         rows = run.random_rows(len(experts) * capacity, width)
-        return _Rows(rows, counts, experts, capacity)
+        return _Rows(rows, counts, experts, capacity, _beside(run, len(rows)), all_counts)
+
+    def part_of(self, experts: range, bounds: Sequence[int], rank: int) -> _Rows:
+        """What goes to the experts of one rank."""
+        sizes = self.sizes_by_rank(bounds)
+        counts = torch.zeros_like(self.counts)
+        counts[experts.start : experts.stop] = self.counts[experts.start : experts.stop]
+        rows, *travelling = (beside.split(sizes)[rank] for beside in (self.rows, *self.travelling))
+        return _Rows(rows, counts, experts, self.capacity, tuple(travelling), self.counts)
 
     def sizes_by_rank(self, bounds: Sequence[int]) -> list[int]:
         if self.capacity is not None:
@@ -140,12 +178,18 @@ class _Rows:
         return (torch.arange(self.capacity) < counts.unsqueeze(-1)).view(-1)
 
 
+def _beside(run: MockRun, rows: int) -> tuple[torch.Tensor, ...]:
+    """What travels with so many rows."""
+    return tuple(run.random_rows(rows, *run.mock.shape(node)[1:]) for node in run.block.travelling)
+
+
 def _expert_outputs(run: MockRun, parts: Sequence[_Rows]) -> torch.Tensor:
     """What the experts give for `parts`, one after the other: each row's output in its place, zeros for empty slots."""
     rows, filled = torch.cat([part.rows for part in parts]), torch.cat([part.filled() for part in parts])
     experts = torch.arange(run.block.experts).repeat(len(parts))
     ids = repeat_each(experts, torch.cat([part.counts for part in parts]))
-    found = run.experts(rows[filled], ids)
+    travelling = [torch.cat(beside)[filled] for beside in zip(*(part.travelling for part in parts), strict=True)]
+    found = run.experts(rows[filled], ids, travelling)
     outputs = torch.zeros(len(rows), found.shape[1], dtype=torch.float64)
     outputs[filled] = found
     return outputs

@@ -33,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.node_arguments import replace_numbers
 from moepass.passes.graph.nodes import fake_value, map_nodes
+from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS
 from moepass.passes.parallel.proof.feature_flow import tells_features_apart
 from moepass.passes.parallel.proof.mock_run import MockBlock, MockRun
 from moepass.passes.parallel.proof.small_guess import Guess, NoSmallCopy, SmallMock, guesses, place_of, size_readings
@@ -79,7 +80,7 @@ def small_copies(
         # How many tokens there are differs from graph to graph, how many slots is the model's own constant. In a graph
         # of a single token, torch writes what holds for no other number of them.
         is_single = scale.growing is not None and scale.growing.captured == 1
-        if found and mock.block.form != "all_to_all_capacity" and not is_single:
+        if found and mock.block.form not in FIXED_SLOTS and not is_single:
             return
     if not found:
         raise NoSmallCopy(reason or "nothing in it can be smaller")
@@ -144,6 +145,7 @@ class BlockCopier:
         small_local.copied, small_local.left_out = set(map(of, local.copied)), set(map(of, local.left_out))
         small_local.origins = {of(node): of(origin) for node, origin in local.origins.items()}
         small_local.rows, small_local.ends, small_local.outputs = of(local.rows), of(local.ends), of(local.outputs)
+        small_local.end, small_local.after = of(local.end), set(map(of, local.after))
         small_local.row_ids = None if local.row_ids is None else of(local.row_ids)
         small_local.starts = {of(start): of(written) for start, written in local.starts.items()}
         small_local.copies = {of(written): of(origin) for written, origin in local.copies.items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,11 +141,12 @@ class SmallMock(MockBlock):
             return [*map(int, value.shape[:-1]), self._bias_widths[node]]
         if role is None or role == "counts":
             return super().shape(node)
-        first, last = value.shape
+        first, *inner = value.shape
         growing = self.scale.growing
         if growing is not None and isinstance(first, int):
             first = first // growing.captured * growing.small
-        return [concrete(first, self.sizes), self.scale.width(last) if role in ("rows", "hidden") else int(last)]
+        features = [self.scale.width(int(size)) if role in ("rows", "hidden") else int(size) for size in inner]
+        return [concrete(first, self.sizes), *features]
 
     def has_unread_numbers(self) -> bool:
         growing = self.scale.growing
@@ -185,11 +186,11 @@ class _GuessingRun(MockRun):
     def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
         return self._comparing(lambda: super(_GuessingRun, self).run_local_form(sources))
 
-    def experts(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         # Other rows than those of the captured block.
         before, self._compares_shapes = self._compares_shapes, False
         try:
-            return super().experts(rows, ids)
+            return super().experts(rows, ids, travelling)
         finally:
             self._compares_shapes = before
 

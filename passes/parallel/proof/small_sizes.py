@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.parallel.match.parallel_block import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS, ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.proof.mock_run import MOST_ROWS, SCENARIOS, MockBlock, concrete
 
@@ -153,7 +153,7 @@ def _most_rows(mock: MockBlock, scale: Scale) -> int:
     own = concrete(_own_rows(block), mock.sizes) if growing is None else growing.small * growing.rows
     if block.form == "all_to_all":
         return int(own + max(MOST_ROWS, own) + ranks * max(13, len(block.own_experts)))
-    if block.form == "all_to_all_capacity":
+    if block.form in FIXED_SLOTS:
         return int(2 * own)
     top_k = int(fake_value(block.sources["ids"]).shape[1])
     most = max(scenario.load for scenario in SCENARIOS) * own + 3
@@ -167,7 +167,7 @@ def _growing(block: ParallelBlock) -> Growing | None:
     if not isinstance(source, int) or source == 0:
         return None
     owned = {stop - start for start, stop in itertools.pairwise(block.bounds)}
-    if block.form == "all_to_all_capacity":
+    if block.form in FIXED_SLOTS:
         slots = source // experts
         factors = {1, experts, *owned, *block.bounds, *(ranks * own for own in owned)} - {0}
         return None if slots * experts != source else _sized(slots, SMALL_SLOTS, experts, factors)

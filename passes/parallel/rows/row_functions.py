@@ -33,13 +33,15 @@ class RowFunctions:
 
     `calls` give for a node the number of its function, the same for a node and its copy, and what that reads.
     `masks` give what a mask that the local form does without masks, `counts` what a size counts the rows of.
-    All other nodes are `constants`, which nothing but these functions reads.
+    All other nodes are `constants`, which nothing but these functions reads. `outputs` are computed behind the experts,
+    as wide as what these give.
     """
 
     calls: Mapping[Node, tuple[int, tuple[Node, ...]]]
     masks: Mapping[Node, Node]
     counts: Mapping[Node, Node]
     constants: frozenset[Node]
+    outputs: frozenset[Node] = frozenset()
 
     def replaces(self, node: Node) -> bool:
         """True where a value has another shape than the node's."""
@@ -52,6 +54,7 @@ class RowFunctions:
             {of(node): of(source) for node, source in self.masks.items()},
             {of(node): of(source) for node, source in self.counts.items()},
             frozenset(map(of, self.constants)),
+            frozenset(map(of, self.outputs)),
         )
 
 
@@ -78,7 +81,8 @@ def row_functions(local: LocalForm) -> RowFunctions:
     for node in local.block.region:
         if local.kept.get(node) in masks:
             masks[node] = local.kept[node]
-    return RowFunctions(calls, masks, counts, frozenset(constants))
+    outputs = {node for node in calls if node in local.after or local.copies.get(node) in local.after}
+    return RowFunctions(calls, masks, counts, frozenset(constants), frozenset(outputs))
 
 
 def _counts_rows(node: Node, flow: RowFlow) -> bool:
@@ -100,6 +104,7 @@ def function_of_rows(number: int, read: Sequence[torch.Tensor], width: int) -> t
     generator = torch.Generator().manual_seed(number)
     sums = torch.zeros(len(read[0]), 1, dtype=torch.float64)
     for rows in read:
+        rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
         sums += (rows.double() @ torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)).unsqueeze(-1)
     factors, shift = torch.randn(2, width, generator=generator, dtype=torch.float64)
     outputs: torch.Tensor = (sums * factors + shift).sin_()

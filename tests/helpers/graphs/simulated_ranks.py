@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
-from moepass.passes.graph.nodes import map_nodes
+from moepass.passes.graph.nodes import graph_inputs, map_nodes
+from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.protocol import Group
 from moepass.passes.ir.slot_operations import gather
@@ -61,35 +63,53 @@ def capture(
 
     `moe_alone` captures nothing but the first MoE layer, whose input is then one of the graph.
     """
-    found: list[Captured] = []
-    torch._dynamo.reset()
-    with pretend_rank(rank, ranks) as name, torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+    with pretend_rank(rank, ranks):
         stack = build_stack(config, form)
         model = stack.moe[0] if moe_alone else stack
+        hidden = hidden_states(config, tokens, rank)
+        return capture_module(model, hidden, rank, ranks, dynamic=dynamic, lower=lower)
 
-        def keep(module: GraphModule, inputs: Sequence[Any]) -> Any:
-            def run(values: list[Any]) -> Any:
-                found.append(Captured(module, tuple(values), {name: Group(rank, ranks)}))
-                # What the fake group answers is of no use to anybody.
-                return [torch.empty(0)] * len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
-            run._boxed_call = True  # type: ignore[attr-defined]
-            return run
+def capture_module(
+    model: nn.Module, hidden: torch.Tensor, rank: int, ranks: int, *, dynamic: bool = True, lower: str = "eager"
+) -> Captured:
+    """The ATen graph of `model`, called with `hidden`, on `rank`, which this process pretends to be."""
+    found: list[Captured] = []
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
 
-        backend = aot_autograd(
-            fw_compiler=keep,
-            inference_compiler=keep,
-            decompositions=decompositions(lower),
-            keep_inference_input_mutations=True,
-        )
-        torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(hidden_states(config, tokens, rank))
+    def keep(module: GraphModule, inputs: Sequence[Any]) -> Any:
+        def run(values: list[Any]) -> Any:
+            for node, value in zip(graph_inputs(module.graph), values, strict=True):
+                node.meta[ARGUMENT_KEY] = not isinstance(value, nn.Parameter)
+            found.append(Captured(module, tuple(values), {name: Group(rank, ranks)}))
+            # What the fake group answers is of no use to anybody.
+            return [torch.empty(0)] * len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    backend = aot_autograd(
+        fw_compiler=keep,
+        inference_compiler=keep,
+        decompositions=decompositions(lower),
+        keep_inference_input_mutations=True,
+    )
+    torch._dynamo.reset()
+    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch.no_grad(), torch._dynamo.config.patch(switches):
+        torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(hidden)
     (captured,) = found
     return captured
 
 
-def hidden_states(config: StackConfig, tokens: int, rank: int, seed: int = 0) -> torch.Tensor:
+def hidden_rows(width: int, tokens: int, rank: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Hidden states [tokens, width], other ones for each rank and seed."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randn(tokens, config.hidden, generator=generator).to(config.dtype)
+    return torch.randn(tokens, width, generator=generator).to(dtype)
+
+
+def hidden_states(config: StackConfig, tokens: int, rank: int, seed: int = 0) -> torch.Tensor:
+    return hidden_rows(config.hidden, tokens, rank, config.dtype, seed)
 
 
 def with_tokens(captured: Captured, hidden: torch.Tensor) -> list[Any]:
@@ -182,8 +202,13 @@ def run_local(
     module: GraphModule, inputs: Sequence[Any], banks: Sequence[BankSpec], complete: dict[str, list[torch.Tensor]]
 ) -> Any:
     """The output of a graph without collectives, its gathers answered with the `complete` tensors of each bank."""
+    return run_with_banks(module, inputs, {bank.index: complete[bank.name] for bank in banks})
+
+
+def run_with_banks(module: GraphModule, inputs: Sequence[Any], banks: Mapping[Any, Any]) -> Any:
+    """The output of a graph without collectives, its gathers answered with the tensors of `banks`, by index."""
     try:
-        collective, *_ = next(_steps(module, inputs, {bank.index: complete[bank.name] for bank in banks}))
+        collective, *_ = next(_steps(module, inputs, banks))
     except StopIteration as done:
         return done.value
     raise AssertionError(f"{collective.node.name} is a collective")

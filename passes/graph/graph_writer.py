@@ -1,0 +1,118 @@
+"""Append operator calls with their fake values, and take them out again."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, map_nodes, mutates
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.ir.slot_operations import gather
+
+aten = torch.ops.aten
+
+
+class GraphWriter:
+    """Inserts nodes in front of `like`, a node of `graph` that has a fake value."""
+
+    def __init__(self, graph: Graph, like: Node) -> None:
+        self.graph = graph
+        self.fake_mode = fake_value(like).fake_mode
+        self.meta: dict[str, Any] = {
+            key: like.meta[key] for key in ("nn_module_stack", "stack_trace") if key in like.meta
+        }
+        self.written: list[Node] = []
+        self._like = like
+
+    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A call of `target`, with its fake value. Raises NotThisForm where it does not take these arguments."""
+        node = self.emit_lasting(target, *args, **kwargs)
+        self.written.append(node)
+        return node
+
+    def emit_lasting(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """As `emit`, for what is not erased with the rest."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self.meta)
+        fake_args, fake_kwargs = map_nodes((args, kwargs), fake_value)
+        try:
+            with self.fake_mode:
+                node.meta["val"] = target(*fake_args, **fake_kwargs)
+        except Exception as error:  # whatever an operator says to arguments that do not fit it
+            self.graph.erase_node(node)
+            raise NotThisForm(f"{target} does not take the rows of all experts together: {error}") from error
+        return node
+
+    def erase(self) -> None:
+        """Take out what was written, which nothing else reads."""
+        for node in reversed(self.written):
+            self.graph.erase_node(node)
+        self.written.clear()
+
+    def size(self, tensor: Node, dim: int) -> Any:
+        """A size of `tensor`: a number, or the node that reads it."""
+        size = fake_value(tensor).shape[dim]
+        if isinstance(size, int):
+            return size
+        # A size that the graph has already: whatever it is computed from, `tensor` need not be.
+        known = (node for node in self.graph.nodes if isinstance(fake_value(node), torch.SymInt) and node < self._like)
+        found = next((node for node in known if fake_value(node).node.expr == size.node.expr), None)
+        return self.emit(aten.sym_size.int, tensor, dim) if found is None else found
+
+    def product(self, left: Any, right: Any) -> Any:
+        """Of two sizes, each a number or a node."""
+        if isinstance(left, int) and isinstance(right, int):
+            return left * right
+        if left == 1 or right == 1:
+            return right if left == 1 else left
+        return self.emit(operator.mul, left, right)
+
+    def getitem(self, source: Node, place: int) -> Node:
+        return self.emit(operator.getitem, source, place)
+
+    def viewed(self, source: Node, shape: Sequence[Any]) -> Node:
+        """`source` in another shape; itself where that is its own."""
+        sizes = [size_expression(fake_value(size) if isinstance(size, Node) else size) for size in shape]
+        if sizes == [size_expression(size) for size in fake_value(source).shape]:
+            return source
+        return self.emit(aten.reshape.default, source, list(shape))
+
+
+def describe_again(graph: Graph, changed: Node) -> None:
+    """Fake values of what depends on `changed`, as far as their sizes are other ones now."""
+    fresh = {changed}
+    with fake_value(changed).fake_mode:
+        for node in graph.nodes:
+            if node.op != "call_function" or not any(used in fresh for used in node.all_input_nodes):
+                continue
+            if node.target is gather:
+                continue
+            args, kwargs = map_nodes((node.args, node.kwargs), fake_value)
+            value = node.target(*args, **kwargs)
+            if described_sizes(value) != described_sizes(fake_value(node)):
+                node.meta["val"] = value
+                fresh.add(node)
+
+
+def described_sizes(value: Any) -> object:
+    """Sizes and strides as text: they may be symbols."""
+    if isinstance(value, torch.Tensor):
+        return str(tuple(value.shape)), str(value.stride())
+    return [described_sizes(item) for item in value] if isinstance(value, (tuple, list)) else str(value)
+
+
+def erase_unread(graph: Graph, last: Node) -> None:
+    """Erase `last`, which nobody reads, and what only it read."""
+    pending = [last]
+    while pending:
+        node = pending.pop()
+        if node.op != "call_function" or node.users or mutates(node) or node not in graph.nodes:
+            continue
+        used = list(node.all_input_nodes)
+        graph.erase_node(node)
+        pending += used

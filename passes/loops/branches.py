@@ -1,0 +1,442 @@
+"""Follow the branches of a loop over experts in lockstep, and write what all of them compute, once, for all rows.
+
+Every branch does the same to rows of its own with weights of its own. Followed back from where the branches join, the
+nodes of all branches are of these kinds:
+
+    rows       pieces of one tensor, and what is computed of them row by row: together [rows of all branches, ..]
+    by expert  weights, and what is computed of them alone: together [experts, ..]
+    shared     the same node, or the same constant, in all branches
+
+Rows times weights by expert is a grouped GEMM. Anything else that rows meet by expert, such as a bias, is looked up for
+each row. All other operations are repeated as they are: `passes/rows` proves that they leave rows apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.graph.graph_writer import GraphWriter
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import all_arguments, named_arguments
+from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nodes, mutates, nodes_in
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.source_lines import named
+from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
+from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
+from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
+from moepass.passes.loops.row_groups import RowGroups
+from moepass.passes.loops.rows_in_front import dim_in_front, features_behind, natural_order, rows_dim, trailing
+from moepass.passes.rows.row_layout import Layout, no_rows, size_of
+from moepass.passes.rows.row_operations import ALONG, GROUP_NORMS, MADE, MADE_LIKE, NORMS, TOGETHER, VIEWS
+from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, any_rows, fits, several
+
+aten = torch.ops.aten
+
+_CASTS = {"_to_copy", "convert_element_type"}
+_COPIES = {"clone", "alias", "detach", "contiguous"}
+# More nodes than an expert has.
+_MOST_STEPS = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOfAll:
+    """`node` has the rows of all branches. `layouts` tell where the rows of the first branch lie in its node."""
+
+    node: Node
+    layouts: Layouts
+
+    @property
+    def layout(self) -> Layout:
+        assert isinstance(self.layouts, Layout)
+        return self.layouts
+
+
+@dataclasses.dataclass(frozen=True)
+class ByExpert:
+    """`node` is [experts, ..]: what each branch has, one after the other."""
+
+    node: Node
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """All branches have the same."""
+
+    node: Node
+
+
+Together = RowsOfAll | ByExpert | Shared
+
+
+class Branches(RowRules):
+    """The branches of one loop. Writes into `graph` through `writer`."""
+
+    def __init__(self, graph: Graph, writer: GraphWriter, fixed: FixedNodes, experts: int) -> None:
+        super().__init__((), {})
+        self.graph = graph
+        self.writer = writer
+        self.experts = experts
+        self.gemms: list[Node] = []
+        # Whether each branch has a weight of its own, as experts have.
+        self.has_weights = False
+        self.groups: RowGroups | None = None
+        self._fixed = fixed
+        self._known: dict[tuple[Node, ...], Together] = {}
+        self._row_ids: Node | None = None
+
+    def together(self, nodes: Sequence[Node]) -> Together:
+        """What `nodes`, one of each branch, are together. Raises NotThisForm."""
+        key = tuple(nodes)
+        if key not in self._known:
+            if len(self._known) > _MOST_STEPS:
+                self._refuse(key[0], "is computed of more than an expert computes")
+            self._known[key] = self._follow(key)
+        return self._known[key]
+
+    def _follow(self, nodes: tuple[Node, ...]) -> Together:
+        first = nodes[0]
+        if len(set(nodes)) == 1 and (self.experts > 1 or first.op == "get_attr"):
+            return Shared(first)
+        if all(node.op == "placeholder" for node in nodes):
+            self.has_weights = True
+        weights = stacked_weights(nodes, self._fixed, self.writer)
+        if weights is not None:
+            self.has_weights = True
+            return ByExpert(weights)
+        pieces = pieces_of(nodes)
+        if pieces is not None and not self._fixed.holds(pieces.source):
+            return self._rows_of(nodes, pieces)
+        self._check_alike(nodes)
+        if all(map(multiplies_by_one_matrix, nodes)):
+            return self._of_matrices(nodes)
+        given = [_tensors_in(node) for node in nodes]
+        if len(set(map(len, given))) != 1:
+            self._refuse(first, "reads more or fewer values than in other branches")
+        tensors = {of_all[0]: self.together(of_all) for of_all in zip(*given, strict=True)}
+        if any(isinstance(value, RowsOfAll) for value in tensors.values()):
+            return self._of_rows(nodes, tensors)
+        if any(isinstance(value, ByExpert) for value in tensors.values()):
+            return ByExpert(self._of_weights(first, tensors))
+        return self._constant_of_all(nodes)
+
+    # ---------------------------------------------------------------------------------------------------- leaves
+
+    def _rows_of(self, nodes: tuple[Node, ...], pieces: Pieces) -> RowsOfAll:
+        first = nodes[0]
+        shape = fake_value(first).shape
+        dims = self._row_dims(shape) if pieces.is_even else [pieces.dim]
+        if not dims:
+            self._refuse(first, "has another number of rows than what it meets")
+        layout = rows_in(shape, dims)
+        rows = sympy.expand(sympy.Mul(*natural_order(layout)))
+        if self.groups is None:
+            self.groups = RowGroups.of(pieces, first, dims, self.writer)
+        elif not self.groups.fit(pieces, rows):
+            self._refuse(first, "is cut into other pieces than what it meets")
+        self._layouts[first] = layout
+        return RowsOfAll(self.groups.all_rows(pieces, layout, self._shape_of(layout), self.writer), layout)
+
+    def _row_dims(self, shape: Sequence[Any]) -> list[int]:
+        """The dimensions of an even piece that are rows: all but the last; of later pieces as many as fit the first."""
+        if self.groups is None:
+            return list(range(max(1, len(shape) - 1)))
+        for number in range(len(shape), 0, -1):
+            if sympy.expand(sympy.Mul(*map(size_expression, shape[:number]))) == self.groups.sizes[0]:
+                return list(range(number))
+        return []
+
+    def _constant_of_all(self, nodes: tuple[Node, ...]) -> Shared:
+        """Constants that every branch makes for itself."""
+        first = nodes[0]
+        if first.op != "call_function" or draws_random_numbers(first):
+            self._refuse(first, "is not the same in all branches, and no piece of rows")
+        if not isinstance(fake_value(first), torch.Tensor):
+            self._refuse(first, "is a size of one branch")
+        if base_operation(first) in MADE | MADE_LIKE or all(map(acts_by_element, nodes)):
+            self._uniform.add(first)
+        return Shared(first)
+
+    # ---------------------------------------------------------------------------------------------- alike branches
+
+    def _check_alike(self, nodes: tuple[Node, ...]) -> None:
+        """All branches do the same, up to how many rows they have. Raises NotThisForm."""
+        first = nodes[0]
+        for node in nodes[1:]:
+            if (node.op, node.target) != (first.op, first.target) or node.op != "call_function":
+                self._refuse(node, f"stands in the place of {named(first)} in another branch")
+        if mutates(first) or draws_random_numbers(first):
+            self._refuse(first, "writes to its inputs or draws random numbers")
+        texts = {str(map_nodes((node.args, node.kwargs), _anything)) for node in nodes}
+        if len(texts) != 1 and not self._counts_rows(first):
+            self._refuse(first, "has other arguments than in other branches")
+
+    def _counts_rows(self, node: Node) -> bool:
+        """True where sizes stand among the arguments, which are looked at where the results are."""
+        return operation(node) in VIEWS or base_operation(node) in MADE | {"expand", "slice"}
+
+    # ------------------------------------------------------------------------------------------------------ rows
+
+    def _of_rows(self, nodes: tuple[Node, ...], tensors: dict[Node, Together]) -> RowsOfAll:
+        node = nodes[0]
+        name, base = operation(node), base_operation(node)
+        if name == "getitem":
+            (source,) = tensors.values()
+            assert isinstance(source, RowsOfAll)
+            place = cast("int", node.args[1])
+            self._layouts[node] = found = several(source.layouts)[place]
+            return RowsOfAll(self.writer.getitem(source.node, place), found)
+        self._check_operator(node)
+        arguments = named_arguments(node)
+        self._layouts[node] = found = self.with_rows(node, name, base, arguments)
+        self._check_results(nodes, found)
+        if base in ("mm", "addmm"):
+            return RowsOfAll(self._multiplied(node, base, arguments, tensors), found)
+        if node in self._whole:
+            return dataclasses.replace(self._only_rows(tensors), layouts=found)
+        return RowsOfAll(self._repeated(node, base, arguments, tensors, found), found)
+
+    def _of_matrices(self, nodes: tuple[Node, ...]) -> RowsOfAll:
+        """Batches of rows, each times the one matrix of the branch."""
+        node = nodes[0]
+        rows = self.together([cast("Node", one.args[0]) for one in nodes])
+        weights = self.together([repeated_matrix(one.args[1]) for one in nodes])
+        if not isinstance(rows, RowsOfAll) or isinstance(weights, RowsOfAll):
+            self._refuse(node, "has no rows on its left, or rows on its right")
+        *batch, features = rows.layout.dimensions
+        if any(part.is_rows for part in features):
+            self._refuse(node, "multiplies and adds up rows")
+        width = fake_value(node).shape[-1]
+        self._layouts[node] = found = Layout((*batch, *no_rows([width]).dimensions))
+        self._check_results(nodes, found)
+        return RowsOfAll(self._product(node, rows, weights), found)
+
+    def _check_operator(self, node: Node) -> None:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+            self._refuse(node, "is no operator of ATen, and what it does with rows is not known")
+        sizes = [used for used in node.all_input_nodes if not isinstance(fake_value(used), (torch.Tensor, tuple, list))]
+        if sizes and not self._counts_rows(node):
+            self._refuse(node, "computes with the number of rows")
+
+    def _check_results(self, nodes: tuple[Node, ...], found: Layouts) -> None:
+        """Each branch gives for its rows what the first one gives for its. Raises NotThisForm."""
+        node = nodes[0]
+        assert self.groups is not None
+        if not any_rows(found):
+            self._refuse(node, "computes one value of all rows")
+        for branch, other in enumerate(nodes):
+            values = several(fake_value(other))
+            for layout, value, own in zip(several(found), values, several(fake_value(node)), strict=True):
+                if layout is None:
+                    continue
+                if not fits(layout, own):
+                    self._refuse(node, "gives rows in a way that cannot be followed")
+                for dimension, size in zip(layout.dimensions, value.shape, strict=True):
+                    if size_expression(size) != self._size_in_branch(size_of(dimension), dimension, branch):
+                        self._refuse(other, f"gives other features of a row than {named(node)}")
+                if own.dtype != value.dtype:
+                    self._refuse(other, f"gives another type than {named(node)}")
+
+    def _size_in_branch(self, size: sympy.Expr, dimension: Any, branch: int) -> sympy.Expr:
+        assert self.groups is not None
+        if self.groups.is_even or not any(part.is_rows for part in dimension):
+            return size
+        features = sympy.Mul(*(part.size for part in dimension if not part.is_rows))
+        return sympy.expand(features * self.groups.sizes[branch])
+
+    def _only_rows(self, tensors: dict[Node, Together]) -> RowsOfAll:
+        return next(value for value in tensors.values() if isinstance(value, RowsOfAll))
+
+    def _multiplied(self, node: Node, base: str, arguments: dict[str, Any], tensors: dict[Node, Together]) -> Node:
+        left, right = (arguments[name] for name in (("self", "mat2") if base == "mm" else ("mat1", "mat2")))
+        rows, weights = tensors[left], tensors[right]
+        if not isinstance(rows, RowsOfAll) or isinstance(weights, RowsOfAll):
+            self._refuse(node, "has no rows on its left, or rows on its right")
+        product = self._product(node, rows, weights)
+        if base == "mm":
+            return product
+        for name in ("beta", "alpha"):
+            if all_arguments(node)[name] != 1:
+                self._refuse(node, "scales what it adds")
+        return self.writer.emit(aten.add.Tensor, product, self._operand(arguments["self"], tensors, 1))
+
+    def _product(self, node: Node, rows: RowsOfAll, weights: ByExpert | Shared) -> Node:
+        """Rows [rows, in] times weights [in, out] of their experts, or of all."""
+        assert self.groups is not None
+        *more, features = features_behind(rows.layout)
+        if any(size != 1 for size in more):
+            self._refuse(node, "multiplies several rows of features of each row")
+        matrix = self.writer.viewed(rows.node, [self.groups.total, features])
+        if isinstance(weights, Shared):
+            product = self.writer.emit(aten.mm.default, matrix, weights.node)
+        else:
+            gemm = grouped_gemm_for(matrix, weights.node)
+            product = self.writer.emit(gemm, matrix, weights.node, self.groups.ends(self.writer))
+            self.gemms.append(product)
+        return self.writer.viewed(product, [self.groups.total, *more, fake_value(product).shape[1]])
+
+    def _operand(self, used: Node, tensors: dict[Node, Together], behind: int) -> Node:
+        """`used` as it meets rows with `behind` dimensions of features."""
+        value = tensors[used]
+        if isinstance(value, RowsOfAll):
+            return value.node
+        shape = trailing(fake_value(used).shape, behind)
+        if isinstance(value, Shared):
+            return self.writer.viewed(value.node, shape) if fake_value(used).dim() > behind else value.node
+        by_row = self.writer.emit(aten.index.Tensor, value.node, [self.row_ids()])
+        return self.writer.viewed(by_row, [self.writer.size(by_row, 0), *[1] * (behind - len(shape)), *shape])
+
+    def row_ids(self) -> Node:
+        """The expert of each row."""
+        assert self.groups is not None
+        if self._row_ids is None:
+            self._row_ids = self.groups.expert_of_each_row(self.writer)
+        return self._row_ids
+
+    def _repeated(
+        self, node: Node, base: str, arguments: dict[str, Any], tensors: dict[Node, Together], found: Layouts
+    ) -> Node:
+        """The same operation on the rows of all branches, which are in front."""
+        writer = self.writer
+        if operation(node) in VIEWS or base == "expand":
+            assert isinstance(found, Layout)
+            rows, shape = self._only_rows(tensors).node, self._shape_of(found)
+            return writer.emit(aten.expand.default, rows, shape) if base == "expand" else writer.viewed(rows, shape)
+        if base in ("permute", "transpose", "t"):
+            return self._permuted_rows(node, base, arguments, self._only_rows(tensors))
+        if any(isinstance(value, ByExpert) for value in tensors.values()) and not acts_by_element(node):
+            self._refuse(node, "is given something of each expert, and is no operation of single elements")
+        layout = several(found)[0]
+        assert layout is not None
+        if acts_by_element(node):
+            behind = len(features_behind(layout))
+            operands = {used: self._operand(used, tensors, behind) for used in tensors}
+            args, kwargs = map_nodes((node.args, node.kwargs), operands.__getitem__)
+        else:
+            args, kwargs = self._along_features(node, base, tensors)
+        written = writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        for one, value in zip(several(found), several(fake_value(written)), strict=True):
+            if one is not None and not self._has_shape(value, one):
+                self._refuse(node, "gives other sizes for the rows of all experts together")
+        return written
+
+    def _along_features(self, node: Node, base: str, tensors: dict[Node, Together]) -> tuple[Any, Any]:
+        """The arguments of an operation along features, as these stand behind all rows."""
+        if base in ("constant_pad_nd", *NORMS):
+            args, kwargs = map_nodes((node.args, node.kwargs), lambda used: tensors[used].node)
+            return args, kwargs
+        if base not in ALONG | TOGETHER | GROUP_NORMS.keys() | {"index_select"} or base in GROUP_NORMS:
+            self._refuse(node, "is none of the operations that moepass repeats for all experts together")
+        given = all_arguments(node)
+        source = self._only_rows(tensors).layout
+        if base == "stack":
+            source = Layout((*source.dimensions, ()))
+        for name in ("dim", "dims"):
+            if given.get(name) is None:
+                continue
+            dims = given[name]
+            moved = [dim_in_front(source, dim) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
+            given[name] = moved if isinstance(dims, (list, tuple)) else moved[0]
+        if "dim" not in given and "dims" not in given:
+            self._refuse(node, "works along all dimensions")
+        given = dict(map_nodes(given, lambda used: tensors[used].node))
+        names = [one.name for one in node.target._schema.arguments if not one.kwarg_only]  # type: ignore[union-attr]
+        return [given.pop(name) for name in names], given
+
+    def _permuted_rows(self, node: Node, base: str, arguments: dict[str, Any], rows: RowsOfAll) -> Node:
+        dims = list(range(len(rows.layout.dimensions)))
+        if base == "permute":
+            dims = [dim % len(dims) for dim in arguments["dims"]]
+        elif base == "t":
+            dims.reverse()
+        else:
+            left, right = (arguments[name] % len(dims) for name in ("dim0", "dim1"))
+            dims[left], dims[right] = dims[right], dims[left]
+        behind = [dim for dim in dims if dim > rows_dim(rows.layout)]
+        order = [0, *(dim_in_front(rows.layout, dim) for dim in behind)]
+        found = self._layouts[node]
+        assert isinstance(found, Layout)
+        features_behind(found)  # nothing went in front of the rows
+        return rows.node if order == sorted(order) else self.writer.emit(aten.permute.default, rows.node, order)
+
+    def _has_shape(self, value: torch.Tensor, layout: Layout) -> bool:
+        wanted = [
+            size_expression(fake_value(size) if isinstance(size, Node) else size) for size in self._shape_of(layout)
+        ]
+        return [size_expression(size) for size in value.shape] == wanted
+
+    def _shape_of(self, layout: Layout) -> list[Any]:
+        """The shape of all rows of a value that has this layout in a branch."""
+        assert self.groups is not None
+        return [self.groups.total, *features_behind(layout)]
+
+    # --------------------------------------------------------------------------------------------------- weights
+
+    def _of_weights(self, node: Node, tensors: dict[Node, Together]) -> Node:
+        """The operation of a branch on its weights, for those of all experts [experts, ..]."""
+        base, arguments = base_operation(node), named_arguments(node)
+        writer = self.writer
+        (first, *others) = tensors.values()
+        if base == "getitem":
+            return writer.getitem(first.node, node.args[1])  # type: ignore[arg-type]
+        value = fake_value(node)
+        if base in _CASTS | _COPIES:
+            return writer.emit(node.target, first.node, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
+        if base == "t":
+            return writer.emit(aten.transpose.int, first.node, 1, 2) if value.dim() == 2 else first.node
+        if operation(node) in VIEWS:
+            return writer.viewed(first.node, [self.experts, *value.shape])
+        dims = fake_value(next(iter(tensors))).dim()
+        if base == "transpose":
+            pair = [arguments[name] % dims + 1 for name in ("dim0", "dim1")]
+            return writer.emit(aten.transpose.int, first.node, *pair)
+        if base == "permute":
+            return writer.emit(aten.permute.default, first.node, [0, *(dim % dims + 1 for dim in arguments["dims"])])
+        if base in ("slice", "select", "split", "split_with_sizes") and not others:
+            given = all_arguments(node)
+            given["dim"] = given["dim"] % dims + 1
+            given["self"] = first.node
+            names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+            return writer.emit(node.target, *(given[name] for name in names))  # type: ignore[arg-type]
+        if acts_by_element(node) and isinstance(value, torch.Tensor):
+            operands = {used: self._aligned(used, one, value.dim()) for used, one in tensors.items()}
+            args, kwargs = map_nodes((node.args, node.kwargs), lambda used: operands.get(used, used))
+            return writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        return self._refuse(node, "computes something of weights that moepass cannot compute for all experts at once")
+
+    def _aligned(self, used: Node, value: Together, dims: int) -> Node:
+        if not isinstance(value, ByExpert):
+            return value.node
+        shape = list(fake_value(used).shape)
+        return self.writer.viewed(value.node, [self.experts, *[1] * (dims - len(shape)), *shape])
+
+    def _refuse(self, node: Node, what: str) -> NoReturn:
+        raise NotThisForm(f"{named(node)} {what}")
+
+
+def grouped_gemm_for(rows: Node, weights: Node) -> Any:
+    """The operator of a grouped GEMM that takes these operands, captured or not."""
+    import transformers.integrations.moe  # noqa: F401  registers the operator; takes seconds to import
+
+    left, right = fake_value(rows), fake_value(weights)
+    step = 16 // left.element_size()
+    is_aligned = left.shape[1] % step == 0 and right.shape[2] % step == 0 and right.shape[1] % step == 0
+    if left.dtype == torch.bfloat16 and is_aligned:
+        return aten._grouped_mm.default
+    return torch.ops.transformers.grouped_mm_fallback.default
+
+
+def _tensors_in(node: Node) -> list[Node]:
+    found = nodes_in((node.args, node.kwargs))
+    return [used for used in found if isinstance(fake_value(used), (torch.Tensor, tuple, list))]
+
+
+def _anything(node: Node) -> str:
+    return "."

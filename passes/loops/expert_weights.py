@@ -1,0 +1,107 @@
+"""Weights that each branch of a loop over experts has one of.
+
+one tensor       `weights[e]`, `weights.unbind()`, `weights.chunk(experts)`: experts in its first dimension
+parameters       one of each expert's own module
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.collectives import communication_of
+from moepass.passes.graph.graph_writer import GraphWriter
+from moepass.passes.graph.nodes import fake_value, graph_inputs
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.source_lines import ARGUMENT_KEY
+from moepass.passes.loops.pieces import pieces_of
+
+aten = torch.ops.aten
+
+
+class FixedNodes:
+    """Tells values that no argument of the graph goes into: weights, constants, and what is made of these alone."""
+
+    def __init__(self, *, may_stack: bool) -> None:
+        """`may_stack`: parameters of single experts may become one tensor."""
+        self._may_stack = may_stack
+        self._known: dict[Node, bool] = {}
+        self._stacks: dict[tuple[Node, ...], Node] = {}
+
+    def stack(self, parameters: Sequence[Node], writer: GraphWriter) -> Node:
+        """One tensor of `parameters`, right behind the inputs of the graph: the same for all loops that read them.
+
+        Raises NotThisForm where it may not be made.
+        """
+        key = tuple(parameters)
+        if not self._may_stack:
+            raise NotThisForm(
+                "each of its experts has parameters of its own, which grouped GEMMs would copy together in every run; "
+                "keep those of all experts in one parameter [experts, ..]"
+            )
+        if key not in self._stacks:
+            last = graph_inputs(writer.graph)[-1]
+            with writer.graph.inserting_after(last):
+                self._stacks[key] = writer.emit_lasting(aten.stack.default, list(parameters))
+            self._known[self._stacks[key]] = True
+        return self._stacks[key]
+
+    def erase_unread(self) -> None:
+        for stack in self._stacks.values():
+            if not stack.users:
+                stack.graph.erase_node(stack)
+
+    def holds(self, node: Node) -> bool:
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            if current in self._known:
+                pending.pop()
+                continue
+            unknown = [used for used in current.all_input_nodes if used not in self._known]
+            if unknown:
+                pending += unknown
+                continue
+            self._known[current] = self._is_fixed(current)
+            pending.pop()
+        return self._known[node]
+
+    def _is_fixed(self, node: Node) -> bool:
+        value = fake_value(node)
+        if node.op == "get_attr":
+            return True
+        if node.op == "placeholder":
+            is_static = isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
+            return is_static and not node.meta.get(ARGUMENT_KEY, False)
+        if isinstance(value, torch.SymInt) or communication_of(node) is not None:
+            return False
+        return all(self._known[used] for used in node.all_input_nodes)
+
+
+def stacked_weights(nodes: Sequence[Node], fixed: FixedNodes, writer: GraphWriter) -> Node | None:
+    """The tensor [experts, ..] of which `nodes` are the experts' parts, in order; None where there is none.
+
+    Raises NotThisForm where it would be made of parameters and may not be.
+    """
+    if all(node.op == "placeholder" for node in nodes):
+        values = [fake_value(node) for node in nodes]
+        first = values[0]
+        alike = all(
+            isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (first.shape, first.dtype)
+            for value in values
+        )
+        are_weights = alike and len(set(nodes)) == len(nodes) and all(map(fixed.holds, nodes))
+        return fixed.stack(nodes, writer) if are_weights else None
+    pieces = pieces_of(nodes)
+    if pieces is None or pieces.dim != 0 or not fixed.holds(pieces.source):
+        return None
+    if not pieces.keeps_dim:
+        return pieces.source
+    if not pieces.is_even:
+        return None
+    # Of each expert one matrix, or as many rows of a tensor [experts · rows, ..].
+    size = int(pieces.sizes[0])
+    shape = list(fake_value(pieces.source).shape)
+    return writer.viewed(pieces.source, [len(nodes), size, *shape[1:]])

@@ -1,0 +1,151 @@
+"""Pieces of rows: what each branch of a loop over experts cuts out of one tensor.
+
+slices     `rows[0:n0]`, `rows[n0:n0 + n1]`, ..: consecutive, from the first row on
+splits     `rows.split([n0, n1, ..])`, all of them
+chunks     `slots.chunk(experts, dim)`, `slots[e]`: equal ones, along any dimension
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.operations import base_operation
+from moepass.passes.rows.row_layout import Layout, Part, features
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """What branches cut out of `source` along `dim`, in their order, `sizes` long.
+
+    `counts` are these sizes, and `ends` where the pieces end, as numbers or nodes of the graph; one of them may not be
+    known. `keeps_dim` is False for `slots[e]`, which has that dimension no more.
+    """
+
+    source: Node
+    dim: int
+    sizes: tuple[sympy.Expr, ...]
+    counts: tuple[Any, ...] | None = None
+    ends: tuple[Any, ...] | None = None
+    keeps_dim: bool = True
+
+    @property
+    def is_even(self) -> bool:
+        return self.sizes[0].is_Integer and len(set(self.sizes)) == 1
+
+    @property
+    def total(self) -> sympy.Expr:
+        return sympy.expand(sympy.Add(*self.sizes))
+
+
+def pieces_of(nodes: Sequence[Node]) -> Pieces | None:
+    """The pieces that `nodes` are, one in each branch; None where they are none."""
+    if all(is_call(node, aten.slice.Tensor) for node in nodes):
+        return _slices(nodes)
+    if all(is_call(node, aten.select.int) for node in nodes):
+        return _selected(nodes)
+    if all(is_call(node, operator.getitem) for node in nodes):
+        return _split(nodes)
+    return None
+
+
+def _slices(nodes: Sequence[Node]) -> Pieces | None:
+    given = [all_arguments(node) for node in nodes]
+    source = given[0]["self"]
+    dim = given[0]["dim"] % fake_value(source).dim()
+    sizes: list[sympy.Expr] = []
+    start: Any = 0
+    for node, one in zip(nodes, given, strict=True):
+        is_same = one["self"] is source and one["dim"] % fake_value(source).dim() == dim and one["step"] == 1
+        if not is_same or _expression(one["start"] or 0) != _expression(start):
+            return None
+        size = size_expression(fake_value(node).shape[dim])
+        start = one["end"]
+        if isinstance(start, int) and isinstance(fake_value(source).shape[dim], int):
+            start = min(start, fake_value(source).shape[dim])  # beyond the rows there are none
+        if sympy.expand(_expression(start) - _expression(one["start"] or 0)) != size:
+            return None
+        sizes.append(size)
+    return Pieces(source, dim, tuple(sizes), _counts(nodes, sizes), tuple(one["end"] for one in given))
+
+
+def _counts(nodes: Sequence[Node], sizes: Sequence[sympy.Expr]) -> tuple[Any, ...] | None:
+    """Sizes that were read from the device before `nodes`; None where not all were."""
+    known: dict[sympy.Expr, Node] = {}
+    for node in nodes[0].graph.nodes:
+        if node is nodes[-1]:
+            break
+        if is_call(node, aten._local_scalar_dense.default):
+            known.setdefault(_expression(node), node)
+    return tuple(known[size] for size in sizes) if all(size in known for size in sizes) else None
+
+
+def _selected(nodes: Sequence[Node]) -> Pieces | None:
+    given = [all_arguments(node) for node in nodes]
+    source = given[0]["self"]
+    dim = given[0]["dim"] % fake_value(source).dim()
+    places = [one["index"] for one in given]
+    if any(one["self"] is not source or one["dim"] % fake_value(source).dim() != dim for one in given):
+        return None
+    if places != list(range(len(nodes))) or fake_value(source).shape[dim] != len(nodes):
+        return None
+    return Pieces(source, dim, (sympy.Integer(1),) * len(nodes), keeps_dim=False)
+
+
+def _split(nodes: Sequence[Node]) -> Pieces | None:
+    sources = {node.args[0] for node in nodes}
+    if len(sources) != 1 or [node.args[1] for node in nodes] != list(range(len(nodes))):
+        return None
+    (split,) = sources
+    assert isinstance(split, Node)
+    base = base_operation(split)
+    if base not in ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind", "chunk"):
+        return None
+    if len(fake_value(split)) != len(nodes):
+        return None
+    given = all_arguments(split)
+    source = given["self"]
+    dim = given["dim"] % fake_value(source).dim()
+    if base == "unbind":
+        return Pieces(source, dim, (sympy.Integer(1),) * len(nodes), keeps_dim=False)
+    if base.endswith("with_sizes"):
+        counts = tuple(given["split_sizes"])
+        return Pieces(source, dim, tuple(map(_expression, counts)), counts)
+    sizes = tuple(size_expression(value.shape[dim]) for value in fake_value(split))
+    return Pieces(source, dim, sizes) if all(size.is_Integer for size in sizes) else None
+
+
+def _expression(value: Any) -> Any:
+    return size_expression(fake_value(value) if isinstance(value, Node) else value)
+
+
+def rows_in(shape: Sequence[Any], dims: Sequence[int]) -> Layout:
+    """The layout of a piece of `shape` whose rows lie in `dims`, the outermost first."""
+    wanted = [dim for dim in dims if size_expression(shape[dim]) != 1] or list(dims[-1:])
+    shares: dict[int, tuple[tuple[str, int], ...]] = {}
+    prefix: tuple[tuple[str, int], ...] = ()
+    for place, dim in enumerate(wanted):
+        if place == len(wanted) - 1:
+            shares[dim] = prefix
+        else:
+            rest = sympy.Mul(*(size_expression(shape[other]) for other in wanted[place + 1 :]))
+            name = f"{size_expression(shape[dim])} x {rest}"
+            shares[dim] = (*prefix, (name, 0))
+            prefix = (*prefix, (name, 1))
+    return Layout(
+        tuple(
+            (Part(size_expression(size), shares[dim]),) if dim in shares else features(size)
+            for dim, size in enumerate(shape)
+        )
+    )

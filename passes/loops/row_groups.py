@@ -1,0 +1,174 @@
+"""The rows of all branches together: how many there are, where each expert's end, and which expert each row has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.graph_writer import GraphWriter
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.source_lines import named
+from moepass.passes.loops.pieces import Pieces
+from moepass.passes.rows.row_layout import Layout
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@dataclasses.dataclass
+class RowGroups:
+    """The groups that `pieces` make: `sizes` are the rows of each, `total` is their sum, a number or a node.
+
+    Even groups all have the same constant number of rows.
+    """
+
+    pieces: Pieces
+    sizes: tuple[sympy.Expr, ...]
+    total: Any
+    # Of even groups: the rows of each, and the sizes of the dimensions that these lie in, as numbers or nodes.
+    each: Any = None
+    parts: dict[sympy.Expr, Any] = dataclasses.field(default_factory=dict)
+    _ends: Node | None = None
+
+    @classmethod
+    def of(cls, pieces: Pieces, piece: Node, dims: Sequence[int], writer: GraphWriter) -> RowGroups:
+        """The groups that `pieces` make, of which `piece` is the first, its rows in `dims`. Raises NotThisForm."""
+        if pieces.is_even:
+            number = len(pieces.sizes)
+            parts = [writer.size(piece, dim) for dim in dims]
+            each = functools.reduce(writer.product, parts)
+            sizes = {_expression(part): part for part in parts}
+            return cls(pieces, (_expression(each),) * number, writer.product(each, number), each, sizes)
+        if all(size.is_Integer for size in pieces.sizes):
+            raise NotThisForm(
+                f"{named(pieces.source)} is cut into pieces of constant sizes, {list(pieces.sizes)}, so this graph "
+                "serves one routing alone; let sizes be captured (torch._dynamo.config.capture_scalar_outputs = True)"
+            )
+        return cls(pieces, pieces.sizes, _total(pieces, writer))
+
+    def part(self, size: sympy.Expr) -> Any:
+        """A size of even groups, a number or a node. Raises NotThisForm where it is none of theirs."""
+        if size.is_Integer:
+            return int(size)
+        if size in self.parts:
+            return self.parts[size]
+        raise NotThisForm(f"its rows are taken apart into {size}, a number that only a run tells")
+
+    @property
+    def is_even(self) -> bool:
+        return self.pieces.is_even
+
+    @property
+    def device(self) -> torch.device:
+        return fake_value(self.pieces.source).device  # type: ignore[no-any-return]
+
+    def fit(self, pieces: Pieces, rows: sympy.Expr) -> bool:
+        """True where `pieces` of another tensor have the same rows."""
+        if self.is_even != pieces.is_even or len(pieces.sizes) != len(self.sizes):
+            return False
+        return rows == self.sizes[0] and (self.is_even or pieces.sizes == self.sizes)
+
+    def all_rows(self, pieces: Pieces, layout: Layout, shape: Sequence[Any], writer: GraphWriter) -> Node:
+        """The rows of all pieces, each of which has `layout`, in that `shape`."""
+        source, dim = pieces.source, pieces.dim
+        if not self.is_even:
+            rows = source
+            if size_expression(fake_value(source).shape[dim]) != pieces.total:
+                rows = writer.emit(aten.slice.Tensor, source, dim, 0, self.total)
+            return writer.viewed(rows, shape)
+        value = fake_value(source)
+        dims = list(range(value.dim()))
+        if pieces.keeps_dim:
+            # [.., experts · n, ..] -> [.., experts, n, ..]
+            split = [writer.size(source, other) for other in dims]
+            split[dim : dim + 1] = [len(pieces.sizes), int(pieces.sizes[0])]
+            source = writer.viewed(source, split)
+            dims = list(range(value.dim() + 1))
+        if dim != 0:
+            source = writer.emit(aten.permute.default, source, [dim, *(other for other in dims if other != dim)])
+        return writer.viewed(source, shape)
+
+    def ends(self, writer: GraphWriter) -> Node:
+        """Where each expert's rows end: int32 [experts]."""
+        if self._ends is None:
+            self._ends = self._write_ends(writer)
+        return self._ends
+
+    def _write_ends(self, writer: GraphWriter) -> Node:
+        pieces = self.pieces
+        if self.is_even:
+            each = writer.emit(aten.full.default, [len(self.sizes)], self.each, dtype=torch.int64, device=self.device)
+            return writer.emit(aten.cumsum.default, each, 0, dtype=torch.int32)
+        counts = _table_of(pieces.counts or (), writer)
+        if counts is None and pieces.ends is not None:
+            found = _table_of(pieces.ends, writer)
+            ends = self._tensor_of(pieces.ends, writer) if found is None else found
+            return writer.emit(aten._to_copy.default, ends, dtype=torch.int32, device=self.device)
+        if counts is None:
+            counts = self._tensor_of(pieces.counts or (), writer)
+        if fake_value(counts).device != self.device:
+            counts = writer.emit(aten._to_copy.default, counts, device=self.device)
+        return writer.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+
+    def _tensor_of(self, sizes: Sequence[Any], writer: GraphWriter) -> Node:
+        like = {"dtype": torch.int64, "device": self.device}
+        return writer.emit(aten.cat.default, [writer.emit(aten.full.default, [1], size, **like) for size in sizes])
+
+    def expert_of_each_row(self, writer: GraphWriter) -> Node:
+        """int64 [rows]."""
+        if self.is_even:
+            every = writer.emit(
+                prims.iota.default, len(self.sizes), start=0, step=1, dtype=torch.int64, device=self.device,
+                requires_grad=False,
+            )  # fmt: skip
+            column = writer.emit(aten.unsqueeze.default, every, 1)
+            wide = writer.emit(aten.expand.default, column, [len(self.sizes), self.each])
+            return writer.viewed(wide, [self.total])
+        rows = writer.emit(
+            prims.iota.default, self.total, start=0, step=1, dtype=torch.int32, device=self.device, requires_grad=False
+        )
+        # The first expert whose rows end behind a row has it; empty ones end where the one before them does.
+        return writer.emit(aten.searchsorted.Tensor, self.ends(writer), rows, right=True)
+
+
+def _expression(size: Any) -> sympy.Expr:
+    return sympy.expand(size_expression(fake_value(size) if isinstance(size, Node) else size))
+
+
+def _total(pieces: Pieces, writer: GraphWriter) -> Any:
+    """The sum of the sizes of `pieces`: the size of what they are cut from where that is known to be equal."""
+    if size_expression(fake_value(pieces.source).shape[pieces.dim]) == pieces.total:
+        return writer.size(pieces.source, pieces.dim)
+    if pieces.ends is not None:
+        return pieces.ends[-1]
+    total, *others = pieces.counts or ()
+    for count in others:
+        total = writer.emit(operator.add, total, count)
+    return total
+
+
+def _table_of(sizes: Sequence[Any], writer: GraphWriter) -> Node | None:
+    """The tensor [experts] that `sizes` were read from one by one; None where there is none."""
+    if not sizes or not all(is_call(size, aten._local_scalar_dense.default) for size in sizes):
+        return None
+    sources = [size.args[0] for size in sizes]
+    if not all(is_call(source, aten.select.int) for source in sources):
+        return None
+    given = [named_arguments(source) for source in sources]
+    table, first = given[0]["self"], given[0]["index"]
+    value = fake_value(table)
+    in_order = [one["index"] for one in given] == list(range(first, first + len(given)))
+    if value.dim() != 1 or value.is_floating_point() or not in_order or any(one["self"] is not table for one in given):
+        return None
+    if first == 0 and len(given) == value.shape[0]:
+        return table  # type: ignore[no-any-return]
+    return writer.emit(aten.slice.Tensor, table, 0, first, first + len(given))

@@ -1,0 +1,178 @@
+"""Select by sorted expert ids what a mask of chosen experts selects: its size is known before a run.
+
+A router's choice may be written as a mask [tokens, experts], and pairs of a token and an expert taken from it by
+`masked_select`, `nonzero` or a boolean index. How many these are, only a run tells, and the host waits for it. Where
+the mask was made from k different experts of each token, they are tokens · k, and their order is that of a stable sort.
+
+Contract
+    in    a captured graph
+    out   the same graph, where every selection by such a mask, or by its transpose, is a lookup; exact
+
+Pseudo-code
+    for each selection by a mask:
+        follow the mask to `zeros.scatter(1, ids, 1)`, or to the sum of one_hot(ids), and ids to a top-k
+        mask [experts, tokens]: pairs sorted by expert, for each expert by token
+        mask [tokens, experts]: for each token its experts, sorted
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase_unread
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import base_operation
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_SELECTIONS = (aten.masked_select.default, aten.nonzero.default, aten.index.Tensor)
+_SAME = {"clone", "contiguous", "_to_copy", "convert_element_type", "detach", "alias", "bool"}
+_MADE_ZERO = {"zeros", "zeros_like", "new_zeros"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A mask of `ids` [tokens, k], all of them different for each token; [experts, tokens] if it `is_by_expert`."""
+
+    ids: Node
+    is_by_expert: bool
+
+
+@graph_pass(conflicts={"blocks"})
+def sort_masks(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Replace selections by masks of experts."""
+    if not any(_selected_by(node) is not None for node in module.graph.nodes):
+        return PassResult(module, plan)
+    sorted_module = copy_graph_module(module)
+    graph = sorted_module.graph
+    pairs: dict[Mask, tuple[Node, Node]] = {}
+    matches: list[str] = []
+    for node in list(graph.nodes):
+        mask = _selected_by(node)
+        if mask is None:
+            continue
+        writer = GraphWriter(graph, node)
+        try:
+            with graph.inserting_before(node):
+                if mask not in pairs:
+                    pairs[mask] = _pairs(mask, writer)
+                selected = _selected(node, pairs[mask], writer)
+        except NotThisForm:
+            writer.erase()
+            continue
+        matches.append(node.name)
+        node.replace_all_uses_with(selected)
+        erase_unread(graph, node)
+        describe_again(graph, selected)
+    graph.lint()
+    sorted_module.recompile()
+    return PassResult(sorted_module, plan, tuple(matches))
+
+
+def _selected_by(node: Node) -> Mask | None:
+    """The mask that `node` selects by; None where it is none, or not one of experts."""
+    if not is_call(node, *_SELECTIONS):
+        return None
+    given = all_arguments(node)
+    if is_call(node, aten.index.Tensor):
+        mask = given["indices"][0]
+        if len(given["indices"]) != 1 or mask is None or fake_value(mask).dtype is not torch.bool:
+            return None
+    else:
+        mask = given["mask"] if is_call(node, aten.masked_select.default) else given["self"]
+    return _mask(mask)
+
+
+def _mask(node: Node) -> Mask | None:
+    """`node` as a mask of chosen experts."""
+    is_turned = False
+    while True:
+        base, given = base_operation(node), all_arguments(node)
+        if base in ("permute", "t", "transpose") and fake_value(node).dim() == 2:
+            is_turned ^= base != "permute" or [dim % 2 for dim in given["dims"]] == [1, 0]
+        elif base == "ne":
+            if given["other"] != 0:
+                return None
+        elif base not in _SAME:
+            break
+        node = node.all_input_nodes[0]
+    ids = _ids_of_mask(node)
+    return None if ids is None or not _are_different(ids) else Mask(ids, is_turned)
+
+
+def _ids_of_mask(node: Node) -> Node | None:
+    """The ids [tokens, k] that `node` [tokens, experts] has ones at, and zeros elsewhere."""
+    if node.op != "call_function" or not is_call(node, aten.scatter.value):
+        return None
+    given = all_arguments(node)
+    zeros = given["self"]
+    while base_operation(zeros) in _SAME:
+        zeros = zeros.all_input_nodes[0]
+    is_zero = base_operation(zeros) in _MADE_ZERO or (
+        base_operation(zeros) in ("full", "full_like", "new_full") and all_arguments(zeros)["fill_value"] == 0
+    )
+    ids = given["index"]
+    if not is_zero or given["dim"] % 2 != 1 or given["value"] != 1 or fake_value(ids).dim() != 2:
+        return None
+    rows = [str(fake_value(one).shape[0]) for one in (node, ids)]
+    return ids if rows[0] == rows[1] else None  # else the last tokens have no experts
+
+
+def _are_different(ids: Node) -> bool:
+    """True where a top-k of each row gives `ids`."""
+    while base_operation(ids) in _SAME:
+        ids = ids.all_input_nodes[0]
+    if base_operation(ids) != "getitem" or ids.args[1] != 1:
+        return False
+    chosen = ids.args[0]
+    assert isinstance(chosen, Node)
+    if base_operation(chosen) not in ("topk", "sort"):
+        return False
+    dims = fake_value(ids).dim()
+    return bool(dims == 2 and all_arguments(chosen)["dim"] % dims == 1)
+
+
+def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
+    """Row and column in the mask of each pair, both [tokens · k], in the order in which the mask is read."""
+    ids = mask.ids
+    if fake_value(ids).dtype is not torch.int64:
+        ids = writer.emit(aten._to_copy.default, ids, dtype=torch.int64)
+    k = int(fake_value(ids).shape[1])
+    tokens = writer.size(ids, 0)
+    count = writer.product(tokens, k)
+    if mask.is_by_expert:
+        both = writer.emit(aten.sort.stable, writer.viewed(ids, [count]), stable=True)
+        expert, pair = writer.getitem(both, 0), writer.getitem(both, 1)
+        return expert, writer.emit(aten.floor_divide.default, pair, k)
+    both = writer.emit(aten.sort.stable, ids, stable=True, dim=1)
+    numbers = writer.emit(
+        prims.iota.default,
+        count,
+        start=0,
+        step=1,
+        dtype=torch.int64,
+        device=fake_value(ids).device,
+        requires_grad=False,
+    )
+    return writer.emit(aten.floor_divide.default, numbers, k), writer.viewed(writer.getitem(both, 0), [count])
+
+
+def _selected(node: Node, pairs: tuple[Node, Node], writer: GraphWriter) -> Node:
+    row, column = pairs
+    if is_call(node, aten.nonzero.default):
+        return writer.emit(aten.stack.default, [row, column], 1)
+    given: dict[str, Any] = all_arguments(node)
+    source = given["self"]
+    mask = given["mask"] if "mask" in given else given["indices"][0]
+    shape = fake_value(mask).shape
+    if "mask" in given and str(fake_value(source).shape) != str(shape):
+        source = writer.emit(aten.expand.default, source, [writer.size(mask, 0), writer.size(mask, 1)])
+    return writer.emit(aten.index.Tensor, source, [row, column])

@@ -1,0 +1,113 @@
+"""Write a loop over experts as grouped GEMMs.
+
+Contract
+    in    a captured graph, in which Python's loops are unrolled: for each expert, rows are cut out of a tensor, go
+          through GEMMs with weights of that expert, and are put together with those of the others
+    out   the same graph, where every such loop is grouped GEMMs over the rows of all experts; equal up to the rounding
+          of GEMMs. A loop that cannot be taken stays as it came: a refusal says why. So does one over modules that no
+          exchange surrounds, since each run would copy their parameters together
+
+Pseudo-code
+    for each place where values are put side by side (`joins.py`):
+        follow the values back in lockstep (`branches.py`)
+        without a GEMM by expert on the way: it is no loop over experts
+        let everything that read the place read the rows of all experts
+    erase what nobody reads any more
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moepass.passes.blocks.expert_gemms import refused
+from moepass.passes.graph.collectives import communications_of
+from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.source_lines import in_words, place_of
+from moepass.passes.ir.plan import Plan, Refusal
+from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
+from moepass.passes.loops.branches import Branches, RowsOfAll
+from moepass.passes.loops.equal_views import merge_equal_views
+from moepass.passes.loops.expert_weights import FixedNodes
+from moepass.passes.loops.joins import Join, joined, joins
+
+aten = torch.ops.aten
+
+_GEMMS = (aten.mm.default, aten.addmm.default)
+# Nodes that an expert computes with; a walk that meets more has left it.
+_MOST_NODES = 200
+
+
+@graph_pass(conflicts={"blocks"})
+def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
+    """Replace every loop over experts by grouped GEMMs."""
+    if not any(_ends_in_gemms(join) for join in joins(module.graph)):
+        return PassResult(module, plan)
+    written = copy_graph_module(module)
+    merge_equal_views(written.graph)
+    matches: list[str] = []
+    refusals: list[Refusal] = []
+    # With an exchange around, they become a bank. Without, each run would copy them.
+    is_parallel = any(found.is_exchange for found in communications_of(written.graph))
+    fixed = FixedNodes(may_stack=is_parallel)
+    for join in joins(written.graph):
+        if not _ends_in_gemms(join):
+            continue
+        writer = GraphWriter(written.graph, join.node)
+        branches = Branches(written.graph, writer, fixed, len(join.branches))
+        try:
+            with written.graph.inserting_before(join.node):
+                result = _result(join, branches, writer)
+        except NotThisForm as error:
+            writer.erase()
+            if branches.has_weights:
+                refusals.append(refused(join.node, in_words(str(error), written.graph), place_of(join.node)))
+            continue
+        matches.append(f"{join.node.name} ({len(join.branches)} experts)")
+        join.node.replace_all_uses_with(result)
+        erase_unread(written.graph, join.node)
+    fixed.erase_unread()
+    if not matches and not refusals:
+        return PassResult(module, plan)
+    written.graph.lint()
+    written.recompile()
+    if refusals:
+        plan = dataclasses.replace(plan, refusals=plan.refusals + tuple(refusals))
+    return PassResult(written, plan, tuple(matches), tuple(refusals))
+
+
+def _result(join: Join, branches: Branches, writer: GraphWriter) -> Node:
+    rows = branches.together(join.branches)
+    if not isinstance(rows, RowsOfAll) or not branches.gemms:
+        raise NotThisForm("its branches have no GEMMs with weights of their own")
+    assert branches.groups is not None
+    result = joined(join, rows, branches.groups, writer)
+    old, new = fake_value(join.node), fake_value(result)
+    if (old.dtype, str(old.shape)) != (new.dtype, str(new.shape)):
+        raise NotThisForm(f"all experts together give {list(new.shape)} where they gave {list(old.shape)}")
+    return result
+
+
+def _ends_in_gemms(join: Join) -> bool:
+    """True where each branch has a GEMM of its own within reach."""
+    first, *others = (_gemms_before(branch) for branch in join.branches[:2])
+    return bool(first) and all(first - other and other - first for other in others)
+
+
+def _gemms_before(branch: Node) -> set[Node]:
+    gemms: set[Node] = set()
+    pending, seen = [branch], {branch}
+    while pending and len(seen) < _MOST_NODES:
+        node = pending.pop(0)
+        if is_call(node, *_GEMMS):
+            gemms.add(node)
+            continue
+        for used in node.all_input_nodes:
+            if used not in seen and not isinstance(fake_value(used), torch.SymInt):
+                seen.add(used)
+                pending.append(used)
+    return gemms

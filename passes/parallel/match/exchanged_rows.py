@@ -1,0 +1,56 @@
+"""Exchanges of slots [experts, capacity, width] become exchanges of rows [slots, width]: the same numbers, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.blocks.detect import find_blocks
+from moepass.passes.graph.collectives import WAIT, Collective, collective_of
+from moepass.passes.graph.graph_writer import GraphWriter
+from moepass.passes.graph.nodes import fake_value, positions
+from moepass.passes.parallel.match.near_experts import communications_before, first_communication_after, most_nodes
+
+aten = torch.ops.aten
+
+
+def exchange_rows(graph: Graph, ranks: int) -> None:
+    """Bring every AllToAll of slots before or behind expert GEMMs to rows; `ranks` are the most that it has."""
+    place = positions(graph)
+    near: dict[Node, None] = {}
+    for match in find_blocks(graph).matches:
+        first, down = match.gemms[0], match.gemms[-1]
+        after = first_communication_after(down.node, down.outer, place, most_nodes(ranks))
+        found = [*communications_before(first.activations), *([after] if after is not None else [])]
+        near |= dict.fromkeys(one.node for one in found)
+    for node in near:
+        one = collective_of(node)
+        if one is not None and one.kind == "all_to_all" and one.is_float and fake_value(one.input).dim() > 2:
+            _exchange_rows(graph, one)
+
+
+def _exchange_rows(graph: Graph, one: Collective) -> None:
+    writer = GraphWriter(graph, one.node)
+    with graph.inserting_before(one.node):
+        *_, width = fake_value(one.input).shape
+        rows = writer.emit(aten.reshape.default, one.input, [-1, width])
+        inner: list[Any] = [writer.size(one.input, dim) for dim in range(1, fake_value(one.input).dim())]
+        each: Any = 1
+        for size in inner[:-1]:
+            each = writer.product(each, size)
+        receive, send = ([writer.product(size, each) for size in sizes] for sizes in (one.receive, one.send))
+        exchanged = writer.emit(one.node.target, rows, receive, send, one.group_name)  # type: ignore[arg-type]
+    with graph.inserting_before(one.result):
+        waited = writer.emit(WAIT, exchanged)
+        slots = writer.viewed(waited, [writer.size(one.result, 0), *inner])
+    chain = [one.node]
+    while chain[-1] is not one.result:
+        chain += chain[-1].users  # it has one reader
+    one.result.replace_all_uses_with(slots)
+    # With the memory that it was written to, where torch.distributed was given some.
+    written_to = [used for node in chain[1:] for used in node.all_input_nodes if used not in chain]
+    for node in (*reversed(chain), *written_to):
+        if not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,411 @@
+"""Loops over experts become grouped GEMMs that compute the same, whatever the loop looks like."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from readable_refusals import check_readable
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.graph.collectives import Communication
+from moepass.passes.graph.source_lines import ARGUMENT_KEY
+from moepass.passes.ir.plan import Plan, Refusal
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.runtime.lowering.lower_segments import decompositions
+
+PASS = importlib.import_module("moepass.passes.loops.write_grouped_gemms")
+HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 4, 2
+aten = torch.ops.aten
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5, requires_grad=False)
+
+
+class Routed(nn.Module):
+    """Tokens sorted by expert, `run` on them with the rows of each expert, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = weight(EXPERTS, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, chosen = (hidden @ self.router.T).softmax(-1).topk(TOP_K, dim=-1)
+        counts = F.one_hot(chosen.view(-1), EXPERTS).sum(0)
+        order = chosen.view(-1).argsort(stable=True)
+        rows = self.run(hidden[order // TOP_K], counts, weights.view(-1)[order])
+        unsorted = torch.empty_like(rows)
+        unsorted[order] = rows
+        return (unsorted.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def read(counts: torch.Tensor) -> list[int]:
+    sizes: list[int] = counts.tolist()
+    for size in sizes:
+        torch._check(size >= 0)
+    return sizes
+
+
+class Mlp(nn.Module):
+    def __init__(self, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, WIDTH, bias), nn.Linear(HIDDEN, WIDTH, bias)
+        self.down = nn.Linear(WIDTH, HIDDEN, bias)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(rows)) * self.up(rows))  # type: ignore[no-any-return]
+
+
+class SlicesByCounts(Routed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Mlp() for _ in range(EXPERTS))
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs, start = [], 0
+        for expert, size in zip(self.experts, read(counts), strict=True):
+            end = start + size
+            torch._check(end <= rows.shape[0])
+            outputs.append(expert(rows[start:end]))
+            start = end
+        return torch.cat(outputs)
+
+
+class SlicesByEnds(Routed):
+    """Biases, norms, a scale of each expert, GELU and a softmax along features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(EXPERTS))
+        self.down = nn.ModuleList(nn.Linear(WIDTH, HIDDEN) for _ in range(EXPERTS))
+        self.scale = weight(EXPERTS)
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs, start = [], 0
+        ends = counts.cumsum(0).tolist()
+        for number, end in enumerate(ends):
+            torch._check(end >= start)
+            torch._check(end <= rows.shape[0])
+            inner = F.layer_norm(F.gelu(self.up[number](rows[start:end])), (WIDTH,))
+            outputs.append(self.down[number](inner.softmax(-1) * self.scale[number]))
+            start = end
+        return torch.cat(outputs)
+
+
+class SplitStacked(Routed):
+    """Stacked weights, transposed in the loop, gate and up in one; the weights of rows are applied between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = weight(EXPERTS, 2 * WIDTH, HIDDEN), weight(EXPERTS, HIDDEN, WIDTH)
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        sizes = read(counts)
+        torch._check(sum(sizes) == rows.shape[0])
+        outputs = []
+        parts = zip(torch.split(rows, sizes), torch.split(weights, sizes), strict=True)
+        for number, (part, of_part) in enumerate(parts):
+            gate, up = (part @ self.gate_up[number].transpose(-2, -1)).chunk(2, dim=-1)
+            inner = F.gelu(gate, approximate="tanh") * up * of_part.unsqueeze(-1)
+            outputs.append(inner @ self.down[number].t())
+        return torch.cat(outputs)
+
+
+class CastStacked(Routed):
+    """Weights are cast in the loop, and rows back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = weight(EXPERTS, HIDDEN, WIDTH), weight(EXPERTS, WIDTH, HIDDEN)
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for number, part in enumerate(torch.split(rows, read(counts))):
+            inner = torch.relu(part.double() @ self.up[number].double())
+            outputs.append((inner @ self.down[number].double()).to(rows.dtype))
+        return torch.cat(outputs)
+
+
+class Slots(nn.Module):
+    """Every expert has slots: as many mixtures of all tokens."""
+
+    shape: tuple[int, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = weight(72, HIDDEN)
+        self.experts = nn.ModuleList(Mlp(bias=True) for _ in range(EXPERTS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = (hidden @ self.mix.T).softmax(0)
+        outputs = self.run((scores.T @ hidden).view(*self.shape, HIDDEN))
+        return scores @ outputs.reshape(-1, HIDDEN)
+
+    def run(self, slots: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class SlotsSelected(Slots):
+    shape = (EXPERTS, 18)
+
+    def run(self, slots: torch.Tensor) -> torch.Tensor:
+        return torch.stack([expert(slots[number]) for number, expert in enumerate(self.experts)])
+
+
+class SlotsInChunks(Slots):
+    """[ranks, experts, slots] along experts, as DeepSpeed has them behind its exchange."""
+
+    shape = (3, EXPERTS, 6)
+
+    def run(self, slots: torch.Tensor) -> torch.Tensor:
+        chunks = slots.chunk(EXPERTS, dim=1)
+        return torch.cat([expert(chunk) for expert, chunk in zip(self.experts, chunks, strict=True)], dim=1)
+
+
+class SlotsUnbound(Slots):
+    """[slots, experts] along experts, and stacked weights."""
+
+    shape = (18, EXPERTS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = weight(EXPERTS, HIDDEN, WIDTH), weight(EXPERTS, WIDTH, HIDDEN)
+
+    def run(self, slots: torch.Tensor) -> torch.Tensor:
+        parts = zip(slots.unbind(1), self.up.unbind(), self.down.unbind(), strict=True)
+        return torch.stack([(part @ up).tanh() @ down for part, up, down in parts], dim=1)
+
+
+class SlotsNarrowed(Slots):
+    """Rows [experts · slots], narrowed; a piece of one tensor for each weight too."""
+
+    shape = (72,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = weight(EXPERTS * HIDDEN, WIDTH), weight(EXPERTS * WIDTH, HIDDEN)
+
+    def run(self, slots: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for number in range(EXPERTS):
+            part = slots.narrow(0, 18 * number, 18)
+            inner = F.hardtanh(part @ self.up.narrow(0, HIDDEN * number, HIDDEN), -0.5, 0.5)
+            outputs.append(inner @ self.down.narrow(0, WIDTH * number, WIDTH))
+        return torch.cat(outputs)
+
+
+TAKEN: list[type[nn.Module]] = [
+    SlicesByCounts, SlicesByEnds, SplitStacked, CastStacked, SlotsSelected, SlotsInChunks, SlotsUnbound, SlotsNarrowed,
+]  # fmt: skip
+
+
+def written(model: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> tuple[GraphModule, list[Refusal]]:
+    """The graph behind the pass. What it computes is compared with `model` for all of these hidden states."""
+    found: list[tuple[GraphModule, list[Refusal]]] = []
+
+    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # As beside an exchange, where the parameters of modules become one bank.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                PASS, "communications_of", lambda graph: [Communication(graph.output_node(), "all_to_all", "")]
+            )
+            result = run_passes((write_grouped_gemms,), module, Plan(), PassContext())
+        found.append((result.module, list(result.refusals)))
+        return make_boxed_func(result.module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions("eager")
+    )
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+        for each in (hidden, *others):
+            torch.testing.assert_close(compiled(each), model(each), rtol=1e-5, atol=1e-6)
+    ((module, refusals),) = found
+    check_readable(refusals)
+    return module, refusals
+
+
+def _hidden(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
+
+
+def _gemms(module: GraphModule) -> tuple[int, int]:
+    """Grouped GEMMs, and GEMMs with other weights than the router's."""
+    grouped = sum(is_grouped_gemm(node) for node in module.graph.nodes)
+    plain = sum(node.target in (aten.mm.default, aten.addmm.default) for node in module.graph.nodes)
+    return grouped, plain
+
+
+@pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
+def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, refusals = written(model().eval(), _hidden(11), _hidden(29), _hidden(2))
+    grouped, plain = _gemms(module)
+    assert grouped in (2, 3)
+    assert plain <= 3  # the router, and what mixes tokens into slots and back
+    assert refusals == []
+
+
+class TwoActivations(SlicesByCounts):
+    """One expert has another activation function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[2].forward = lambda rows: self.experts[2].down(F.relu(self.experts[2].gate(rows)))
+
+
+class NormOverRows(SlicesByCounts):
+    """What a row gets depends on the other rows of its expert."""
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for expert, part in zip(self.experts, torch.split(rows, read(counts)), strict=True):
+            inner = expert.gate(part)
+            outputs.append(expert.down(inner - inner.mean(dim=0, keepdim=True)))
+        return torch.cat(outputs)
+
+
+class OtherScales(SlicesByCounts):
+    """A number in the code of each branch."""
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        parts = zip(self.experts, torch.split(rows, read(counts)), strict=True)
+        return torch.cat([expert.down(expert.gate(part) * (1 + number)) for number, (expert, part) in enumerate(parts)])
+
+
+class OverlappingSlices(Slots):
+    """Each expert also sees a row of the next one: these are no pieces."""
+
+    shape = (72,)
+
+    def run(self, slots: torch.Tensor) -> torch.Tensor:
+        parts = [slots[18 * number : min(72, 18 * number + 19)][:18] for number in range(EXPERTS)]
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+
+
+class SharedWeights(SlicesByCounts):
+    """All branches have one expert: no GEMM by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([self.experts[0]] * EXPERTS)
+
+
+class ShuffledOutputs(SlicesByCounts):
+    """Joined in another order than they were cut: rows would come back as those of others."""
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        parts = list(zip(self.experts, torch.split(rows, read(counts)), strict=True))
+        return torch.cat([expert(part) for expert, part in reversed(parts)])
+
+
+REFUSED: list[tuple[type[nn.Module], str]] = [
+    (TwoActivations, "another branch"),
+    (NormOverRows, "works along the rows"),
+    (OtherScales, "other arguments"),
+]
+
+
+@pytest.mark.parametrize(("model", "why"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+def test_a_loop_that_cannot_be_taken_stays_and_says_why(model: type[nn.Module], why: str) -> None:
+    torch.manual_seed(0)
+    module, refusals = written(model().eval(), _hidden(11), _hidden(29))
+    assert _gemms(module)[0] == 0
+    assert len(refusals) <= 1
+    assert all(re.search(why, refusal.reason) for refusal in refusals)
+
+
+@pytest.mark.parametrize("model", [OverlappingSlices, SharedWeights, ShuffledOutputs], ids=lambda model: model.__name__)
+def test_what_looks_like_a_loop_computes_as_before(model: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    written(model().eval(), _hidden(11), _hidden(29))
+
+
+def test_modules_that_no_exchange_surrounds_are_not_copied_together() -> None:
+    torch.manual_seed(0)
+    modules: list[GraphModule] = []
+
+    def keep(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        modules.append(module)
+        return make_boxed_func(module.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep, inference_compiler=keep, decompositions=decompositions("eager"))
+    with torch.no_grad():
+        for model in (SlotsSelected(), SlotsUnbound()):
+            torch.compile(model.eval(), backend=backend, dynamic=True)(_hidden(11))
+    loop, stacked = (run_passes((write_grouped_gemms,), module, Plan(), PassContext()) for module in modules)
+    (refusal,) = loop.refusals
+    assert "parameters of its own" in refusal.reason
+    assert _gemms(loop.module)[0] == 0
+    assert _gemms(stacked.module)[0] == 2
+
+
+ROW_WORK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "clamp": lambda rows: rows.clamp(-0.3, 0.4),
+    "norm": lambda rows: rows * (rows.square().mean(-1, keepdim=True) + 1e-5).rsqrt(),
+    "softmax": lambda rows: rows.softmax(-1),
+    "halves": lambda rows: torch.cat([rows[..., 12:], rows[..., :12]], -1),
+    "pairs": lambda rows: rows.unflatten(-1, (12, 2)).flip(-1).flatten(-2),
+    "turned": lambda rows: rows.unflatten(-1, (4, 6)).transpose(-1, -2).flatten(-2),
+    "maximum": lambda rows: rows - rows.amax(-1, keepdim=True),
+    "where": lambda rows: torch.where(rows > 0, rows, rows.exp()),
+    "cast": lambda rows: rows.to(torch.float64).square().to(rows.dtype),
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    work=st.lists(st.sampled_from(sorted(ROW_WORK)), max_size=4, unique=True),
+    shape=st.sampled_from([(4, 18), (3, 4, 6), (18, 4), (2, 4, 3, 3)]),
+    joins_in_place=st.booleans(),
+    bias=st.booleans(),
+)
+def test_any_row_work_in_any_shape_of_slots(
+    work: list[str], shape: tuple[int, ...], joins_in_place: bool, bias: bool
+) -> None:
+    """Slots in any shape, the dimension of experts anywhere, any work on rows between the GEMMs."""
+    dim = shape.index(EXPERTS)
+    torch.manual_seed(0)
+    weights = [torch.randn(*size) / 4 for size in [(WIDTH, HIDDEN), (WIDTH,), (HIDDEN, WIDTH), (HIDDEN,)] * EXPERTS]
+
+    def model(slots: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        slots = slots * 1
+        for number, chunk in enumerate(slots.chunk(EXPERTS, dim)):
+            up, up_bias, down, down_bias = weights[4 * number : 4 * number + 4]
+            part = F.linear(chunk if joins_in_place else chunk.squeeze(dim), up, up_bias if bias else None)
+            for name in work:
+                part = ROW_WORK[name](part)
+            outputs.append(F.linear(part, down, down_bias if bias else None))
+        return torch.cat(outputs, dim) if joins_in_place else torch.stack(outputs, dim)
+
+    slots = torch.randn(*shape, HIDDEN)
+    module = make_fx(model, decompositions("eager"), tracing_mode="fake")(slots, *weights)
+    next(iter(module.graph.nodes)).meta[ARGUMENT_KEY] = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PASS, "communications_of", lambda graph: [Communication(graph.output_node(), "all_to_all", "")])
+        result = run_passes((write_grouped_gemms,), module, Plan(), PassContext())
+    expected = module(slots, *weights)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(result.module(slots, *weights), expected, rtol=0.0, atol=1e-5 * largest)
+    assert _gemms(result.module) == (2, 0), result.refusals

@@ -1,0 +1,132 @@
+"""Expert parallelism in the styles of other projects: taken out whole, and every rank computes what it did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from readable_refusals import check_readable
+from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
+from torch import nn
+
+from moepass.models.testing.project_styles.exact_style import SlicesOfModules, SplitOfStacks
+from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
+from moepass.models.testing.project_styles.slots_style import EinsumSlots, IndexedSlots
+from moepass.models.testing.project_styles.style_sizes import StyleSizes
+from moepass.passes.graph.collectives import communications_of
+from moepass.passes.graph.nodes import graph_inputs, is_call
+from moepass.passes.ir.plan import BankSpec, Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.ir.slot_operations import gather
+from moepass.passes.loops.sort_masks import sort_masks
+from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+
+STYLES: dict[str, tuple[type[nn.Module], str]] = {
+    "gshard": (EinsumSlots, "all_to_all_slots"),
+    "deepspeed": (IndexedSlots, "all_to_all_slots"),
+    "deepseek": (SlicesOfModules, "all_to_all"),
+    "torchtitan loop": (SplitOfStacks, "all_to_all"),
+    "megatron": (MaskedDispatch, "all_to_all"),
+}
+PASSES = (sort_masks, write_grouped_gemms, eliminate_expert_parallelism)
+SIZES = StyleSizes()
+
+
+def captured_style(style: str, rank: int, ranks: int, tokens: int, sizes: StyleSizes, *, dynamic: bool) -> Captured:
+    with pretend_rank(rank, ranks):
+        layer = STYLES[style][0](sizes, dist.group.WORLD)  # type: ignore[call-arg]
+        return capture_module(layer, hidden_rows(sizes.hidden, tokens, rank, sizes.dtype), rank, ranks, dynamic=dynamic)
+
+
+def eliminated(captured: Captured) -> PassResult:
+    result = run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups))
+    check_readable(result.refusals)
+    return result
+
+
+def complete_banks(captured: Sequence[Captured], results: Sequence[PassResult]) -> dict[int, list[torch.Tensor]]:
+    """The tensors of every bank, of the parameters that the graphs of all ranks give to its gather."""
+    banks: dict[int, list[torch.Tensor]] = {}
+    for bank in results[0].plan.banks:
+        parts = [_parts_of(bank, *of_rank) for of_rank in zip(captured, results, strict=True)]
+        banks[bank.index] = [torch.cat(of_tensor) for of_tensor in zip(*parts, strict=True)]
+    return banks
+
+
+def _parts_of(bank: BankSpec, captured: Captured, result: PassResult) -> list[torch.Tensor]:
+    values = dict(zip((node.name for node in graph_inputs(captured.module.graph)), captured.inputs, strict=True))
+    (call,) = (
+        node for node in result.module.graph.nodes if is_call(node, gather) and node.kwargs["bank"] == bank.index
+    )
+    given: list[Any] = [values[node.name] for node in call.all_input_nodes]
+    rank = next(iter(captured.groups.values())).rank
+    own = bank.expert_bounds[rank + 1] - bank.expert_bounds[rank]
+    parts = []
+    for position in range(len(bank.tensors)):
+        number = own if position in bank.one_by_one else 1
+        taken, given = given[:number], given[number:]
+        parts.append(torch.stack(taken) if position in bank.one_by_one else taken[0])
+    return parts
+
+
+def host_syncs(result: PassResult) -> list[str]:
+    waits = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select")
+    return [node.name for node in result.module.graph.nodes if str(node.target).startswith(waits)]
+
+
+def check_style(style: str, ranks: int, sizes: StyleSizes, tokens: Sequence[Sequence[int]]) -> None:
+    """All ranks together give the same without exchanges, for each of `tokens` by rank."""
+    captured = [captured_style(style, rank, ranks, 9, sizes, dynamic=True) for rank in range(ranks)]
+    results = [eliminated(one) for one in captured]
+    for result in results:
+        assert [block.form for block in result.plan.local_blocks] == [STYLES[style][1]], result.plan.refusals
+        assert not list(communications_of(result.module.graph))
+        assert host_syncs(result) == []
+    banks = complete_banks(captured, results)
+    for seed, each in enumerate(tokens):
+        # The number of slots follows from that of a rank's tokens, and is the same on all ranks.
+        of_ranks = [each[0]] * ranks if STYLES[style][1] == "all_to_all_slots" else each
+        rows = [hidden_rows(sizes.hidden, n, rank, sizes.dtype, seed) for rank, n in enumerate(of_ranks)]
+        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
+        expected = run_ranks([one.module for one in captured], inputs)
+        for rank, (result, given) in enumerate(zip(results, inputs, strict=True)):
+            found = run_with_banks(result.module, given, banks)
+            tolerance = 1e-5 if sizes.dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(found[0], expected[rank][0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_style_is_taken_whole_and_right(style: str) -> None:
+    check_style(style, 2, SIZES, [(9, 9), (17, 5), (1, 30), (40, 40)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_on_four_ranks_and_with_skew(style: str) -> None:
+    check_style(style, 4, dataclasses.replace(SIZES, skew=3.0), [(9, 4, 33, 12), (2, 2, 2, 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_in_bfloat16(style: str) -> None:
+    check_style(style, 2, dataclasses.replace(SIZES, dtype=torch.bfloat16), [(9, 9), (33, 6)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_with_fixed_sizes(style: str) -> None:
+    captured = captured_style(style, 0, 2, 12, SIZES, dynamic=False)
+    result = eliminated(captured)
+    assert [block.form for block in result.plan.local_blocks] == [STYLES[style][1]], result.plan.refusals
+    assert not list(communications_of(result.module.graph))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_one_expert_on_each_rank(style: str) -> None:
+    check_style(style, 4, dataclasses.replace(SIZES, experts=4), [(9, 4, 33, 12)])

@@ -1,0 +1,84 @@
+"""Layers in the styles of other projects on real ranks: compiled with asyncep they give what they give uncompiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from moepass.compilations import record_compilations
+from moepass.models.testing.project_styles.style_sizes import StyleSizes
+from moepass.passes.graph.collectives import communications_of
+from moepass.passes.graph.nodes import graphs_within
+
+STYLES = {
+    "gshard": "slots_style.EinsumSlots",
+    "deepspeed": "slots_style.IndexedSlots",
+    "deepseek": "exact_style.SlicesOfModules",
+    "torchtitan loop": "exact_style.SplitOfStacks",
+    "megatron": "megatron_style.MaskedDispatch",
+}
+SLOTS = ("gshard", "deepspeed")
+
+
+def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
+    """Largest difference of each run, relative to the largest number; then what the plans say and what is left."""
+    module, name = STYLES[style].split(".")
+    found = importlib.import_module(f"moepass.models.testing.project_styles.{module}")
+    model, reference = (getattr(found, name)(sizes, dist.group.WORLD).eval() for _ in range(2))
+    rank = dist.get_rank()
+    differences = []
+    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch.no_grad(), torch._dynamo.config.patch(switches), record_compilations() as compilations:
+        compiled = torch.compile(model, backend="asyncep", options={"lower": lower})
+        for number, tokens in enumerate((12, 12, 40, 7, 33)):
+            # The number of slots follows from a rank's tokens: all have as many.
+            own = tokens if style in SLOTS else tokens + 5 * rank
+            generator = torch.Generator().manual_seed(10 * number + rank)
+            hidden = torch.randn(own, sizes.hidden, generator=generator).to(sizes.dtype)
+            expected = reference(hidden).float()
+            differences.append(float((compiled(hidden).float() - expected).abs().max() / expected.abs().max()))
+    blocks = [[block.form for block in one.plan.local_blocks] for one in compilations]
+    refusals = [str(refusal) for one in compilations for refusal in one.plan.refusals]
+    left = [
+        found.kind
+        for one in compilations
+        for graph in graphs_within(one.executor.graph_module)
+        for found in communications_of(graph)
+    ]
+    return [differences, blocks, refusals, left]
+
+
+def check(style: str, ranks: int, sizes: StyleSizes, lower: str) -> None:
+    for differences, blocks, refusals, left in run_ranks(ranks, compare, style, sizes, lower, timeout=300.0):
+        assert max(differences) < (1e-5 if sizes.dtype == torch.float32 else 2e-2), differences
+        assert blocks
+        assert all(len(forms) == 1 for forms in blocks), refusals
+        assert refusals == []
+        assert left == []
+
+
+@pytest.mark.parametrize("style", ["deepspeed", "megatron"])
+def test_a_layer_of_another_project_on_two_ranks(style: str) -> None:
+    check(style, 2, StyleSizes(), "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("style", STYLES)
+def test_layers_of_other_projects(style: str, lower: str, ranks: int) -> None:
+    check(style, ranks, dataclasses.replace(StyleSizes(), skew=2.0), lower)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("style", STYLES)
+def test_in_bfloat16(style: str) -> None:
+    check(style, 2, dataclasses.replace(StyleSizes(), dtype=torch.bfloat16), "inductor")
