@@ -322,10 +322,17 @@ class Branches(RowRules):
         else:
             args, kwargs = self._along_features(node, base, tensors)
         written = writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
-        for one, value in zip(several(found), several(fake_value(written)), strict=True):
+        of_all = several(fake_value(written))
+        for one, value, own in zip(several(found), of_all, several(fake_value(node)), strict=True):
             if one is not None and not self._has_shape(value, one):
                 self._refuse(node, "gives other sizes for the rows of all experts together")
+            self._check_type(node, own, value)
         return written
+
+    def _check_type(self, node: Node, own: torch.Tensor, together: torch.Tensor) -> None:
+        """A number of one expert leaves the type of its rows; the numbers of all experts are a tensor, and may not."""
+        if own.dtype != together.dtype:
+            self._refuse(node, f"gives {own.dtype} in a branch, and {together.dtype} for all experts together")
 
     def _along_features(self, node: Node, base: str, tensors: dict[Node, Together]) -> tuple[Any, Any]:
         """The arguments of an operation along features, as these stand behind all rows."""
@@ -408,7 +415,9 @@ class Branches(RowRules):
         if acts_by_element(node) and isinstance(value, torch.Tensor):
             operands = {used: self._aligned(used, one, value.dim()) for used, one in tensors.items()}
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: operands.get(used, used))
-            return writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
+            written = writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
+            self._check_type(node, value, fake_value(written))
+            return written
         return self._refuse(node, "computes something of weights that moepass cannot compute for all experts at once")
 
     def _aligned(self, used: Node, value: Together, dims: int) -> Node:

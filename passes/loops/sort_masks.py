@@ -6,7 +6,8 @@ the mask was made from k different experts of each token, they are tokens · k, 
 
 Contract
     in    a captured graph
-    out   the same graph, where every selection by such a mask, or by its transpose, is a lookup; exact
+    out   the same graph, where every selection by such a mask, or by its transpose, is a lookup; exact. The graph as it
+          came, and a refusal, where what reads a selection takes no other size
 
 Pseudo-code
     for each selection by a mask:
@@ -23,11 +24,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from moepass.passes.blocks.expert_gemms import refused
 from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase_unread
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 
@@ -70,8 +73,15 @@ def sort_masks(module: GraphModule, plan: Plan, context: PassContext) -> PassRes
             continue
         matches.append(node.name)
         node.replace_all_uses_with(selected)
+        try:
+            describe_again(graph, selected)
+        except Exception as error:  # whatever an operator says to a size that it was not captured for
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = f"what reads the selection has a size that does not follow from it ({first})"
+            refusal = refused(node, reason, place_of(node))
+            plan = dataclasses.replace(plan, refusals=(*plan.refusals, refusal))
+            return PassResult(module, plan, refusals=(refusal,))
         erase_unread(graph, node)
-        describe_again(graph, selected)
     graph.lint()
     sorted_module.recompile()
     return PassResult(sorted_module, plan, tuple(matches))

@@ -194,7 +194,14 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
 
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
-    """The bank of all ranks' experts. Its tensors are called by their roles: ranks must agree on the names."""
+    """The bank of all ranks' experts. Its tensors are called by their roles: ranks must agree on the names.
+
+    Raises NotThisForm where a parameter stands in it twice.
+    """
+    parameters = [parameter for node in block.expert_tensors for parameter in parameters_of(node)]
+    for parameter in parameters:
+        if parameters.count(parameter) > 1:
+            raise NotThisForm(f"{named(parameter)} is a weight of several experts, or two weights of one")
     tensors = []
     weights = [gemm.weights for gemm in block.gemms]
     for number, node in enumerate(block.expert_tensors):

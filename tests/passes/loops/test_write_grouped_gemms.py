@@ -317,10 +317,25 @@ class ShuffledOutputs(SlicesByCounts):
         return torch.cat([expert(part) for expert, part in reversed(parts)])
 
 
+class WideScales(SlicesByCounts):
+    """A number of each expert in another type, which as a number leaves the type of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(EXPERTS, dtype=torch.float64), requires_grad=False)
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        parts = zip(self.experts, torch.split(rows, read(counts)), strict=True)
+        return torch.cat(
+            [expert.down(expert.gate(part) * self.scale[number]) for number, (expert, part) in enumerate(parts)]
+        )
+
+
 REFUSED: list[tuple[type[nn.Module], str]] = [
     (TwoActivations, "another branch"),
     (NormOverRows, "works along the rows"),
     (OtherScales, "other arguments"),
+    (WideScales, "float64 for all experts together"),
 ]
 
 
