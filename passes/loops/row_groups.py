@@ -107,7 +107,9 @@ class RowGroups:
         pieces = self.pieces
         if self.is_even:
             each = writer.emit(aten.full.default, [len(self.sizes)], self.each, dtype=torch.int64, device=self.device)
-            return writer.emit(aten.cumsum.default, each, 0, dtype=torch.int32)
+            sums = writer.emit(aten.cumsum.default, each, 0)
+            # Not by the sum: of one number again and again, Inductor makes numbers of the type that those have.
+            return writer.emit(prims.convert_element_type.default, sums, torch.int32)
         counts = _table_of(pieces.counts or (), writer)
         if counts is None and pieces.ends is not None:
             found = _table_of(pieces.ends, writer)

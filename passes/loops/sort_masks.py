@@ -161,7 +161,7 @@ def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
     if mask.is_by_expert:
         both = writer.emit(aten.sort.stable, writer.viewed(ids, [count]), stable=True)
         expert, pair = writer.getitem(both, 0), writer.getitem(both, 1)
-        return expert, writer.emit(aten.floor_divide.default, pair, k)
+        return expert, writer.emit(aten.div.Tensor_mode, pair, k, rounding_mode="floor")
     both = writer.emit(aten.sort.stable, ids, stable=True, dim=1)
     numbers = writer.emit(
         prims.iota.default,
@@ -172,7 +172,9 @@ def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
         device=fake_value(ids).device,
         requires_grad=False,
     )
-    return writer.emit(aten.floor_divide.default, numbers, k), writer.viewed(writer.getitem(both, 0), [count])
+    return writer.emit(aten.div.Tensor_mode, numbers, k, rounding_mode="floor"), writer.viewed(
+        writer.getitem(both, 0), [count]
+    )
 
 
 def _selected(node: Node, pairs: tuple[Node, Node], writer: GraphWriter) -> Node:

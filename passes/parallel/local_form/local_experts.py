@@ -101,7 +101,8 @@ class LocalForm(BlockWriter):
         total = self._size(fake_value(slots).shape[0])
         each = total // experts if isinstance(total, int) else self._emit(operator.floordiv, total, experts)
         counts = self._emit(aten.full.default, [experts], each, dtype=torch.int64, device=device)
-        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        # Not by the sum: of one number again and again, Inductor makes numbers of the type that those have.
+        ends = self._emit(prims.convert_element_type.default, self._emit(aten.cumsum.default, counts, 0), torch.int32)
         return self._experts(slots, ends, lambda: self._expert_of_each_slot(slots, each))
 
     def _expert_of_each_slot(self, slots: Node, each: Any) -> Node:
