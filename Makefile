@@ -87,7 +87,6 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/compile_time.py serve
 	$(BIN)/python benchmarks/two_ranks.py
 	$(BIN)/python benchmarks/idle_rank.py
-	$(BIN)/python benchmarks/ranks/project_styles.py
 	$(BIN)/python benchmarks/load_memory.py
 	$(BIN)/python benchmarks/memory/hybrid_prefill.py
 	$(BIN)/python benchmarks/disk_home.py
@@ -101,6 +100,7 @@ benchmarks: $(INSTALLED)
 	$(BIN)/python benchmarks/serving/routing.py
 	$(BIN)/python benchmarks/serving/throughput.py compare
 	$(BIN)/python benchmarks/serving/throughput.py questions
+	$(BIN)/python benchmarks/ranks/project_styles.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -14,7 +14,10 @@ from moepass.passes.graph.nodes import fake_value, map_nodes, mutates
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ir.slot_operations import gather
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Where a node comes from in the model.
+_PLACE = ("nn_module_stack", "stack_trace")
 
 
 class GraphWriter:
@@ -23,30 +26,31 @@ class GraphWriter:
     def __init__(self, graph: Graph, like: Node) -> None:
         self.graph = graph
         self.fake_mode = fake_value(like).fake_mode
-        self.meta: dict[str, Any] = {
-            key: like.meta[key] for key in ("nn_module_stack", "stack_trace") if key in like.meta
-        }
+        # What is written says of itself that it comes from where `like` does.
+        self.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
         self.written: list[Node] = []
         self._like = like
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call of `target`, with its fake value. Raises NotThisForm where it does not take these arguments."""
-        node = self.emit_lasting(target, *args, **kwargs)
-        self.written.append(node)
-        return node
+        return self._append(target, args, kwargs)
 
-    def emit_lasting(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """As `emit`, for what is not erased with the rest."""
+    def _append(self, target: Callable[..., Any], args: Any, kwargs: Any, repeated: Node | None = None) -> Node:
+        """As `emit`; `repeated` is the node whose operation this is, if it is one's."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.meta)
         fake_args, fake_kwargs = map_nodes((args, kwargs), fake_value)
+        self.written.append(node)
         try:
             with self.fake_mode:
                 node.meta["val"] = target(*fake_args, **fake_kwargs)
         except Exception as error:  # whatever an operator says to arguments that do not fit it
-            self.graph.erase_node(node)
-            raise NotThisForm(f"{target} does not take the rows of all experts together: {error}") from error
+            raise NotThisForm(self._unfit(node, fake_args, repeated, error)) from error
         return node
+
+    def _unfit(self, node: Node, arguments: Any, repeated: Node | None, error: Exception) -> str:
+        """The reason why `node` does not take its `arguments`."""
+        return f"{node.target} does not take the rows of all experts together: {error}"
 
     def erase(self) -> None:
         """Take out what was written, which nothing else reads."""
@@ -75,10 +79,15 @@ class GraphWriter:
     def getitem(self, source: Node, place: int) -> Node:
         return self.emit(operator.getitem, source, place)
 
+    def arange(self, count: Any, device: torch.device) -> Node:
+        """0, 1, .. below `count`, a number or a node: int64."""
+        return self.emit(
+            prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+        )
+
     def viewed(self, source: Node, shape: Sequence[Any]) -> Node:
         """`source` in another shape; itself where that is its own."""
-        sizes = [size_expression(fake_value(size) if isinstance(size, Node) else size) for size in shape]
-        if sizes == [size_expression(size) for size in fake_value(source).shape]:
+        if [*map(size_expression, shape)] == [*map(size_expression, fake_value(source).shape)]:
             return source
         return self.emit(aten.reshape.default, source, list(shape))
 
@@ -108,11 +117,10 @@ def described_sizes(value: Any) -> object:
 
 def erase_unread(graph: Graph, last: Node) -> None:
     """Erase `last`, which nobody reads, and what only it read."""
-    pending = [last]
+    pending = {last}
     while pending:
         node = pending.pop()
-        if node.op != "call_function" or node.users or mutates(node) or node not in graph.nodes:
-            continue
-        used = list(node.all_input_nodes)
-        graph.erase_node(node)
-        pending += used
+        if node.op == "call_function" and not node.users and not mutates(node):
+            used = node.all_input_nodes
+            graph.erase_node(node)
+            pending.update(used)

@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 
@@ -60,7 +60,9 @@ def _add(sources: dict[str, SizeSource], size: object, source: SizeSource) -> No
 
 
 def size_expression(size: object) -> sympy.Expr:
-    """A size of a graph as an expression in its symbols."""
+    """A size of a graph, or that which a node of it gives, as an expression in its symbols."""
+    if isinstance(size, Node):
+        size = fake_value(size)
     if isinstance(size, sympy.Expr):
         return size
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

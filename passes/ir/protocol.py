@@ -256,15 +256,15 @@ def _same_interface(before: GraphModule, after: GraphModule, contract: PassContr
     return None
 
 
+# The signature of a size that only a run tells.
+_ANY_SIZE = "any size"
+
+
 def _agree(old: Any, new: Any) -> bool:
     """Equal, but for sizes of which nothing was known before."""
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
         return len(old) == len(new) and all(map(_agree, old, new))
-    return old in (new, ANY_SIZE)
-
-
-# Of a size that only a run tells.
-ANY_SIZE = "any size"
+    return old in (new, _ANY_SIZE)
 
 
 def _signature(node: Node) -> object:
@@ -280,11 +280,11 @@ def _value_signature(value: object) -> Any:
 
 
 def _size_signature(size: object) -> str:
-    """What is known of a size before a run; sizes that are read from tensors are `ANY_SIZE`."""
+    """What is known of a size before a run; sizes that are read from tensors are `_ANY_SIZE`."""
     if isinstance(size, torch.SymInt):
         env = size.node.shape_env
         if any(env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols):
-            return ANY_SIZE
+            return _ANY_SIZE
     return str(size)
 
 

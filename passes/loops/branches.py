@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
@@ -32,9 +32,9 @@ from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
-from moepass.passes.loops.rows_in_front import dim_in_front, features_behind, natural_order, rows_dim, trailing
+from moepass.passes.loops.rows_in_front import dim_in_front, features_behind, row_parts, rows_dim, trailing
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
-from moepass.passes.rows.row_operations import ALONG, GROUP_NORMS, MADE, MADE_LIKE, NORMS, TOGETHER, VIEWS
+from moepass.passes.rows.row_operations import ALONG, MADE, NORMS, TOGETHER, VIEWS
 from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, any_rows, fits, several
 
 aten = torch.ops.aten
@@ -76,11 +76,10 @@ Together = RowsOfAll | ByExpert | Shared
 
 
 class Branches(RowRules):
-    """The branches of one loop. Writes into `graph` through `writer`."""
+    """The branches of one loop, `experts` of them."""
 
-    def __init__(self, graph: Graph, writer: GraphWriter, fixed: FixedNodes, experts: int) -> None:
+    def __init__(self, writer: GraphWriter, fixed: FixedNodes, experts: int) -> None:
         super().__init__((), {})
-        self.graph = graph
         self.writer = writer
         self.experts = experts
         self.gemms: list[Node] = []
@@ -135,7 +134,7 @@ class Branches(RowRules):
         if not dims:
             self._refuse(first, "has another number of rows than what it meets")
         layout = rows_in(shape, dims)
-        rows = sympy.expand(sympy.Mul(*natural_order(layout)))
+        rows = sympy.expand(sympy.Mul(*(part.size for part in row_parts(layout))))
         if self.groups is None:
             self.groups = RowGroups.of(pieces, first, dims, self.writer)
         elif not self.groups.fit(pieces, rows):
@@ -159,8 +158,6 @@ class Branches(RowRules):
             self._refuse(first, "is not the same in all branches, and no piece of rows")
         if not isinstance(fake_value(first), torch.Tensor):
             self._refuse(first, "is a size of one branch")
-        if base_operation(first) in MADE | MADE_LIKE or all(map(acts_by_element, nodes)):
-            self._uniform.add(first)
         return Shared(first)
 
     # ---------------------------------------------------------------------------------------------- alike branches
@@ -339,7 +336,7 @@ class Branches(RowRules):
         if base in ("constant_pad_nd", *NORMS):
             args, kwargs = map_nodes((node.args, node.kwargs), lambda used: tensors[used].node)
             return args, kwargs
-        if base not in ALONG | TOGETHER | GROUP_NORMS.keys() | {"index_select"} or base in GROUP_NORMS:
+        if base not in ALONG | TOGETHER | {"index_select"}:
             self._refuse(node, "is none of the operations that moepass repeats for all experts together")
         given = all_arguments(node)
         source = self._only_rows(tensors).layout
@@ -374,10 +371,7 @@ class Branches(RowRules):
         return rows.node if order == sorted(order) else self.writer.emit(aten.permute.default, rows.node, order)
 
     def _has_shape(self, value: torch.Tensor, layout: Layout) -> bool:
-        wanted = [
-            size_expression(fake_value(size) if isinstance(size, Node) else size) for size in self._shape_of(layout)
-        ]
-        return [size_expression(size) for size in value.shape] == wanted
+        return [*map(size_expression, value.shape)] == [*map(size_expression, self._shape_of(layout))]
 
     def _shape_of(self, layout: Layout) -> list[Any]:
         """The shape of all rows of a value that has this layout in a branch."""
@@ -397,13 +391,15 @@ class Branches(RowRules):
         if base in _CASTS | _COPIES:
             return writer.emit(node.target, first.node, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
         if base == "t":
-            return writer.emit(aten.transpose.int, first.node, 1, 2) if value.dim() == 2 else first.node
+            return writer.emit(aten.permute.default, first.node, [0, *range(value.dim(), 0, -1)])
         if operation(node) in VIEWS:
             return writer.viewed(first.node, [self.experts, *value.shape])
         dims = fake_value(next(iter(tensors))).dim()
         if base == "transpose":
-            pair = [arguments[name] % dims + 1 for name in ("dim0", "dim1")]
-            return writer.emit(aten.transpose.int, first.node, *pair)
+            left, right = (arguments[name] % dims + 1 for name in ("dim0", "dim1"))
+            order = list(range(dims + 1))
+            order[left], order[right] = order[right], order[left]
+            return writer.emit(aten.permute.default, first.node, order)
         if base == "permute":
             return writer.emit(aten.permute.default, first.node, [0, *(dim % dims + 1 for dim in arguments["dims"])])
         if base in ("slice", "select", "split", "split_with_sizes") and not others:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.collectives import communication_of
-from moepass.passes.graph.graph_writer import GraphWriter
+from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
@@ -30,7 +30,7 @@ class FixedNodes:
         self._known: dict[Node, bool] = {}
         self._stacks: dict[tuple[Node, ...], Node] = {}
 
-    def stack(self, parameters: Sequence[Node], writer: GraphWriter) -> Node:
+    def stack(self, parameters: Sequence[Node]) -> Node:
         """One tensor of `parameters`, right behind the inputs of the graph: the same for all loops that read them.
 
         Raises NotThisForm where it may not be made.
@@ -42,18 +42,20 @@ class FixedNodes:
                 "keep those of all experts in one parameter [experts, ..]"
             )
         if key not in self._stacks:
-            last = graph_inputs(writer.graph)[-1]
-            with writer.graph.inserting_after(last):
-                self._stacks[key] = writer.emit_lasting(aten.stack.default, list(parameters))
+            graph = parameters[0].graph
+            writer = GraphWriter(graph, parameters[0])
+            with graph.inserting_before(graph_inputs(graph)[-1].next):
+                parts = [writer.emit(aten.unsqueeze.default, parameter, 0) for parameter in parameters]
+                self._stacks[key] = writer.emit(aten.cat.default, parts)
             self._known[self._stacks[key]] = True
         return self._stacks[key]
 
     def erase_unread(self) -> None:
         for stack in self._stacks.values():
-            if not stack.users:
-                stack.graph.erase_node(stack)
+            erase_unread(stack.graph, stack)
 
     def holds(self, node: Node) -> bool:
+        """True where no argument of the graph goes into `node`."""
         pending = [node]
         while pending:
             current = pending[-1]
@@ -93,7 +95,7 @@ def stacked_weights(nodes: Sequence[Node], fixed: FixedNodes, writer: GraphWrite
             for value in values
         )
         are_weights = alike and len(set(nodes)) == len(nodes) and all(map(fixed.holds, nodes))
-        return fixed.stack(nodes, writer) if are_weights else None
+        return fixed.stack(nodes) if are_weights else None
     pieces = pieces_of(nodes)
     if pieces is None or pieces.dim != 0 or not fixed.holds(pieces.source):
         return None

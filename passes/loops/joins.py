@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -16,8 +16,8 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import RowsOfAll
 from moepass.passes.loops.row_groups import RowGroups
-from moepass.passes.loops.rows_in_front import natural_order, shape_in_place
-from moepass.passes.rows.row_layout import size_of
+from moepass.passes.loops.rows_in_front import row_parts, shape_in_place
+from moepass.passes.rows.row_layout import Dimension, size_of
 
 aten = torch.ops.aten
 
@@ -55,20 +55,17 @@ def joined(join: Join, rows: RowsOfAll, groups: RowGroups, writer: GraphWriter) 
             raise NotThisForm(f"{named(join.node)} puts experts with different numbers of rows side by side")
         return writer.viewed(rows.node, shape_in_place(layout, groups.total))
     shape = [groups.part(size_of(dimension)) for dimension in layout.dimensions]
-    sizes = [*map(groups.part, natural_order(layout))]
-    # [experts, parts of rows, outermost first, features ..] -> [experts, dimensions of a branch ..]
-    shares = [dimension[0].share for dimension in layout.dimensions if dimension and dimension[0].is_rows]
-    order = sorted(range(len(shares)), key=lambda place: shares[place] or ())
+    parts = row_parts(layout)
     features = [size for size, dimension in zip(shape, layout.dimensions, strict=True) if not _has_rows(dimension)]
-    # Rows are the outermost in memory: dimensions of one element in front of them do not matter.
-    flat = writer.viewed(rows.node, [len(join.branches), *sizes, *features])
-    places: list[int] = []
-    row, feature = iter(_inverse(order)), iter(range(len(sizes), len(sizes) + len(features)))
-    for dimension in layout.dimensions:
-        places.append(1 + (next(row) if _has_rows(dimension) else next(feature)))
+    # [experts, parts of rows, outermost first, features ..] -> [experts, dimensions of a branch ..]
+    sizes = [groups.part(part.size) for part in parts]
+    value = writer.viewed(rows.node, [len(join.branches), *sizes, *features])
+    behind_rows = itertools.count(1 + len(parts))
+    places = [
+        1 + parts.index(dimension[0]) if _has_rows(dimension) else next(behind_rows) for dimension in layout.dimensions
+    ]
     dim = join.dim
     places.insert(dim, 0)
-    value = flat
     if places != sorted(places):
         value = writer.emit(aten.permute.default, value, places)
         # What follows was captured for values that lie as they are joined.
@@ -78,9 +75,5 @@ def joined(join: Join, rows: RowsOfAll, groups: RowGroups, writer: GraphWriter) 
     return value
 
 
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
-
-
-def _has_rows(dimension: Any) -> bool:
+def _has_rows(dimension: Dimension) -> bool:
     return any(part.is_rows for part in dimension)

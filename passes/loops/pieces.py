@@ -68,13 +68,13 @@ def _slices(nodes: Sequence[Node]) -> Pieces | None:
     start: Any = 0
     for node, one in zip(nodes, given, strict=True):
         is_same = one["self"] is source and one["dim"] % fake_value(source).dim() == dim and one["step"] == 1
-        if not is_same or _expression(one["start"] or 0) != _expression(start):
+        if not is_same or size_expression(one["start"] or 0) != size_expression(start):
             return None
         size = size_expression(fake_value(node).shape[dim])
         start = one["end"]
         if isinstance(start, int) and isinstance(fake_value(source).shape[dim], int):
             start = min(start, fake_value(source).shape[dim])  # beyond the rows there are none
-        if sympy.expand(_expression(start) - _expression(one["start"] or 0)) != size:
+        if sympy.expand(size_expression(start) - size_expression(one["start"] or 0)) != size:
             return None
         sizes.append(size)
     return Pieces(source, dim, tuple(sizes), _counts(nodes, sizes), tuple(one["end"] for one in given))
@@ -87,7 +87,7 @@ def _counts(nodes: Sequence[Node], sizes: Sequence[sympy.Expr]) -> tuple[Any, ..
         if node is nodes[-1]:
             break
         if is_call(node, aten._local_scalar_dense.default):
-            known.setdefault(_expression(node), node)
+            known.setdefault(size_expression(node), node)
     return tuple(known[size] for size in sizes) if all(size in known for size in sizes) else None
 
 
@@ -121,13 +121,9 @@ def _split(nodes: Sequence[Node]) -> Pieces | None:
         return Pieces(source, dim, (sympy.Integer(1),) * len(nodes), keeps_dim=False)
     if base.endswith("with_sizes"):
         counts = tuple(given["split_sizes"])
-        return Pieces(source, dim, tuple(map(_expression, counts)), counts)
+        return Pieces(source, dim, tuple(map(size_expression, counts)), counts)
     sizes = tuple(size_expression(value.shape[dim]) for value in fake_value(split))
     return Pieces(source, dim, sizes) if all(size.is_Integer for size in sizes) else None
-
-
-def _expression(value: Any) -> Any:
-    return size_expression(fake_value(value) if isinstance(value, Node) else value)
 
 
 def rows_in(shape: Sequence[Any], dims: Sequence[int]) -> Layout:

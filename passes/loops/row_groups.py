@@ -46,8 +46,10 @@ class RowGroups:
             number = len(pieces.sizes)
             parts = [writer.size(piece, dim) for dim in dims]
             each = functools.reduce(writer.product, parts)
-            sizes = {_expression(part): part for part in parts}
-            return cls(pieces, (_expression(each),) * number, writer.product(each, number), each, sizes)
+            sizes = {size_expression(part): part for part in parts}
+            return cls(
+                pieces, (sympy.expand(size_expression(each)),) * number, writer.product(each, number), each, sizes
+            )
         if all(size.is_Integer for size in pieces.sizes):
             raise NotThisForm(
                 f"{named(pieces.source)} is cut into pieces of constant sizes, {list(pieces.sizes)}, so this graph "
@@ -114,12 +116,16 @@ class RowGroups:
         if counts is None and pieces.ends is not None:
             found = _table_of(pieces.ends, writer)
             ends = self._tensor_of(pieces.ends, writer) if found is None else found
-            return writer.emit(aten._to_copy.default, ends, dtype=torch.int32, device=self.device)
+            return writer.emit(prims.convert_element_type.default, self._on_device(ends, writer), torch.int32)
         if counts is None:
             counts = self._tensor_of(pieces.counts or (), writer)
-        if fake_value(counts).device != self.device:
-            counts = writer.emit(aten._to_copy.default, counts, device=self.device)
-        return writer.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        return writer.emit(aten.cumsum.default, self._on_device(counts, writer), 0, dtype=torch.int32)
+
+    def _on_device(self, numbers: Node, writer: GraphWriter) -> Node:
+        """`numbers`, which the host may have counted, beside the rows."""
+        if fake_value(numbers).device == self.device:
+            return numbers
+        return writer.emit(prims.device_put.default, numbers, self.device)
 
     def _tensor_of(self, sizes: Sequence[Any], writer: GraphWriter) -> Node:
         like = {"dtype": torch.int64, "device": self.device}
@@ -128,22 +134,12 @@ class RowGroups:
     def expert_of_each_row(self, writer: GraphWriter) -> Node:
         """int64 [rows]."""
         if self.is_even:
-            every = writer.emit(
-                prims.iota.default, len(self.sizes), start=0, step=1, dtype=torch.int64, device=self.device,
-                requires_grad=False,
-            )  # fmt: skip
-            column = writer.emit(aten.unsqueeze.default, every, 1)
+            column = writer.emit(aten.unsqueeze.default, writer.arange(len(self.sizes), self.device), 1)
             wide = writer.emit(aten.expand.default, column, [len(self.sizes), self.each])
             return writer.viewed(wide, [self.total])
-        rows = writer.emit(
-            prims.iota.default, self.total, start=0, step=1, dtype=torch.int32, device=self.device, requires_grad=False
-        )
+        rows = writer.emit(prims.convert_element_type.default, writer.arange(self.total, self.device), torch.int32)
         # The first expert whose rows end behind a row has it; empty ones end where the one before them does.
         return writer.emit(aten.searchsorted.Tensor, self.ends(writer), rows, right=True)
-
-
-def _expression(size: Any) -> sympy.Expr:
-    return sympy.expand(size_expression(fake_value(size) if isinstance(size, Node) else size))
 
 
 def _total(pieces: Pieces, writer: GraphWriter) -> Any:

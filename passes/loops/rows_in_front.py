@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
-
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.rows.row_layout import Dimension, Layout, size_of
+from moepass.passes.rows.row_layout import Dimension, Layout, Part, size_of
 
 
 def is_innermost(dimension: Dimension) -> bool:
@@ -56,10 +54,10 @@ def shape_in_place(layout: Layout, total: Any) -> list[Any]:
     ]
 
 
-def natural_order(layout: Layout) -> list[sympy.Expr]:
-    """The sizes of the parts that rows were taken apart into, the outermost first."""
+def row_parts(layout: Layout) -> list[Part]:
+    """The parts that rows were taken apart into, the outermost first."""
     parts = [part for dimension in layout.dimensions for part in dimension if part.is_rows]
-    return [part.size for part in sorted(parts, key=lambda part: part.share or ())]
+    return sorted(parts, key=lambda part: part.share or ())
 
 
 def trailing(shape: Sequence[int], behind: int) -> list[int]:

@@ -11,7 +11,7 @@ Contract
 
 Pseudo-code
     for each selection by a mask:
-        follow the mask to `zeros.scatter(1, ids, 1)`, or to the sum of one_hot(ids), and ids to a top-k
+        follow the mask to `zeros.scatter(1, ids, 1)`, and ids to a top-k
         mask [experts, tokens]: pairs sorted by expert, for each expert by token
         mask [tokens, experts]: for each token its experts, sorted
 """
@@ -107,7 +107,7 @@ def _mask(node: Node) -> Mask | None:
     while True:
         base, given = base_operation(node), all_arguments(node)
         if base in ("permute", "t", "transpose") and fake_value(node).dim() == 2:
-            is_turned ^= base != "permute" or [dim % 2 for dim in given["dims"]] == [1, 0]
+            is_turned ^= _turns(base, given)
         elif base == "ne":
             if given["other"] != 0:
                 return None
@@ -116,6 +116,13 @@ def _mask(node: Node) -> Mask | None:
         node = node.all_input_nodes[0]
     ids = _ids_of_mask(node)
     return None if ids is None or not _are_different(ids) else Mask(ids, is_turned)
+
+
+def _turns(base: str, given: dict[str, Any]) -> bool:
+    """Whether an operation on a matrix transposes it: its arguments may leave all dimensions where they are."""
+    if base == "permute":
+        return bool(given["dims"][0] % 2 == 1)
+    return bool(base == "t" or given["dim0"] % 2 != given["dim1"] % 2)
 
 
 def _ids_of_mask(node: Node) -> Node | None:
@@ -154,7 +161,7 @@ def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
     """Row and column in the mask of each pair, both [tokens · k], in the order in which the mask is read."""
     ids = mask.ids
     if fake_value(ids).dtype is not torch.int64:
-        ids = writer.emit(aten._to_copy.default, ids, dtype=torch.int64)
+        ids = writer.emit(prims.convert_element_type.default, ids, torch.int64)
     k = int(fake_value(ids).shape[1])
     tokens = writer.size(ids, 0)
     count = writer.product(tokens, k)
@@ -163,24 +170,16 @@ def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:
         expert, pair = writer.getitem(both, 0), writer.getitem(both, 1)
         return expert, writer.emit(aten.div.Tensor_mode, pair, k, rounding_mode="floor")
     both = writer.emit(aten.sort.stable, ids, stable=True, dim=1)
-    numbers = writer.emit(
-        prims.iota.default,
-        count,
-        start=0,
-        step=1,
-        dtype=torch.int64,
-        device=fake_value(ids).device,
-        requires_grad=False,
-    )
-    return writer.emit(aten.div.Tensor_mode, numbers, k, rounding_mode="floor"), writer.viewed(
-        writer.getitem(both, 0), [count]
-    )
+    pairs = writer.arange(count, fake_value(ids).device)
+    tokens_of_pairs = writer.emit(aten.div.Tensor_mode, pairs, k, rounding_mode="floor")
+    return tokens_of_pairs, writer.viewed(writer.getitem(both, 0), [count])
 
 
 def _selected(node: Node, pairs: tuple[Node, Node], writer: GraphWriter) -> Node:
     row, column = pairs
     if is_call(node, aten.nonzero.default):
-        return writer.emit(aten.stack.default, [row, column], 1)
+        columns = [writer.emit(aten.unsqueeze.default, one, 1) for one in pairs]
+        return writer.emit(aten.cat.default, columns, 1)
     given: dict[str, Any] = all_arguments(node)
     source = given["self"]
     mask = given["mask"] if "mask" in given else given["indices"][0]

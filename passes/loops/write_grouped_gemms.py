@@ -58,7 +58,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
         if not _ends_in_gemms(join):
             continue
         writer = GraphWriter(written.graph, join.node)
-        branches = Branches(written.graph, writer, fixed, len(join.branches))
+        branches = Branches(writer, fixed, len(join.branches))
         try:
             with written.graph.inserting_before(join.node):
                 result = _result(join, branches, writer)

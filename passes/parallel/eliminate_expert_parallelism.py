@@ -32,7 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.models.homes import ADOPTED
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
-from moepass.passes.graph.graph_writer import describe_again, described_sizes
+from moepass.passes.graph.graph_writer import describe_again, described_sizes, erase_unread
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
@@ -45,8 +45,8 @@ from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.block_text import block_text
 from moepass.passes.parallel.experts_text import experts_text
 from moepass.passes.parallel.local_form.local_experts import LocalForm
-from moepass.passes.parallel.match.exchanged_rows import exchange_rows
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
+from moepass.passes.parallel.match.flatten_slots import flatten_exchanged_slots
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
 from moepass.passes.parallel.proof.mock_run import ContractBroken
@@ -65,7 +65,7 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
     if not any(True for _ in communications_of(module.graph)):
         return PassResult(module, plan)
     local = copy_graph_module(module)
-    exchange_rows(local.graph, max((group.ranks for group in context.groups.values()), default=1))
+    flatten_exchanged_slots(local.graph, max((group.ranks for group in context.groups.values()), default=1))
     blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)
@@ -183,9 +183,11 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
     block.sink.replace_all_uses_with(result)
     for node in sorted(doomed, reverse=True):
         graph.erase_node(node)
-    for node in (*reversed(block.region), *filter(is_expert_stack, block.expert_tensors)):
+    for node in reversed(block.region):
         if not node.users:
             graph.erase_node(node)
+    for node in filter(is_expert_stack, block.expert_tensors):
+        erase_unread(graph, node)
     # A collective that something else still reads would have been found above; one that stays is a mistake here.
     assert not {exchange.node for exchange in block.exchanges}.intersection(graph.nodes)
     if has_other_sizes:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup, _functional_collectives
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from moepass.models.reference.collectives import gather_rows
 from moepass.models.testing.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts
 
 
@@ -54,7 +55,7 @@ class MaskedDispatch(nn.Module):
         counts = mask.sum(dim=0)
         own = len(self.owned)
         send = counts.reshape(self.ranks, own).sum(dim=1).tolist()
-        of_all = _functional_collectives.all_gather_tensor(counts, 0, self.group).reshape(self.ranks, -1)
+        of_all = gather_rows(counts, self.ranks, self.group.group_name).reshape(self.ranks, -1)
         arriving = of_all[:, self.owned.start : self.owned.stop].contiguous()
         receive = arriving.sum(dim=1).tolist()
         for size in (*send, *receive):

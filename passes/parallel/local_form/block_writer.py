@@ -13,8 +13,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
+from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, graph_inputs, map_nodes
+from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import operation
 from moepass.passes.graph.source_lines import describe_shape, named
@@ -38,36 +39,18 @@ def _in_words(arguments: Any) -> str:
     return "a size" if isinstance(arguments, torch.SymInt) else str(arguments)
 
 
-class BlockWriter:
+class BlockWriter(GraphWriter):
     """Appends nodes for `block` at the insertion point of `graph`."""
 
     def __init__(self, graph: Graph, block: ParallelBlock) -> None:
-        self.graph = graph
+        super().__init__(graph, block.sink)
         self.block = block
-        self.fake_mode = fake_value(block.sink).fake_mode
-        self.written: list[Node] = []
+        # The module alone: reasons name the lines of what the written nodes read.
+        self.meta = {key: value for key, value in block.down.node.meta.items() if key == "nn_module_stack"}
         # Nodes that were written with a number of this rank's rows, or of slots, in their arguments.
         self.sized: set[Node] = set()
 
-    def _emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A call of `target`, with its fake value."""
-        return self._append(target, args, kwargs)
-
-    def _append(self, target: Callable[..., Any], args: Any, kwargs: Any, repeated: Node | None = None) -> Node:
-        """As `_emit`; `repeated` is the node of the block whose operation this is, if it is one's."""
-        node = self.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = map_nodes((args, kwargs), fake_value)
-        self.written.append(node)
-        if "nn_module_stack" in self.block.down.node.meta:
-            node.meta["nn_module_stack"] = self.block.down.node.meta["nn_module_stack"]
-        try:
-            with self.fake_mode:
-                node.meta["val"] = target(*fake_args, **fake_kwargs)
-        except Exception as error:  # whatever an operator says to arguments that do not fit it
-            raise NotThisForm(self._unfit(node, fake_args, repeated)) from error
-        return node
-
-    def _unfit(self, node: Node, arguments: Any, repeated: Node | None) -> str:
+    def _unfit(self, node: Node, arguments: Any, repeated: Node | None, error: Exception) -> str:
         ups, down = self.block.gemms[:-1], self.block.down
         begins = f"repeat {named(repeated)}" if repeated is not None else "be written"
         return (
@@ -94,7 +77,7 @@ class BlockWriter:
         times = ratio(size.node.expr, tokens)
         if times is None or not times.is_Integer or times == 1:
             return self._expression(size.node.expr, known)
-        return self._emit(operator.mul, self._expression(tokens, known), int(times))
+        return self.emit(operator.mul, self._expression(tokens, known), int(times))
 
     def _expression(self, expression: Any, known: dict[str, Node]) -> Any:
         if expression.is_Integer:
@@ -109,29 +92,24 @@ class BlockWriter:
                 "remainders of sizes"
             )
         terms = [self._expression(term, known) for term in expression.args]
-        return functools.reduce(lambda left, right: self._emit(_OPERATORS[expression.func], left, right), terms)
+        return functools.reduce(lambda left, right: self.emit(_OPERATORS[expression.func], left, right), terms)
 
     def _symbol(self, name: str) -> Node:
         for node in (*graph_inputs(self.graph), *self.block.sources.values()):
             value = fake_value(node)
             for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if str(size) == name:
-                    return self._emit(aten.sym_size.int, node, dim)
+                    return self.emit(aten.sym_size.int, node, dim)
         raise NotThisForm(
             f"{_SIZE} is known only while the graph runs, as that of a mask, nonzero or .item() is; expected sizes of "
             "the graph's inputs, and of what the block exchanges"
         )
 
-    def _arange(self, count: Any, device: torch.device) -> Node:
-        return self._emit(
-            prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
-        )
-
     def _sorted(self, ids: Node) -> tuple[Node, Node]:
-        both = self._emit(aten.sort.stable, ids, stable=True)
-        return self._emit(operator.getitem, both, 0), self._emit(operator.getitem, both, 1)
+        both = self.emit(aten.sort.stable, ids, stable=True)
+        return self.emit(operator.getitem, both, 0), self.emit(operator.getitem, both, 1)
 
     def _inverse(self, order: Node) -> Node:
-        places = self._arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
+        places = self.arange(self._size(fake_value(order).shape[0]), fake_value(order).device)
         self.sized.add(places)
-        return self._emit(aten.index_put.default, self._emit(aten.empty_like.default, order), [order], places)
+        return self.emit(aten.index_put.default, self.emit(aten.empty_like.default, order), [order], places)

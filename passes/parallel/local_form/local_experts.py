@@ -81,35 +81,33 @@ class LocalForm(BlockWriter):
         return self._weighted_sum(sources["hidden"], sources["ids"], sources["weights"])
 
     def _flat(self, counts: Node) -> Node:
-        return counts if fake_value(counts).dim() == 1 else self._emit(aten.view.default, counts, [-1])
+        return counts if fake_value(counts).dim() == 1 else self.emit(aten.view.default, counts, [-1])
 
     # -------------------------------------------------------------------------------------------------- by form
 
     def _rows_by_counts(self, rows: Node, counts: Node) -> Node:
         """Rows sorted by expert, as many as `counts` says: the order in which the AllToAll was given them."""
-        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
         return self._experts(rows, ends, lambda: self._expert_of_each_row(rows, counts))
 
     def _expert_of_each_row(self, rows: Node, counts: Node) -> Node:
-        every = self._arange(self.block.experts, fake_value(rows).device)
-        chosen = self._emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
-        return self._emit(aten.index.Tensor, every, [chosen])
+        every = self.arange(self.block.experts, fake_value(rows).device)
+        chosen = self.emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
+        return self.emit(aten.index.Tensor, every, [chosen])
 
     def _all_slots(self, slots: Node) -> Node:
         """Slots, as many for each expert, all of them computed, whether a token is in them or not."""
         experts, device = self.block.experts, fake_value(slots).device
         total = self._size(fake_value(slots).shape[0])
-        each = total // experts if isinstance(total, int) else self._emit(operator.floordiv, total, experts)
-        counts = self._emit(aten.full.default, [experts], each, dtype=torch.int64, device=device)
+        each = total // experts if isinstance(total, int) else self.emit(operator.floordiv, total, experts)
+        counts = self.emit(aten.full.default, [experts], each, dtype=torch.int64, device=device)
         # Not by the sum: of one number again and again, Inductor makes numbers of the type that those have.
-        ends = self._emit(prims.convert_element_type.default, self._emit(aten.cumsum.default, counts, 0), torch.int32)
+        ends = self.emit(prims.convert_element_type.default, self.emit(aten.cumsum.default, counts, 0), torch.int32)
         return self._experts(slots, ends, lambda: self._expert_of_each_slot(slots, each))
 
     def _expert_of_each_slot(self, slots: Node, each: Any) -> Node:
-        every = self._emit(aten.unsqueeze.default, self._arange(self.block.experts, fake_value(slots).device), -1)
-        return self._emit(
-            aten.reshape.default, self._emit(aten.expand.default, every, [self.block.experts, each]), [-1]
-        )
+        every = self.emit(aten.unsqueeze.default, self.arange(self.block.experts, fake_value(slots).device), -1)
+        return self.emit(aten.reshape.default, self.emit(aten.expand.default, every, [self.block.experts, each]), [-1])
 
     def _slots_by_counts(self, slots: Node, counts: Node) -> Node:
         """Slots of a fixed number for each expert, the first `counts` of them filled; empty ones give zeros."""
@@ -117,45 +115,45 @@ class LocalForm(BlockWriter):
         capacity = int(value.shape[0]) // experts
         device = value.device
         # A count beyond the capacity means that all slots are filled, no more.
-        counts = self._emit(aten.clamp_max.default, self._emit(aten.clamp_min.default, counts, 0), capacity)
-        position = self._arange(capacity, device)
+        counts = self.emit(aten.clamp_max.default, self.emit(aten.clamp_min.default, counts, 0), capacity)
+        position = self.arange(capacity, device)
         self.sized.update((counts, position))
-        empty = self._emit(aten.ge.Tensor, position, self._emit(aten.unsqueeze.default, counts, -1))
-        every = self._emit(aten.unsqueeze.default, self._arange(experts, device), -1)
-        nobody = self._emit(aten.scalar_tensor.default, experts, dtype=torch.int64, device=device)
-        ids = self._emit(aten.view.default, self._emit(aten.where.self, empty, nobody, every), [-1])
+        empty = self.emit(aten.ge.Tensor, position, self.emit(aten.unsqueeze.default, counts, -1))
+        every = self.emit(aten.unsqueeze.default, self.arange(experts, device), -1)
+        nobody = self.emit(aten.scalar_tensor.default, experts, dtype=torch.int64, device=device)
+        ids = self.emit(aten.view.default, self.emit(aten.where.self, empty, nobody, every), [-1])
         sorted_ids, order = self._sorted(ids)
-        rows = self._emit(aten.index.Tensor, slots, [order])
-        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
-        outputs = self._experts(rows, ends, lambda: self._emit(aten.clamp_max.default, sorted_ids, experts - 1))
-        unused = self._emit(aten.unsqueeze.default, self._emit(aten.eq.Scalar, sorted_ids, experts), -1)
-        zero = self._emit(aten.scalar_tensor.default, 0.0, dtype=fake_value(outputs).dtype, device=device)
-        outputs = self._emit(aten.where.self, unused, zero, outputs)
-        return self._emit(aten.index.Tensor, outputs, [self._inverse(order)])
+        rows = self.emit(aten.index.Tensor, slots, [order])
+        ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        outputs = self._experts(rows, ends, lambda: self.emit(aten.clamp_max.default, sorted_ids, experts - 1))
+        unused = self.emit(aten.unsqueeze.default, self.emit(aten.eq.Scalar, sorted_ids, experts), -1)
+        zero = self.emit(aten.scalar_tensor.default, 0.0, dtype=fake_value(outputs).dtype, device=device)
+        outputs = self.emit(aten.where.self, unused, zero, outputs)
+        return self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
 
     def _weighted_sum(self, hidden: Node, ids: Node, weights: Node) -> Node:
         """The arithmetic, and the order of the sum, of `grouped_mm_experts_forward` of transformers."""
         experts, top_k = self.block.experts, int(fake_value(ids).shape[1])
-        sorted_ids, order = self._sorted(self._emit(aten.view.default, ids, [-1]))
-        token = self._emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
-        rows = self._emit(aten.index.Tensor, hidden, [token])
+        sorted_ids, order = self._sorted(self.emit(aten.view.default, ids, [-1]))
+        token = self.emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
+        rows = self.emit(aten.index.Tensor, hidden, [token])
         like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
-        counts = self._emit(aten.full.default, [experts], 0, **like)
-        ones = self._emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
+        counts = self.emit(aten.full.default, [experts], 0, **like)
+        ones = self.emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
         self.sized.add(ones)
-        counts = self._emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
-        ends = self._emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        counts = self.emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
+        ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
         outputs = self._experts(rows, ends, lambda: sorted_ids)
-        of_rows = self._emit(aten.index.Tensor, self._emit(aten.view.default, weights, [-1]), [order])
-        weighed = self._emit(aten.mul.Tensor, outputs, self._emit(aten.unsqueeze.default, of_rows, -1))
-        placed = self._emit(aten.index.Tensor, weighed, [self._inverse(order)])
+        of_rows = self.emit(aten.index.Tensor, self.emit(aten.view.default, weights, [-1]), [order])
+        weighed = self.emit(aten.mul.Tensor, outputs, self.emit(aten.unsqueeze.default, of_rows, -1))
+        placed = self.emit(aten.index.Tensor, weighed, [self._inverse(order)])
         tokens = self._size(fake_value(hidden).shape[0])
-        by_token = self._emit(aten.view.default, placed, [tokens, top_k, self.block.down.outer])
-        total = self._emit(aten.sum.dim_IntList, by_token, [1])
+        by_token = self.emit(aten.view.default, placed, [tokens, top_k, self.block.down.outer])
+        total = self.emit(aten.sum.dim_IntList, by_token, [1])
         wanted = fake_value(self.block.sink).dtype
         if fake_value(total).dtype == wanted:
             return total
-        return self._emit(prims.convert_element_type.default, total, wanted)
+        return self.emit(prims.convert_element_type.default, total, wanted)
 
     # ------------------------------------------------------------------------------------------------ the experts
 
@@ -195,7 +193,7 @@ class LocalForm(BlockWriter):
         weight = self._weight(next(value for name, value in given.items() if name in ("mat2", "weight")))
         # Both operators take rows, weights and offsets in this order; whatever else they were given stays.
         extra = {name: value for name, value in given.items() if name not in names[:3] and value is not None}
-        node = self._emit(gemm.node.target, rows, weight, ends, **extra)  # type: ignore[arg-type]
+        node = self.emit(gemm.node.target, rows, weight, ends, **extra)  # type: ignore[arg-type]
         self.gemms[node] = number
         return node
 
@@ -211,7 +209,7 @@ class LocalForm(BlockWriter):
             )
         source = self._weight(operand.all_input_nodes[0])
         args, kwargs = map_nodes((operand.args, operand.kwargs), lambda used: source)
-        return self._emit(operand.target, *args, **kwargs)  # type: ignore[arg-type]
+        return self.emit(operand.target, *args, **kwargs)  # type: ignore[arg-type]
 
     def _biased(self, before: Node, value: Node, values: dict[Node, Node]) -> Node:
         """`value` with the bias that the block adds right after the GEMM `before`, if it adds one.
@@ -221,8 +219,8 @@ class LocalForm(BlockWriter):
         found = bias_after(before)
         if found is None or found.tensor not in self.complete:
             return value
-        bias = self._emit(aten.index.Tensor, self.complete[found.tensor], [self._ids_of_rows()])
-        values[found.sum] = self._emit(aten.add.Tensor, value, bias)
+        bias = self.emit(aten.index.Tensor, self.complete[found.tensor], [self._ids_of_rows()])
+        values[found.sum] = self.emit(aten.add.Tensor, value, bias)
         return values[found.sum]
 
     def _ids_of_rows(self) -> Node:
@@ -298,7 +296,7 @@ class LocalForm(BlockWriter):
         rows = self._size(fake_value(self.rows).shape[0])
         if times == 1 or isinstance(rows, int):
             return rows * int(times) if isinstance(rows, int) else rows
-        return self._emit(operator.mul, rows, int(times))
+        return self.emit(operator.mul, rows, int(times))
 
     def _check_repeatable(self, node: Node) -> None:
         """Raises NotThisForm for what leads out of the activation function."""

@@ -5,19 +5,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.collectives import WAIT, Collective, collective_of
+from moepass.passes.graph.collectives import Collective, collective_of
 from moepass.passes.graph.contents import MAKE_EMPTY
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.operations import base_operation
-
-# By the names of operations without variants.
-_MOVES = {
-    "index", "_unsafe_index", "index_select", "index_put", "_unsafe_index_put", "index_copy", "gather", "scatter",
-    "slice_scatter", "cat", "split", "split_with_sizes", "getitem", "slice", "select", "narrow", "constant_pad_nd",
-    "clone", "copy", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "permute", "transpose", "expand",
-    "_to_copy", "convert_element_type", "masked_fill", "where", "alias", "detach", "flip", "stack",
-}  # fmt: skip
-_MADE = {"zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full", "scalar_tensor", *MAKE_EMPTY}
+from moepass.passes.parallel.match.near_experts import ROW_MOVES
+from moepass.passes.rows.row_operations import MADE, MADE_LIKE
 
 
 def moved_values(node: Node) -> set[Node]:
@@ -26,10 +19,9 @@ def moved_values(node: Node) -> set[Node]:
     pending, seen = [node], {node}
     while pending:
         current = pending.pop()
-        base = base_operation(current) if current.op == "call_function" else ""
-        if base in _MADE:
+        if current.op == "call_function" and base_operation(current) in MADE | MADE_LIKE | MAKE_EMPTY:
             continue
-        if base not in _MOVES and not is_call(current, WAIT):
+        if not is_call(current, *ROW_MOVES) and not is_view(current):
             found.add(current)
             continue
         for used in current.all_input_nodes:

@@ -156,7 +156,7 @@ def _bounds_from_slots(dispatch: Collective, group: Group, own: int) -> tuple[in
 
 
 def _text(size: object) -> str:
-    return str(size_expression(fake_value(size) if isinstance(size, Node) else size))
+    return str(size_expression(size))
 
 
 def _other_exchanges(dispatches: list[Collective], counts: list[Collective], capture: CaptureNotes) -> str:

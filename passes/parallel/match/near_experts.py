@@ -27,7 +27,7 @@ _MIXING = (
     aten.mm, aten.addmm, aten.bmm, aten._grouped_mm, aten.mean, aten.pow, aten.embedding, aten.native_layer_norm,
     aten._fused_rms_norm, aten.rms_norm, aten.layer_norm, aten.rsqrt,
 )  # fmt: skip
-_ROW_MOVES = {
+ROW_MOVES = {
     aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default,
     aten.masked_select.default, aten.masked_fill.Scalar, aten.where.self, aten.index_put.default,
     aten.index_copy.default, aten.scatter.src, aten.slice_scatter.default, aten.cat.default, aten.stack.default,
@@ -109,7 +109,7 @@ def _moved_from(start: Node) -> Iterator[Node]:
 
 
 def _passes_on(node: Node) -> bool:
-    if is_call(node, *_ROW_MOVES) or is_view(node) or is_call(node, aten.histc.default):
+    if is_call(node, *ROW_MOVES) or is_view(node) or is_call(node, aten.histc.default):
         return True
     if communication_of(node) is not None:
         return True

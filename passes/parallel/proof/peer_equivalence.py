@@ -74,18 +74,15 @@ def _check_exchange(run: MockRun) -> None:
     if any(exchange.kind == "all_gather" for exchange in block.exchanges):
         # What this rank has for itself is known to it here.
         peers[block.group.rank] = own.part_of(block.own_experts, block.bounds, block.group.rank)
-    counts_exchanges, dispatch, combine = (
-        block.exchanges[: -2 - len(block.travelling)],
-        block.dispatches[0],
-        block.exchanges[-1],
-    )
+    dispatch, *beside = block.dispatches
+    *counts, combine = (exchange for exchange in block.exchanges if exchange not in block.dispatches)
 
     def check_sizes(send: list[int], receive: list[int]) -> None:
         _demand(send == own.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
         _demand(receive == [len(part.rows) for part in peers], f"it expects rows in parts of {receive}")
 
     def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        if any(collective.node is exchange.node for exchange in counts_exchanges):
+        if collective.node in [exchange.node for exchange in counts]:
             _demand(_equal(sent.reshape(-1), own.counts), "it sends counts that are not those of its rows")
             if collective.kind == "all_gather":
                 return torch.stack([part.all_counts for part in peers]).reshape(-1, *sent.shape[1:]).to(sent.dtype)
@@ -97,7 +94,7 @@ def _check_exchange(run: MockRun) -> None:
             _demand(_equal(sent, own.rows), "it sends other rows than it counted")
             check_sizes(send, receive)
             return torch.cat([part.rows for part in peers])
-        for number, exchange in enumerate(block.dispatches[1:]):
+        for number, exchange in enumerate(beside):
             if collective.node is exchange.node:
                 _demand(_equal(sent, own.travelling[number]), "it sends something else beside its rows")
                 check_sizes(send, receive)
@@ -124,9 +121,9 @@ class _Rows:
     counts: torch.Tensor
     experts: range
     capacity: int | None
-    travelling: tuple[torch.Tensor, ...] = ()
-    # Of a rank that tells its counts for the experts of all ranks.
-    all_counts: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    travelling: tuple[torch.Tensor, ...]
+    # What the rank tells of its counts for the experts of all ranks, where it does.
+    all_counts: torch.Tensor
 
     @staticmethod
     def draw(
@@ -142,19 +139,14 @@ class _Rows:
             chosen = experts.start + draw(run.generator, pairs, len(experts))
             counts = torch.bincount(chosen, minlength=total)
         width = run.mock.widths[0][0]
-        others = torch.randint(0, 5, (total,), generator=run.generator)
-        all_counts = torch.where(
-            (torch.arange(total) >= experts.start) & (torch.arange(total) < experts.stop), counts, others
-        )
-        if capacity is None:
-            number = pairs if len(experts) else 0
-            beside = _beside(run, number)
-            return _Rows(run.random_rows(number, width), counts, experts, None, beside, all_counts)
-        counts = counts.clamp(max=capacity)
-        if run.block.form == "all_to_all_slots":
-            counts = torch.zeros(total, dtype=torch.int64).index_fill(0, torch.arange(total)[experts], capacity)
-        rows = run.random_rows(len(experts) * capacity, width)
-        return _Rows(rows, counts, experts, capacity, _beside(run, len(rows)), all_counts)
+        number = pairs if len(experts) else 0
+        if capacity is not None:
+            number, counts = len(experts) * capacity, counts.clamp(max=capacity)
+            if run.block.form == "all_to_all_slots":
+                counts[experts.start : experts.stop] = capacity
+        all_counts = torch.randint(0, 5, (total,), generator=run.generator)
+        all_counts[experts.start : experts.stop] = counts[experts.start : experts.stop]
+        return _Rows(run.random_rows(number, width), counts, experts, capacity, _beside(run, number), all_counts)
 
     def part_of(self, experts: range, bounds: Sequence[int], rank: int) -> _Rows:
         """What goes to the experts of one rank."""

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from readable_refusals import check_readable
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import lowerings
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -216,7 +218,9 @@ TAKEN: list[type[nn.Module]] = [
 ]  # fmt: skip
 
 
-def written(model: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> tuple[GraphModule, list[Refusal]]:
+def written(
+    model: nn.Module, hidden: torch.Tensor, *others: torch.Tensor, lower: str = "eager"
+) -> tuple[GraphModule, list[Refusal]]:
     """The graph behind the pass. What it computes is compared with `model` for all of these hidden states."""
     found: list[tuple[GraphModule, list[Refusal]]] = []
 
@@ -231,7 +235,7 @@ def written(model: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> tu
         return make_boxed_func(result.module.forward)
 
     backend = aot_autograd(
-        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions("eager")
+        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions(lower)
     )
     torch._dynamo.reset()
     with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
@@ -262,6 +266,14 @@ def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
     assert grouped in (2, 3)
     assert plain <= 3  # the router, and what mixes tokens into slots and back
     assert refusals == []
+
+
+@pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
+def test_what_is_written_is_what_inductor_lowers(model: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, _ = written(model().eval(), _hidden(11), lower="inductor")
+    taken_apart = {node.target for node in module.graph.nodes if node.target in select_decomp_table()}
+    assert {target for target in taken_apart if target not in lowerings} == set()
 
 
 class TwoActivations(SlicesByCounts):

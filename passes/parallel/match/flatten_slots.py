@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.blocks.detect import find_blocks
-from moepass.passes.graph.collectives import WAIT, Collective, collective_of
+from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.nodes import fake_value, positions
 from moepass.passes.parallel.match.near_experts import communications_before, first_communication_after, most_nodes
@@ -16,8 +17,10 @@ from moepass.passes.parallel.match.near_experts import communications_before, fi
 aten = torch.ops.aten
 
 
-def exchange_rows(graph: Graph, ranks: int) -> None:
+def flatten_exchanged_slots(graph: Graph, ranks: int) -> None:
     """Bring every AllToAll of slots before or behind expert GEMMs to rows; `ranks` are the most that it has."""
+    if not any(map(_exchanges_slots, graph.nodes)):
+        return
     place = positions(graph)
     near: dict[Node, None] = {}
     for match in find_blocks(graph).matches:
@@ -25,21 +28,24 @@ def exchange_rows(graph: Graph, ranks: int) -> None:
         after = first_communication_after(down.node, down.outer, place, most_nodes(ranks))
         found = [*communications_before(first.activations), *([after] if after is not None else [])]
         near |= dict.fromkeys(one.node for one in found)
-    for node in near:
-        one = collective_of(node)
-        if one is not None and one.kind == "all_to_all" and one.is_float and fake_value(one.input).dim() > 2:
-            _exchange_rows(graph, one)
+    for node in filter(_exchanges_slots, near):
+        _flatten(graph, node)
 
 
-def _exchange_rows(graph: Graph, one: Collective) -> None:
+def _exchanges_slots(node: Node) -> bool:
+    one = collective_of(node)
+    return one is not None and one.kind == "all_to_all" and one.is_float and fake_value(one.input).dim() > 2
+
+
+def _flatten(graph: Graph, exchange: Node) -> None:
+    one = collective_of(exchange)
+    assert one is not None
     writer = GraphWriter(graph, one.node)
     with graph.inserting_before(one.node):
         *_, width = fake_value(one.input).shape
         rows = writer.emit(aten.reshape.default, one.input, [-1, width])
         inner: list[Any] = [writer.size(one.input, dim) for dim in range(1, fake_value(one.input).dim())]
-        each: Any = 1
-        for size in inner[:-1]:
-            each = writer.product(each, size)
+        each = functools.reduce(writer.product, inner[:-1])
         receive, send = ([writer.product(size, each) for size in sizes] for sizes in (one.receive, one.send))
         exchanged = writer.emit(one.node.target, rows, receive, send, one.group_name)  # type: ignore[arg-type]
     with graph.inserting_before(one.result):

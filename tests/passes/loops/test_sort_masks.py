@@ -1,0 +1,102 @@
+"""What masks of chosen experts select, by sorted ids: the same, in the same order, and of a size that is known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from readable_refusals import check_readable
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from moepass.passes.graph.nodes import graph_inputs
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.loops.sort_masks import sort_masks
+from moepass.runtime.lowering.lower_segments import decompositions
+
+EXPERTS, TOP_K = 5, 2
+aten = torch.ops.aten
+SELECTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "masked_select": lambda values, mask: values.masked_select(mask),
+    "of a row": lambda values, mask: values[:1].masked_select(mask),
+    "boolean index": lambda values, mask: values[mask],
+    "nonzero": lambda values, mask: mask.nonzero(),
+}
+TURNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "by token": lambda mask: mask,
+    "by expert": lambda mask: mask.t(),
+    "contiguous": lambda mask: mask.permute(1, 0).contiguous(),
+    "twice": lambda mask: mask.transpose(0, 1).t(),
+    "nowhere": lambda mask: torch.ops.aten.transpose.int(mask, 1, -1),
+    "in place": lambda mask: torch.ops.aten.permute.default(mask, [0, -1]),
+}
+
+
+def _mask(scores: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(scores).int().scatter(1, scores.topk(TOP_K, dim=1)[1], 1).bool()
+
+
+def _sorted(function: Callable[[torch.Tensor], torch.Tensor], *tokens: int) -> PassResult:
+    """The graph of `function` behind the pass, which is compared with it for these numbers of tokens."""
+    results: list[PassResult] = []
+
+    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        results.append(run_passes((sort_masks,), module, Plan(), PassContext()))
+        return make_boxed_func(results[-1].module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions("eager")
+    )
+    torch._dynamo.reset()
+    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch.no_grad(), torch._dynamo.config.patch(switches):
+        compiled = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
+        for number in tokens:
+            scores = torch.randn(number, EXPERTS, generator=torch.Generator().manual_seed(number))
+            torch.testing.assert_close(compiled(scores), function(scores), rtol=0, atol=0)
+    (result,) = results
+    check_readable(result.refusals)
+    return result
+
+
+@pytest.mark.parametrize(("selection", "turn"), itertools.product(SELECTIONS, TURNS))
+def test_a_selection_by_chosen_experts_is_a_lookup(selection: str, turn: str) -> None:
+    def function(scores: torch.Tensor) -> torch.Tensor:
+        return SELECTIONS[selection](TURNS[turn](scores) + 1, TURNS[turn](_mask(scores))) * 2
+
+    result = _sorted(function, 7, 2, 12)
+    assert len(result.matches) == 1
+    assert not any(node.target in (aten.masked_select.default, aten.nonzero.default) for node in _calls(result))
+    (output,) = result.module.graph.output_node().args[0]  # type: ignore[misc]
+    symbols = {symbol for node in graph_inputs(result.module.graph) for symbol in _symbols(node.meta["val"])}
+    assert _symbols(output.meta["val"]) <= symbols  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda scores: scores > 0,
+        lambda scores: torch.zeros_like(scores).scatter(1, scores.topk(TOP_K, dim=0)[1][:, :2] % EXPERTS, 1).bool(),
+        lambda scores: torch.zeros_like(scores).scatter(1, scores.topk(TOP_K, dim=1)[1] // 2, 1).bool(),
+        lambda scores: torch.ones_like(scores).scatter(1, scores.topk(TOP_K, dim=1)[1], 1).bool(),
+        lambda scores: torch.zeros_like(scores).scatter(1, scores.topk(TOP_K, dim=1)[1][:4], 1).bool(),
+    ],
+    ids=["any number", "along tokens", "twice the same", "ones elsewhere", "some tokens"],
+)
+def test_masks_that_choose_no_fixed_number_stay(mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    result = _sorted(lambda scores: scores.masked_select(mask(scores)), 7, 12)
+    assert result.matches == ()
+
+
+def _calls(result: PassResult) -> list[torch.fx.Node]:
+    return [node for node in result.module.graph.nodes if node.op == "call_function"]
+
+
+def _symbols(value: Any) -> set[Any]:
+    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
