@@ -64,6 +64,7 @@ def _sorted(function: Callable[[torch.Tensor], torch.Tensor], *tokens: int) -> P
     return result
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("selection", "turn"), itertools.product(SELECTIONS, TURNS))
 def test_a_selection_by_chosen_experts_is_a_lookup(selection: str, turn: str) -> None:
     def function(scores: torch.Tensor) -> torch.Tensor:
