@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from moepass.passes.graph.collectives import WAIT, Collective, collective_of
 from moepass.passes.graph.nodes import graph_inputs, map_nodes
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.protocol import Group
+from moepass.passes.ir.protocol import Group, PassResult
 from moepass.passes.ir.slot_operations import gather
+from moepass.passes.parallel.proposals import Proposal, blocks_to_leave, exchanges_by_group
 from moepass.runtime.lowering.lower_segments import decompositions
 
 
@@ -212,3 +213,25 @@ def run_with_banks(module: GraphModule, inputs: Sequence[Any], banks: Mapping[An
     except StopIteration as done:
         return done.value
     raise AssertionError(f"{collective.node.name} is a collective")
+
+
+def decide(
+    ranks: Sequence[Captured], eliminate: Callable[[Captured, Mapping[str, str]], PassResult]
+) -> list[PassResult]:
+    """What each rank runs in the end: as `decisions.py` has it, without the messages.
+
+    `eliminate` is given what a rank captured and the blocks that it leaves, by name, and why.
+    """
+    leave: dict[str, str] = {}
+    while True:
+        results = [eliminate(one, leave) for one in ranks]
+        exchanges = [exchanges_by_group(one.module.graph) for one in ranks]
+        (group,) = {name for one in exchanges for name in one} or {""}
+        proposals = [
+            Proposal.of(result.plan, group, found.get(group, ()), "")
+            for result, found in zip(results, exchanges, strict=True)
+        ]
+        found = blocks_to_leave(proposals)
+        if not found.keys() - leave.keys():
+            return results
+        leave |= found

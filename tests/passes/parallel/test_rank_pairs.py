@@ -18,7 +18,7 @@ import torch
 from graph_mutants import FLOAT_CHANGES, INT_CHANGES, mutate, mutate_values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
+from simulated_ranks import Captured, capture, decide, hidden_states, run_ranks, with_tokens
 from torch.fx import GraphModule
 
 from moepass.models.reference.expert_parallel import EP_FORMS
@@ -28,7 +28,6 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
-from moepass.passes.parallel.proposals import Proposal, blocks_to_leave, exchanges_by_group
 from moepass.runtime.ranks.checksum import checksum
 
 CONFIG = StackConfig(layers=2, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
@@ -53,23 +52,12 @@ def _unchanged(form: str, rank: int) -> PassResult:
 
 
 def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
-    """What each rank runs in the end: as `decisions.py` has it, without the messages."""
-    leave: dict[str, str] = {}
-    while True:
-        results = [
-            _unchanged(form, rank) if one is _captured(form)[rank] and not leave else _eliminate(one, leave)
-            for rank, one in enumerate(ranks)
-        ]
-        exchanges = [exchanges_by_group(one.module.graph) for one in ranks]
-        (group,) = {name for one in exchanges for name in one} or {""}
-        proposals = [
-            Proposal.of(result.plan, group, found.get(group, ()), "")
-            for result, found in zip(results, exchanges, strict=True)
-        ]
-        found = blocks_to_leave(proposals)
-        if not found.keys() - leave.keys():
-            return results
-        leave |= found
+    unchanged = {id(one): rank for rank, one in enumerate(_captured(form))}
+
+    def result(one: Captured, leave: Mapping[str, str]) -> PassResult:
+        return _unchanged(form, unchanged[id(one)]) if id(one) in unchanged and not leave else _eliminate(one, leave)
+
+    return decide(ranks, result)
 
 
 def _have_equal_tokens(results: Sequence[PassResult], inputs: Sequence[Sequence[Any]]) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from graph_mutants import FLOAT_CHANGES, INT_CHANGES, mutate, mutate_values
-from simulated_ranks import Captured, hidden_rows, run_ranks, with_tokens
+from simulated_ranks import Captured, decide, hidden_rows, run_ranks, with_tokens
 from test_project_styles import PASSES, SIZES, STYLES, captured_style, complete_banks
 from torch.fx import GraphModule
 
@@ -42,40 +43,63 @@ def _run(modules: list[GraphModule], inputs: list[list[Any]], banks: dict[int, l
     return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None
 
 
-def check_mutant(style: str, place: int, how: int | str) -> str:
-    captured = _captured(style)
-    mutants = [_mutant(one.module, place, how) for one in captured]
-    if any(mutant is None for mutant in mutants):
-        return "no mutant"
-    changed = [dataclasses.replace(one, module=mutant) for one, mutant in zip(captured, mutants, strict=True)]
-    results: list[PassResult] = [
-        run_passes(PASSES, one.module, Plan(), PassContext(groups=one.groups)) for one in changed
-    ]
-    taken = [bool(result.plan.banks) for result in results]
-    if any(taken) != all(taken):
-        return "refused"  # the ranks agree on what is taken
-    banks = complete_banks(changed, results) if all(taken) else {}
+def _eliminate(captured: Captured, leave: Mapping[str, str]) -> PassResult:
+    return run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups, leave=leave))
+
+
+@functools.cache
+def _unchanged(style: str, rank: int) -> PassResult:
+    return _eliminate(_captured(style)[rank], {})
+
+
+def _decide(style: str, ranks: Sequence[Captured]) -> list[PassResult]:
+    unchanged = {id(one): rank for rank, one in enumerate(_captured(style))}
+
+    def result(one: Captured, leave: Mapping[str, str]) -> PassResult:
+        return _unchanged(style, unchanged[id(one)]) if id(one) in unchanged and not leave else _eliminate(one, leave)
+
+    return decide(ranks, result)
+
+
+def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] = range(RANKS)) -> str:
+    """What becomes of node number `place`, changed in way `how` on `ranks`."""
+    changed = list(_captured(style))
+    for rank in ranks:
+        mutant = _mutant(changed[rank].module, place, how)
+        if mutant is None:
+            return "no mutant"
+        changed[rank] = dataclasses.replace(changed[rank], module=mutant)
+    results = _decide(style, changed)
+    taken = [[block.name for block in result.plan.local_blocks] for result in results]
+    assert taken[0] == taken[1], "a rank takes what another leaves"
+    banks = complete_banks(changed, results) if taken[0] else {}
     for seed in range(2):
         hidden = [hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype, seed) for rank in range(RANKS)]
         inputs = [with_tokens(one, rows) for one, rows in zip(changed, hidden, strict=True)]
         expected = _run([one.module for one in changed], inputs, {})
         if expected is None:
             return "meaningless"
+        if not taken[0]:
+            return "refused"
         outputs = run_ranks([result.module for result in results], inputs, banks)
         for (output, *_), wanted in zip(outputs, expected, strict=True):
             torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
-    return "right" if all(taken) else "refused"
+    return "right"
 
 
-def check_style(style: str, ways: tuple[int | str, ...], step: int) -> collections.Counter[str]:
+def check_style(style: str, step: int, ranks: Sequence[Collection[int]]) -> collections.Counter[str]:
+    """Every `step`-th change of every node, on each of `ranks` in turn."""
     nodes = sum(node.op == "call_function" for node in _captured(style)[0].module.graph.nodes)
-    cases = [(place, how) for place in range(nodes) for how in ways][::step]
+    cases = [(place, how) for place in range(nodes) for how in (*range(5), *VALUE_CHANGES)][::step]
     outcomes: collections.Counter[str] = collections.Counter()
-    for place, how in cases:
+    for number, (place, how) in enumerate(cases):
+        changed = ranks[number % len(ranks)]
         try:
-            outcomes[check_mutant(style, place, how)] += 1
+            outcomes[check_mutant(style, place, how, changed)] += 1
         except AssertionError as error:
-            raise AssertionError(f"{style}: node {place} changed in way {how}") from error
+            raise AssertionError(f"{style}: node {place} changed in way {how} on ranks {list(changed)}") from error
+    del outcomes["no mutant"]
+    print(f"\n{style}: {sum(outcomes.values())} graphs, {dict(outcomes)}")
     return outcomes
 
 
@@ -83,6 +107,15 @@ def check_style(style: str, ways: tuple[int | str, ...], step: int) -> collectio
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("style", STYLES)
 def test_every_mutant_is_taken_rightly_or_refused(style: str) -> None:
-    outcomes = check_style(style, (*range(5), *VALUE_CHANGES), 1)
+    outcomes = check_style(style, 1, [range(RANKS)])
+    assert outcomes["refused"] > 20
+    assert outcomes["right"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("style", STYLES)
+def test_every_change_of_one_rank_is_taken_rightly_or_refused(style: str) -> None:
+    outcomes = check_style(style, 1, [[0], [1]])
     assert outcomes["refused"] > 20
     assert outcomes["right"] > 20
