@@ -27,7 +27,7 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
         f"exchanges {text.names([(exchange.node, exchange.result) for exchange in block.exchanges])}",
         f"gemms {text.names(gemms)}, of the local form {text.names(list(local.gemms.items()))}",
         f"experts {text.names(block.expert_tensors)}, complete {text.names(list(local.complete.items()))}",
-        f"rows {text.names((local.rows, local.ends, local.row_ids, local.outputs))}",
+        f"rows {text.names((local.rows, local.ends, local.row_ids, local.outputs, *local.travelling))}",
         *(
             f"{what} {text.names([node for node in block.region if node in nodes])}"
             for what, nodes in (("copied", local.copied), ("left out", local.left_out))

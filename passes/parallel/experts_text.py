@@ -31,7 +31,7 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
     leaves = {local.rows: "rows", local.ends: "where each expert's rows end"}
     if local.row_ids is not None:
         leaves[local.row_ids] = "the expert of each row"
-    for number, node in enumerate(block.travelling):
+    for number, node in enumerate(local.travelling):
         leaves[node] = f"what travels with the rows, {number}"
     for number, complete in enumerate(local.complete.values()):
         leaves[complete] = f"expert tensor {number}"
