@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.blocks.expert_masks import chosen_experts, gathered_mask
-from moepass.passes.graph.collectives import WAIT, Collective, collective_of
+from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
@@ -37,6 +37,14 @@ from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.match.gathered_columns import Columns, Order, columns_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+# Meta key of a gather of ids that the model has as one of a mask.
+OF_MASK_KEY = "moepass_of_mask"
+_WHY_NOT_CHOSEN = (
+    "{} gathers a mask, {}, that is not known to hold equally many experts for each token; expected "
+    "zeros.scatter(1, ids, 1) of the ids that torch.topk gives, with nothing masked out of it"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class GatheredIds:
@@ -50,7 +58,10 @@ def look_up_gathered_masks(graph: Graph, leave: Collection[str]) -> tuple[list[G
     """What was replaced; and gathers of masks that were not, and why. Those called as one of `leave` stay."""
     found: list[GatheredIds] = []
     reasons: list[tuple[Node, str]] = []
-    for node in [node for node in graph.nodes if gathered_mask(node) is not None and node.name not in leave]:
+    for node in [node for node in graph.nodes if _gathers_any_mask(node) and node.name not in leave]:
+        if gathered_mask(node) is None:
+            reasons.append((node, _WHY_NOT_CHOSEN.format(named(node), named(node.all_input_nodes[0]))))
+            continue
         name, pairs = node.name, _GatheredPairs(node)
         try:
             gather = pairs.replace()
@@ -58,13 +69,22 @@ def look_up_gathered_masks(graph: Graph, leave: Collection[str]) -> tuple[list[G
             pairs.writer.erase()
             reasons.append((node, str(error)))
         else:
+            gather.meta[OF_MASK_KEY] = True
             found.append(GatheredIds(name, gather))
     return found, reasons
 
 
+def _gathers_any_mask(node: Node) -> bool:
+    collective = collective_of(node)
+    if collective is None or collective.kind != "all_gather":
+        return False
+    value = fake_value(collective.input)
+    return gathered_mask(node) is not None or (value.dtype is torch.bool and value.dim() == 2)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """`node` reads `value`, which is `columns` of the mask, or the places of their ones, and computes something of it."""
+    """`node` reads `value`, which is `columns` of the mask, or the places of ones in them."""
 
     node: Node
     value: Node
@@ -159,7 +179,8 @@ class _GatheredPairs:
         if base == "nonzero" and by_expert:
             size = fake_value(node).shape[0]
             pairs = [self._expert(columns, size), self._token(columns, size)]
-            return self.writer.emit(aten.cat.default, [self.writer.emit(aten.unsqueeze.default, one, 1) for one in pairs], 1)
+            both = [self.writer.emit(aten.unsqueeze.default, one, 1) for one in pairs]
+            return self.writer.emit(aten.cat.default, both, 1)
         is_mask = base == "masked_select" and given["mask"] is reader.value and by_expert
         if is_call(node, aten.index.Tensor) and columns.order is not Order.BY_TOKEN:
             is_mask = given["indices"] == [reader.value] and fake_value(reader.value).dtype is torch.bool
@@ -192,8 +213,10 @@ class _GatheredPairs:
         dims = given.get("dim")
         if not dims and not given.get("keepdim"):
             counts = self.writer.emit(aten.sum.default, counts)
-        elif columns.order is Order.FLAT or given["keepdim"] or [dim % 2 for dim in dims] != [columns.dim_of_tokens]:
-            raise self._unknown(node)
+        else:
+            along = [dim % 2 for dim in dims or ()]
+            if columns.order is Order.FLAT or given["keepdim"] or along != [columns.dim_of_tokens]:
+                raise self._unknown(node)
         if fake_value(node).dtype is torch.int32:
             return self.writer.emit(prims.convert_element_type.default, counts, torch.int32)
         if fake_value(node).dtype is torch.int64:

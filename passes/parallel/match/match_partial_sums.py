@@ -18,7 +18,14 @@ from moepass.passes.ir.protocol import Group
 from moepass.passes.parallel.match.near_experts import MOST_NODES, most_nodes
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
 from moepass.passes.parallel.match.region_walk import ancestors, check_leaves, walk_back
-from moepass.passes.parallel.match.token_origin import is_id_arithmetic, gathered_rows, is_row_move, origin, row_weights, sort_key
+from moepass.passes.parallel.match.token_origin import (
+    gathered_rows,
+    is_id_arithmetic,
+    is_row_move,
+    origin,
+    row_weights,
+    sort_key,
+)
 
 aten = torch.ops.aten
 
@@ -98,7 +105,7 @@ def _gathered_inside(match: BlockMatch) -> Node | None:
         pending += fresh
     if len(found) > 1:
         listed = " and ".join(map(named, found))
-        raise NotThisForm(f"between its GEMMs it reads more than one value that ranks gather, {listed}; expected weights")
+        raise NotThisForm(f"between its GEMMs it reads several values that ranks gather, {listed}; expected weights")
     return next(iter(found), None)
 
 

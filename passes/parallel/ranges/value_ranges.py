@@ -107,7 +107,7 @@ class ValueRanges(RangeSums):
             if node.op == "call_function":
                 check_sizes(node, self.structural, self.tokens)
             if node in data:
-                self._check_places(node)
+                self._check_places(node, is_data=True)
                 self._check_factors(node, data)
                 self._joint.add(node, None, by_row=node in by_row)
                 continue
@@ -292,7 +292,7 @@ class ValueRanges(RangeSums):
 
     # --------------------------------------------------------------------------------------------------- checks
 
-    def _check_places(self, node: Node) -> None:
+    def _check_places(self, node: Node, *, is_data: bool = False) -> None:
         """Places that `node` looks up, or writes to, stay in what it looks up in for every number of tokens."""
         name, arguments = operation(node), named_arguments(node)
         if name not in _LOOKUPS | _PLACED:
@@ -301,9 +301,11 @@ class ValueRanges(RangeSums):
             if is_mask(index):
                 continue
             places = self.range_of(index)
+            size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
+            if is_data and isinstance(size, int) and grows_in_size(index) and self.is_of_tokens(size):
+                continue  # rows of a fixed number of tokens, some of which a run takes
             check_lookup(node, node.args[0], dim, index, places)  # type: ignore[arg-type]
             elements = 1 if grows_in_size(index) else fake_value(index).numel()
-            size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
             if places.grows and isinstance(size, int) and not self.is_of_tokens(elements):
                 raise NotThisForm(
                     f"{node.name} ({node.target}) takes {elements} of {size} by sizes, of which not every order was "
