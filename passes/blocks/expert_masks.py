@@ -91,5 +91,5 @@ def _are_different(ids: Node) -> bool:
     assert isinstance(chosen, Node)
     if base_operation(chosen) not in ("topk", "sort"):
         return False
-    dims = fake_value(ids).dim()
-    return bool(dims == 2 and all_arguments(chosen)["dim"] % dims == 1)
+    given, value = all_arguments(chosen), fake_value(ids)
+    return value.dim() == 2 and given["dim"] % 2 == 1 and given.get("k", value.shape[1]) == value.shape[1]

@@ -129,7 +129,10 @@ class _GatheredPairs:
         replaced: list[tuple[Node, Node]] = []
         for reader in sorted(self._readers(), key=lambda reader: reader.node):
             with self._graph.inserting_before(reader.node):
-                replaced.append((reader.node, self._of_places(reader) if reader.has_places else self._read(reader)))
+                stands = self._of_places(reader) if reader.has_places else self._read(reader)
+            if _described(reader.node) != _described(stands):
+                raise self._unknown(reader.node)
+            replaced.append((reader.node, stands))
         if not self._pairs:
             raise NotThisForm(f"nothing is selected by the mask that {named(self._mask.node)} gathers")
         for old, new in replaced:
@@ -331,6 +334,13 @@ class _GatheredPairs:
     def _token(self, columns: Columns, size: Any) -> Node:
         k = int(fake_value(self._own_ids).shape[1])
         return self.writer.emit(aten.div.Tensor_mode, self._pair(columns, size), k, rounding_mode="floor")
+
+
+def _described(node: Node) -> tuple[str, ...]:
+    value = fake_value(node)
+    if not isinstance(value, torch.Tensor):
+        return (str(size_expression(value)),)
+    return (str(value.dtype), str(value.device), *(str(size_expression(size)) for size in value.shape))
 
 
 def _numbers_along(source: Node, dim: int, columns: Columns) -> bool:
